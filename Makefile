@@ -28,7 +28,7 @@ lines = /^$(1)==/,/[^\\]$$/
 TE_PIN := $(call pin,transformer-engine-torch)
 TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(call pin,torch))
 
-.PHONY: env quickstart test check format lock clean
+.PHONY: env quickstart test check docs format lock clean
 
 env: $(STAMP) $(TE_STAMP)
 	@$(BIN)/python -m specrl.report.package_files
@@ -66,6 +66,19 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vulture
+	$(BIN)/python -m tests.budgets
+	$(MAKE) --no-print-directory docs
+
+# The site is built in the environment that its reference is read from. docs.lock has only what the other locks lack.
+DOCS := requirements/docs.lock
+DOCS_STAMP := .venv/.installed-$(notdir $(DOCS))
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(DOCS_STAMP): $(STAMP) $(DOCS)
+	$(INSTALL) --require-hashes -r $(DOCS)
+	touch $@
 
 format: env
 	$(BIN)/ruff check --fix .
@@ -78,8 +91,9 @@ lock: env
 	$(COMPILE) tools.in -o tools.lock
 	$(COMPILE) cpu.in --override overrides.txt $(TORCH_BACKEND) --no-emit-package torch -o cpu.lock
 	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
+	$(COMPILE) docs.in $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.lock) -o docs.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site

@@ -14,7 +14,6 @@ from flows.preflight import check
 from slurm.access import restrict
 from slurm.backend import Job
 from slurm.environment import ROOT, present_code, snapshot_code
-from slurm.registry import backends_of
 from slurm.submit import live_jobs
 from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
@@ -122,8 +121,6 @@ def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
     changes: list[Change] = config_changes(old, new)
     if lines := [setting.line for setting in new.unused if not _keys(changes).isdisjoint(setting.keys)]:
         raise ConfigError("\n".join(lines))  # what the run has had before has no effect either, and hinders nothing
-    for backend in backends_of(new):
-        backend.connect()
     check(new)
     files = named_files(new)
     changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]

@@ -10,7 +10,6 @@ import typer
 
 from flows.commands import (
     bench,
-    devcluster,
     export,
     inspect,
     project,
@@ -20,13 +19,11 @@ from flows.commands import (
     samples,
     serve,
     serve_model,
-    sync,
     watch,
 )
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.devcluster import DevClusterError
 from specrl.config import ConfigError
 from specrl.report.tables import printable
 
@@ -45,13 +42,11 @@ samples.register(app)
 reward.register(app)
 watch.register(app)
 remove.register(app)
-sync.register(app)
 export.register(app)
 bench.register(app)
 serve.register(app)
 serve_model.register(app)
 project.register(app)
-devcluster.register(app)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user whose share of it is."""
@@ -81,7 +76,7 @@ def invoke(arguments: list[str]) -> int:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
     except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
-    except (ConfigError, DevClusterError) as error:
+    except ConfigError as error:
         _complain(str(error))
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))

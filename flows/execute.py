@@ -1,7 +1,11 @@
-"""Run a configuration: check it, write the run's folder, run the flow and print the summary."""
+"""Run a configuration: check it, write its folder, run the flow and print the summary; or go on with the run's code."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,20 +15,23 @@ from flows.folder import only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
-from slurm.access import check_access, restrict
-from slurm.backend import StoppedError
-from slurm.registry import backends_of
+from slurm.access import check_access, check_code, restrict
+from slurm.backend import JobError, StoppedError
+from slurm.environment import ROOT, job_environment, present_code
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
-from specrl.lineage.record import read_record
+from specrl.lineage.record import CODE_DIR, code_of, read_record
 from specrl.report.description import describe, headline
+from specrl.report.results import readable_config
 from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.run import begin
 
+GUARD = "SPECRL_RUN_CODE"
+"""The variable with the digest of the code by which a process was replaced."""
 LOG_BYTES = 32 * 2**20
 """The size up to which MLflow gets a job's log; larger ones stay in the run's folder alone."""
 
@@ -47,8 +54,6 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     console = Console(soft_wrap=True)
     for line in check_access(config.run_dir, config.cluster):
         print_line(console, line)
-    for backend in backends_of(config):
-        backend.connect()
     check(config)
     if origin is not None:
         config = own_source(config)
@@ -117,3 +122,56 @@ def _run_flow(run_dir: Path) -> None:
     forget_stop(run_dir)
     mark_crashed_flows(run_dir)
     pipeline(str(run_dir))
+
+
+def command_with_own_code(run_dir: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:
+    """Return the command and the environment that run `specrl ARGUMENTS` with the run's own code.
+
+    Returns:
+        None where this process already has that code, and for a run that has none yet.
+
+    Raises:
+        ConfigError: The copy of the run's code is gone or is not what was copied, Python does not import it, or
+            somebody else could change it.
+    """
+    check_access(run_dir, readable_config(run_dir).cluster)
+    code = code_of(run_dir)
+    if code is None:
+        return None
+    folder = run_dir / CODE_DIR / code
+    if folder.resolve() == ROOT.resolve() or code == present_code():
+        return None
+    check_code(folder)
+    if os.environ.get(GUARD) == code:
+        raise ConfigError(f"run {run_dir.name}: Python imports {ROOT} in place of {folder}; look at PYTHONPATH")
+    return [sys.executable, "-m", "flows.cli", *arguments], {**os.environ, **job_environment(folder), GUARD: code}
+
+
+def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that already.
+
+    Raises:
+        ConfigError: See `command_with_own_code`.
+    """
+    found = command_with_own_code(run_dir, arguments)
+    if found is not None:
+        command, environment = found
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(command[0], command, environment)
+
+
+def resume_with_own_code(run_dir: Path) -> None:
+    """Resume a run in a process of its own, with the run's code.
+
+    Raises:
+        JobError: The process failed; its own line about that is on standard error.
+    """
+    arguments = ["resume", str(run_dir)]
+    command, environment = command_with_own_code(run_dir, arguments) or (
+        [sys.executable, "-m", "flows.cli", *arguments],
+        dict(os.environ),
+    )
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        raise JobError(f"specrl resume {run_dir} failed with exit code {code}")

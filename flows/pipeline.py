@@ -18,13 +18,8 @@ from flows.display import make_reporter
 from specrl.report.html import write_report
 from specrl.report.results import StageRecord
 from specrl.report.summary import SUMMARY_FILE, write_summary
-from tasks.calibrate import calibrate
-from tasks.export import export
-from tasks.prepare import prepare
-from tasks.pretrain import pretrain
 from tasks.run import Finished, Run, cancel_jobs, open_run
-from tasks.train import train
-from tasks.validate import validate
+from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 
 
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

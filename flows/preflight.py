@@ -18,7 +18,8 @@ from slurm.registry import backends_of
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.lineage.record import CODE_DIR, RUN_FILE
-from specrl.models.directory import check_directory
+from specrl.models.checks.folder import check_model_folder
+from specrl.models.directory import has_chat_template
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
@@ -31,7 +32,7 @@ GIB = 2**30
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
 """What a run that was interrupted while it began has in its folder, beside the configuration."""
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4
-"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/2026-11-23-drafter-online.md."""
+"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/drafter-online.md."""
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
@@ -84,13 +85,23 @@ def check_folder(config: Config) -> list[str]:
 
 def check_model(config: Config) -> list[str]:
     """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
-    try:
-        check_source(config.model)
-        check_model_fits_method(config)
-        if _shape_is_known(config):
-            plan(config)
-    except ConfigError as error:
-        return str(error).splitlines()
+    lines: list[str] = []
+    looks: list[Callable[[], object]] = [lambda: check_source(config.model), lambda: check_model_fits_method(config)]
+    if _shape_is_known(config):
+        looks.append(lambda: plan(config))
+    for look in looks:
+        try:
+            look()
+        except ConfigError as error:
+            lines += str(error).splitlines()
+    if lines:
+        return list(dict.fromkeys(lines))
+    source = Path(config.model.source).expanduser()
+    if config.data.template == "chat" and source.is_dir() and not has_chat_template(source):
+        return [
+            f'data.template = "chat": the tokenizer in {source} has no chat template; put one there as '
+            "chat_template.jinja, or give a format string such as {prompt}"
+        ]
     return []
 
 
@@ -100,7 +111,7 @@ def check_draft_model(config: Config) -> list[str]:
     if directory is None:
         return []
     try:
-        hf_config = check_directory(directory, config.model.max_length)
+        hf_config = check_model_folder(directory, config.model.max_length)
     except ConfigError as error:
         return [f"speculation.draft_model: {error}"]
     if not _shape_is_known(config):

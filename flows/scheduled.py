@@ -17,8 +17,7 @@ from prefect.flows import Flow
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 
-from flows.execute import execute
-from flows.own_code import resume_with_own_code
+from flows.execute import execute, resume_with_own_code
 from flows.server import ServerError
 from slurm.access import check_access
 from specrl.config import Config, ConfigError, dump_config, parse_config

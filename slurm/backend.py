@@ -249,9 +249,6 @@ class Backend(Protocol):
     def name(self) -> str:
         """The value of `cluster.backend` that chooses it."""
 
-    def connect(self) -> None:
-        """Prepare this process for talking to the scheduler, before anything else is called."""
-
     def problems(self, config: Config) -> list[str]:
         """Return one line for each reason why a run cannot use this scheduler from here."""
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from submitit import JobEnvironment
+from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.backend import Backend, StageRequest
 from slurm.environment_file import read_environment_file
@@ -221,3 +223,28 @@ def interface_towards(host: str) -> str:
         if any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
+
+
+def rank_environment() -> dict[str, str]:
+    """Return the variables from which torch.distributed learns its rank, as submitit knows them."""
+    ranks = TorchDistributedEnvironment()
+    values = {
+        "MASTER_ADDR": ranks.master_addr,
+        "MASTER_PORT": ranks.master_port,
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "LOCAL_WORLD_SIZE": ranks.local_world_size,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def other_host() -> str:
+    """Return the name of the job's first node or, on that node, of its second one."""
+    job = JobEnvironment()
+    return str(job.hostnames[1 if job.node == 0 else 0])
+
+
+def log_path(folder: Path, job_id: str, rank: int) -> Path:
+    """Return the file to which a rank of a submitit job prints."""
+    return folder / f"{job_id}_{rank}_log.out"

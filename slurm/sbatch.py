@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slurm import submitit_jobs
 from slurm.backend import StageRequest
-from slurm.ranks.supervisor import AGAIN_CODE
+from slurm.ranks.supervisor import AGAIN_CODE, warning_seconds
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import names_gpus
 
@@ -83,7 +82,8 @@ def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, 
         "srun_args": srun_options(config, stage),
         "additional_parameters": {name: value for name, value in options.items() if name not in OF_SUBMITIT},
         "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse
-        **submitit_jobs.common_parameters(request.resources),
+        "signal_delay_s": warning_seconds(request.resources),
+        "stderr_to_stdout": True,
     }
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError
 
-from slurm import submitit_jobs
 from slurm.backend import (
     Cause,
     Failure,
@@ -33,8 +32,15 @@ from slurm.backend import (
     StageRequest,
     State,
 )
-from slurm.devcluster import DevCluster
-from slurm.environment import LOOPBACK, inherited, interface_towards, interface_variables
+from slurm.environment import (
+    LOOPBACK,
+    inherited,
+    interface_towards,
+    interface_variables,
+    log_path,
+    other_host,
+    rank_environment,
+)
 from slurm.failures import first_error
 from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
@@ -121,7 +127,7 @@ class SlurmJob:
                 ) from error
 
     def log(self, rank: int) -> Path:
-        return submitit_jobs.log_path(self.folder, self.job_id, rank)
+        return log_path(self.folder, self.job_id, rank)
 
     def failure(self, ranks: int) -> Failure:
         return first_error(self.folder, ranks) or self._srun_error()
@@ -147,10 +153,6 @@ class SlurmBackend:
     """The backend for a Slurm cluster, used through the commands of a login node."""
 
     name = "slurm"
-
-    def connect(self) -> None:
-        """Use the development cluster of this machine when it is up and no other Slurm is configured."""
-        DevCluster().use_if_up()
 
     def problems(self, config: Config) -> list[str]:
         missing = [command for command in COMMANDS if shutil.which(command) is None]
@@ -202,12 +204,12 @@ class SlurmBackend:
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
-        ranks = submitit_jobs.rank_environment() | {ATTEMPT: os.environ.get("SLURM_RESTART_COUNT", "0")}
+        ranks = rank_environment() | {ATTEMPT: os.environ.get("SLURM_RESTART_COUNT", "0")}
         if one_host:
             return ranks | LOOPBACK
         if request.key.cluster.interface is not None:
             return ranks | interface_variables(request.key.cluster.interface)
-        guess = interface_variables(interface_towards(submitit_jobs.other_host()))
+        guess = interface_variables(interface_towards(other_host()))
         return ranks | {name: os.environ.get(name) or value for name, value in guess.items()}
 
     def run_rank(self, request: StageRequest) -> None:

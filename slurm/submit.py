@@ -86,7 +86,6 @@ def _backends(key: JobKey) -> list[Backend]:
         name = understood_config(config, key.config.run_dir).cluster_of(key.stage).backend
         if name != key.cluster.backend:
             backends.insert(0, backend_of(key.cluster.model_copy(update={"backend": name})))
-            backends[0].connect()
     return backends
 
 

@@ -205,23 +205,6 @@ class TrainResult(Artifact):
     seconds: float
 
 
-class DefaultSpeed(Artifact):
-    """Plain generation by vLLM as it comes, in the rounds of a `SpeedPair`. Figures are medians.
-
-    That engine has its own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where there is a GPU.
-    It generates as many tokens after each prompt as the pair does.
-    """
-
-    tokens_per_s: float
-    speedup: float
-    """The ratio of the speculative tokens per second to these: what a user of plain vLLM gains."""
-    speedup_min: float
-    speedup_max: float
-    plain_ratio: float
-    """The ratio of the plain tokens per second of specrl's engine to these: what its exact sampler and its control of
-    drafts cost, or gain."""
-
-
 class SpeedPair(Artifact):
     """Plain and speculative generation in turn, on the same prompts, weights and seeds. Figures are medians.
 
@@ -234,8 +217,7 @@ class SpeedPair(Artifact):
     """The rate of plain decoding by the same engine, whose drafts are switched off (k = 0)."""
     speculative_tokens_per_s: float
     speedup: float
-    """The ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0; `default` has
-    the ratio to vLLM as it comes."""
+    """The ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0."""
     speedup_min: float
     speedup_max: float
     decode_step_reduction: float
@@ -246,8 +228,6 @@ class SpeedPair(Artifact):
     """The share of the tokens that each source drafted and that were accepted: `drafter`, `replay` (text that was
     pre-generated for the prompt), `recent` (recent rollouts), or a text source of the user's own. What is missing to 1
     was not drafted."""
-    default: DefaultSpeed | None = None
-    """The same requests on vLLM as it comes; None where that engine was not started, or did not start."""
 
 
 class NextStepText(Artifact):
@@ -289,17 +269,9 @@ class ParityCounts(Artifact):
 class ExactnessResult(Artifact):
     """Speculative and plain decoding, compared on held-out prompts."""
 
-    chi_squared: float
-    degrees_of_freedom: int
-    num_cells: int | None = None
-    """The number of cells of the chi-squared test among which samples could fall; those of prompts with a single cell
-    are not counted. None in results of earlier versions."""
-    num_samples: int
-    p_value: float
-    """The p-value of the first tokens under their exact probabilities."""
     num_draft_tokens: int
     num_accepted_tokens: int
-    """The number of drafted tokens that were accepted in these samples. Without drafts the test says nothing."""
+    """The number of drafted tokens that were accepted. The comparison says much where some were, and some were not."""
     sampled: ParityCounts
     greedy: ParityCounts
 

@@ -281,11 +281,6 @@ _DEFINITIONS = (
     Metric("validate/accuracy_after", "", "Mean reward of the trained policy on held-out prompts."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
     Metric(
-        "validate/chi_squared_p_value",
-        "",
-        "p-value of speculative first tokens against their exact probabilities; gated.",
-    ),
-    Metric(
         "validate/differences_per_1000_tokens",
         "",
         "First tokens that differ with speculation, in sampled responses.",
@@ -301,7 +296,7 @@ _DEFINITIONS = (
         "Differences in sampled and greedy responses that are no near-tie; gated to be 0.",
     ),
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
-    Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in the samples of the chi-squared test."),
+    Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric(
         "speedup/generation_estimate",
         "",
@@ -324,23 +319,6 @@ _DEFINITIONS = (
         "speedup/generation_batch_I",
         "",
         "Plain over speculative generation time in matched pairs at batch size I; plain is k = 0 on the same engine.",
-    ),
-    Metric(
-        "speedup/generation_over_default",
-        "",
-        "Speculative tokens per second over those of vLLM as it comes, without drafts, for as many tokens after the "
-        "same prompts; median over the batch sizes measured.",
-    ),
-    Metric(
-        "speedup/generation_over_default_batch_I",
-        "",
-        "Speculative tokens per second over those of vLLM as it comes, at batch size I.",
-    ),
-    Metric(
-        "speedup/plain_over_default_batch_I",
-        "",
-        "Tokens per second of plain decoding with specrl's engine, k = 0, over those of vLLM as it comes, at batch "
-        "size I.",
     ),
     Metric(
         "speedup/step",

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import specrl
-from slurm.bench import JSON_FILE, PAGE_FILE
+from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from specrl.artifacts import RESULT_FILE, digest
-from specrl.bench.job import BenchJob
-from specrl.config import Config, change_config, dump_config, parse_config
+from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
+from specrl.config import Config, Resources, change_config, dump_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
 from specrl.report.results import find_stages
+from tasks.run import Finished, Reporter, work
 
 OWN_CODE = ("bench", "projection", "report")
 """The subpackages that benchmarks depend on and stages do not."""
@@ -35,6 +36,13 @@ class Size:
     """The number of processes with a model at once, each of which needs a rank's memory."""
     gpus: int
     """The number of GPUs; 0 on CPUs."""
+
+    @classmethod
+    def of_two(cls, trainings: Sequence[Resources]) -> Size:
+        """Make room for two trainings that take their steps in turn."""
+        ranks = max(one.ranks for one in trainings)
+        cores = max(one.ranks * one.cpus_per_rank for one in trainings)
+        return cls(cores, 2 * ranks, ranks * max(one.gpus_per_rank for one in trainings))
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class CellJob:
 
     def rows(self) -> list[dict[str, Any]]:
         """Read the rows of a finished one."""
-        rows: list[dict[str, Any]] = json.loads((self.folder / JSON_FILE).read_text())
+        rows: list[dict[str, Any]] = json.loads(self.job.json_path.read_text())
         return rows
 
 
@@ -71,10 +79,25 @@ def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Siz
         overrides: `KEY=VALUE` each, of the cluster and the resources.
     """
     made = job_config(config, size, folder, overrides)
-    key = cell_key(job, place_of(made, job.threads))
+    key = cell_key(job, place_of(made))
     own = folder / "stages" / key
     context = StageContext(config=made, stage="bench", key=key, stage_dir=own, inputs={}, mlflow_run_id="")
-    return CellJob(label, replace(job, page=own / PAGE_FILE, json_path=own / JSON_FILE, folder=own / "work"), context)
+    return CellJob(label, replace(job, page=own / PAGE_FILE, folder=own / "work"), context)
+
+
+def measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
+    """Measure a cell, and return why it failed, if it did. A failure is an outcome, so that the other cells go on."""
+    cached = cell.is_finished
+    if not cached:
+        cell.job.save(cell.folder / JOB_FILE)
+        try:
+            work(cell.context, ENTRY, code, reporter, cell.label)
+        except (JobError, StoppedError, SilentSchedulerError) as error:
+            reporter.note(f"{cell.label}: {error}")
+            return str(error)
+    seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
+    reporter.finished(cell.label, Finished("bench", cell.context.key, cell.folder, seconds, None, cached))
+    return None
 
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
@@ -84,16 +107,9 @@ def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
     own = files_digest((path, str(path.relative_to(package))) for path in code)
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
     inputs = {name: stages[name].key for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
-    read = [_content(value) for value in _texts(job.options)]
+    changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
+    read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
     return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _texts(part)]
-    if isinstance(value, list | tuple):
-        return [text for part in value for text in _texts(part)]
-    return [value.rpartition("=")[2].strip(' "')] if isinstance(value, str) else []
 
 
 def _content(text: str) -> Any:
@@ -103,16 +119,12 @@ def _content(text: str) -> Any:
     return file_digest(path) if path.is_file() else model_fingerprint(str(path))
 
 
-def place_of(config: Config, threads: int | None) -> dict[str, Any]:
-    """Name what is asked of a job's machine and changes how fast it is: not memory, nor minutes.
-
-    Args:
-        threads: The number of CPU threads, if the user chose one.
-    """
+def place_of(config: Config) -> dict[str, Any]:
+    """Name what is asked of a job's machine and changes how fast it is: not memory, nor minutes."""
     cluster, resources = config.cluster_of("bench"), config.resources_of("bench")
     own = cluster.model_dump(mode="json", include={"backend", "partition", "constraint"})
     gpus = {name: value for name, value in cluster.sbatch.items() if asks_for_gpus(name, value)}
-    return {**own, "sbatch": gpus, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_rank, "threads": threads}
+    return {**own, "sbatch": gpus, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_rank}
 
 
 def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str]) -> Config:

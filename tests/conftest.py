@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from slurm.devcluster import DevCluster
-from slurm.devcluster.daemons import missing_programs
+from tests.slurm.devcluster import DevCluster
+from tests.slurm.devcluster.daemons import missing_programs
 
 settings.load_profile("ci")  # everywhere: the same examples each time, and as long for each as it takes
 OTHERS = ("PREFECT_", "MLFLOW_", "SLURM_", "SBATCH_", "SUBMITIT_", "SPECRL_", "VLLM_", "FORCE_COLOR", "PYTHONWARNINGS")
@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in with_cluster)
 
 
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Each test begins with a common umask, whatever a command that ran in this process before has set."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def num_tokens(pytestconfig: pytest.Config) -> int:
     """How many tokens at least of each kind of drafter are compared with plain decoding."""
@@ -44,7 +52,7 @@ def num_tokens(pytestconfig: pytest.Config) -> int:
 def devcluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
     """A real Slurm with two virtual nodes; the tests' processes talk to it."""
     if missing_programs() and os.environ.get("CI") != "true":
-        pytest.skip("Slurm is not installed; `specrl devcluster up` names the packages")
+        pytest.skip("Slurm is not installed; `python -m tests.slurm.devcluster up` names the packages")
     cluster = DevCluster(tmp_path_factory.mktemp("devcluster"))
     cluster.up(2)
     os.environ["SLURM_CONF"] = str(cluster.slurm_conf)

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from specrl.tracking.spool import Spool
+from specrl.tracking.log import Log, Sent
 from tests.integration.pipeline_runs import finish, run_smoke, wait_for
 from tests.mlflow_server import MlflowServer
 
@@ -57,7 +57,7 @@ def check_nothing_is_missing(run_dir: Path, uri: str) -> None:
     assert len(client.list_artifacts(run_id, "gantt")) == STEPS
     assert client.get_run(run_id).info.status == "FINISHED"
     for folder in (run_dir, *run_dir.glob("stages/*")):
-        assert not Spool(folder).has_waiting(), folder
+        assert Sent(Log(folder)).is_complete(), folder
     print(f"MLflow has all {len(names)} metrics and the pictures of all {STEPS} steps, once; nothing waits on disk\n")
 
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import LOCK_FILE, find_own_run, only_flow, size_of
-from slurm.registry import backends_of
 from slurm.submit import live_jobs
 from specrl.artifacts import RESULT_FILE
 from specrl.config import Config, ConfigError
@@ -77,8 +76,6 @@ def _check_jobs(config: Config) -> None:
     Raises:
         ConfigError: A job of the run is pending or running.
     """
-    for backend in backends_of(config):
-        backend.connect()
     for job in live_jobs(config).values():
         raise ConfigError(
             f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"

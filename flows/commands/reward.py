@@ -33,7 +33,8 @@ def reward(
 ) -> None:
     """Score a response to a problem of CONFIG as a run would: by the same reward, in the same sandbox.
 
-    It prints the problem and its answer too. A reward that fails counts as data.reward_on_failure in a run.
+    It prints the problem and its answer too. A reward that fails counts as data.reward_on_failure in a run; here the
+    exit code is 1 then.
     """
     from specrl.data.rewards.trial import try_reward
 
@@ -44,6 +45,8 @@ def reward(
     if json_path != "-":
         for line in trial.lines():
             print(line)
+    if trial.error is not None:
+        raise typer.Exit(1)
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`specrl run`, `resume` and `stop`."""
+"""`specrl run`, `resume`, `stop` and `sync`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from rich.console import Console
 
 from flows.change import ChangeRequest, change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
-from flows.execute import execute
+from flows.execute import continue_with_own_code, execute
 from flows.folder import find_own_run
 from flows.origin import start_from
-from flows.own_code import continue_with_own_code
 from flows.preflight import check
-from slurm.registry import backend_of, backends_of
-from specrl.config import STAGES, Config
+from slurm.registry import backend_of
+from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.changes import adjustable_keys
-from specrl.report.results import readable_config
 from tasks.run import ask_to_stop, read_run_config
 
 CHANGEABLE = (
@@ -33,6 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command("run")(run)
     app.command("resume")(resume)
     app.command("stop")(stop)
+    app.command("sync")(sync)
 
 
 def run(
@@ -82,7 +81,7 @@ def print_dry_run(config: Config) -> None:
     clusters = {stage: config.cluster_of(stage) for stage in STAGES}
     queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
     options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
-    print_plan(plan(config, queues, options))
+    print_plan(plan(config), queues, options)
     check(config, dry_run=True)
 
 
@@ -141,8 +140,19 @@ def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     interrupted. `specrl resume` continues the run.
     """
     run_dir = find_own_run(name, runs_dir)
-    for backend in backends_of(readable_config(run_dir)):
-        backend.connect()
     for line in ask_to_stop(run_dir):
         print(line)
     print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
+
+
+def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """Send to MLflow what a run has logged while MLflow was away.
+
+    A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
+    """
+    from specrl.tracking import runs
+
+    config = read_run_config(find_own_run(name, runs_dir))
+    if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
+        raise ConfigError("; ".join(lines))
+    print(f"MLflow has everything that {config.name} has logged")

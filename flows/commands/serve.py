@@ -28,7 +28,6 @@ from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
-from slurm.registry import backends_of
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import end_with_parent
@@ -97,8 +96,6 @@ def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[
     check_cron(cron)
     config = load(config_path, cluster, overrides)
     restrict(config.cluster)
-    for backend in backends_of(config):
-        backend.connect()
     check(config)
     return config
 

@@ -1,4 +1,4 @@
-"""Jobs on this machine, described by submitit's LocalExecutor, and started in such a way that they outlive the flow."""
+"""Jobs on this machine, started by a controller that outlives the flow."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import submitit
-from submitit.local.local import LocalExecutor
 
-from slurm import submitit_jobs
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
-from slurm.environment import LOOPBACK, inherited
+from slurm.environment import LOOPBACK, inherited, log_path, rank_environment
 from slurm.failures import first_error
 from slurm.local.controller import END_AT, lock_path, outcome_path
-from specrl.config import ClusterConfig, Config, Resources, StageName
+from slurm.ranks.supervisor import warning_seconds
+from specrl.config import ClusterConfig, Config, StageName
 from specrl.lifetime.segments import Reason, Segment
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
 
@@ -74,7 +72,7 @@ class LocalJob:
                 time.sleep(0.05)
 
     def log(self, rank: int) -> Path:
-        return submitit_jobs.log_path(self.folder, self.job_id, rank)
+        return log_path(self.folder, self.job_id, rank)
 
     def failure(self, ranks: int) -> Failure:
         return first_error(self.folder, ranks) or Failure(rank=min(self._failed_ranks(), default=0))
@@ -99,9 +97,6 @@ class LocalBackend:
     """The backend for this machine. A job is a controller process, in a session of its own, that starts the ranks."""
 
     name = "local"
-
-    def connect(self) -> None:
-        return
 
     def problems(self, config: Config) -> list[str]:
         if config.cluster.backend == self.name and config.cluster.container is not None:
@@ -138,13 +133,9 @@ class LocalBackend:
         Raises:
             JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
         """
-        executor = _Executor(request)
-        try:
-            executor.update_parameters(**_parameters(request.resources))
-        except ValueError as error:  # fewer GPUs are visible than asked for
-            raise JobError(str(error)) from error
+        variables = _controller_variables(request)
         with interrupts_held(), submitit.helpers.clean_env():
-            controller = executor.start(environment)
+            controller = _start(request, {**inherited(), **environment, **variables})
         known = False
         try:
             job = self._wait_for(controller, request)
@@ -156,7 +147,7 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        return submitit_jobs.rank_environment() | LOOPBACK
+        return rank_environment() | LOOPBACK
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank, which ends with its controller, however the controller ends.
@@ -203,57 +194,45 @@ class LocalBackend:
         raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
 
 
-def _parameters(resources: Resources) -> dict[str, Any]:
-    """Return the parameters of submitit's LocalExecutor. This machine stands for all nodes."""
+def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the controller behind the user's set-up lines, in a session of its own, which neither Ctrl-C nor a hang-up
+    nor the end of the flow reaches."""
+    folder = request.key.folder
+    arguments = [str(folder), str(request.key.record_path), str(request.result_path)]
+    controller = [sys.executable, *request.checked_python, "-m", "slurm.local.controller", *arguments]
+    script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
+    with (folder / CONTROLLER_LOG).open("ab") as log:
+        return subprocess.Popen(
+            ["bash", "-c", script, "bash", *controller],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _controller_variables(request: StageRequest) -> dict[str, str]:
+    """Return the variables that tell submitit's controller what to start. This machine stands for all nodes.
+
+    Raises:
+        JobError: Fewer GPUs are visible than the job asks for.
+    """
+    resources = request.resources
+    count = resources.ranks * resources.gpus_per_rank
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    devices = [int(device) for device in visible.split(",") if device.isdigit()]
+    devices = [device for device in visible.split(",") if device] or [str(number) for number in range(count)]
+    if len(devices) < count:
+        raise JobError(f"the job asks for {count} GPUs, and CUDA_VISIBLE_DEVICES = {visible} names {len(devices)}")
     return {
-        "nodes": 1,
-        "tasks_per_node": resources.ranks,
-        "gpus_per_node": resources.ranks * resources.gpus_per_rank,
-        "visible_gpus": tuple(devices),
-        "timeout_min": resources.minutes,
-        **submitit_jobs.common_parameters(resources),
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_NTASKS": str(resources.ranks),
+        "SUBMITIT_LOCAL_COMMAND": shlex.join([sys.executable, *request.arguments]),
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * resources.minutes),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(warning_seconds(resources)),
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+        "SUBMITIT_STDERR_TO_STDOUT": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(devices[:count]),
     }
-
-
-class _Executor(LocalExecutor):
-    """Starts `slurm.local.controller` in place of submitit's controller, in a session of its own, which Ctrl-C, a
-    hang-up and the end of the flow do not reach."""
-
-    def __init__(self, request: StageRequest) -> None:
-        super().__init__(request.key.folder)
-        self.request = request
-
-    def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start the controller behind the user's set-up lines, without the pickle that submitit would write."""
-        request = self.request
-        arguments = [str(self.folder), str(request.key.record_path), str(request.result_path)]
-        controller = [sys.executable, *request.checked_python, "-m", "slurm.local.controller", *arguments]
-        script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
-        with (self.folder / CONTROLLER_LOG).open("ab") as log:
-            return subprocess.Popen(
-                ["bash", "-c", script, "bash", *controller],
-                env={**inherited(), **environment, **self._controller_environment()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _controller_environment(self) -> dict[str, str]:
-        """Return the variables that tell submitit's controller what to start."""
-        gpus = self.parameters["gpus_per_node"]
-        devices = self.parameters["visible_gpus"] or range(gpus)
-        return {
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_NTASKS": str(self.parameters["tasks_per_node"]),
-            "SUBMITIT_LOCAL_COMMAND": shlex.join([sys.executable, *self.request.arguments]),
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters["signal_delay_s"]),
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "SUBMITIT_LOCAL_WITH_SHELL": "",
-            "SUBMITIT_STDERR_TO_STDOUT": "1" if self.parameters["stderr_to_stdout"] else "",
-            "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in devices[:gpus]),
-        }

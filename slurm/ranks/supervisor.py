@@ -242,11 +242,12 @@ class Supervisor:
         """Return whether a SIGTERM is meant for this rank and not for its job.
 
         A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
-        them has died, and how that one ended says what becomes of the stage. A rank with steps leaves all the same.
+        them has died, and how that one ended says what becomes of the stage; so it does while the scheduler, which has
+        told the end before, gives no answer. A rank with steps leaves all the same.
         """
-        if self.lifetime.has_steps or place.end_at is None or self._end_at is None:
+        if self.lifetime.has_steps or self._end_at is None:
             return False
-        return place.end_at >= self._end_at
+        return place.end_at is None or place.end_at >= self._end_at
 
     def _ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""

@@ -50,7 +50,8 @@ class GrpoAdvantageOptions(Options):
     """The options of the `grpo` advantages."""
 
     normalize_by_std: bool = True
-    """Whether to divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv 2503.20783)."""
+    """Whether to divide by the standard deviation of the group's rewards; false is Dr. GRPO's advantage (arXiv
+    2503.20783)."""
 
 
 @register_advantage("grpo", GrpoAdvantageOptions)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError, change_config, parse_config
@@ -122,24 +121,14 @@ def config_of(config: Config, cell: Cell, steps: int, validate_every: int, share
     return made
 
 
-def in_folder(config: Config, folder: Path) -> Config:
-    """Give a training a folder of its own."""
-    return config.model_copy(update={"name": folder.name, "runs_dir": folder.parent})
-
-
-def parameters(cell: Cell) -> Mapping[str, str]:
-    """Name the columns of a row that say which cell it belongs to."""
-    return {"cell": cell.name, **cell.values}
-
-
 def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:
-    """Find the speedups that belong to the run itself: its own configuration's, over plain decoding.
+    """Find the speedups that belong to the run itself: its own configuration over plain decoding, with the first seed.
 
     Returns:
         The values by the names of their metrics; none where either was not measured.
     """
     baseline = change_config(config, list(cells[0].changes))
-    own = {cell.name for cell in cells[1:] if not cell.changes}
+    own = {cell.name for cell in cells[1:] if cell.values.keys() <= {SEED}}
     found = next((row for row in rows if row["cell"] in own), None)
     if found is None or baseline.speculation.draft_method.drafts or baseline.bubbles.use != "none":
         return {}

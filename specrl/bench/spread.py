@@ -1,4 +1,4 @@
-"""Medians with their spread."""
+"""Matched rounds: the order of what is compared, and ratios with their spread."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ class Spread:
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
     """Measure the spread of `fast[i] / slow[i]`: both come from round i, so that what slows down that round cancels."""
     return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
+
+
+def order_of(count: int, round: int) -> list[int]:
+    """Order a round of `count` things: each begins with the next one, and after all have begun one, it is reversed."""
+    order = [(round + place) % count for place in range(count)]
+    return order[::-1] if round // count % 2 else order

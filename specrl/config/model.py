@@ -113,8 +113,14 @@ class DataConfig(Section):
     `model.max_length`."""
     reward: Adjustable[str] = "task"
     """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
-    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`. It runs in
-    processes of its own, beside the rank, while the engine goes on generating."""
+    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`, with other columns
+    of the row as keyword arguments, or as its parameters say that it is TRL's (`completions`) or verl's
+    (`solution_str`). It runs in processes of its own, beside the rank, while the engine goes on generating."""
+    answer_from: Adjustable[Literal["final_part", "response"]] = "final_part"
+    """Where `task`, `math_verify` and `exact_match` look for the stated answer: in the `final_part`, which begins after
+    `</think>` and, but for `task`, ends where a model asks itself another question; or in the whole `response`."""
+    reward_special_tokens: Adjustable[bool] = False
+    """Whether the reward sees the special tokens of a response, such as the one that ends it, in its text."""
     reward_workers: Adjustable[PositiveInt] = 4
     """The largest number of processes in which a rank computes rewards. There is one at first, and more where rewards
     take longer than 0.1 s."""

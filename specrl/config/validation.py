@@ -128,7 +128,7 @@ class ValidateConfig(Section):
     """The reward from which on a response counts as right for avg@k and pass@k."""
     num_prompts: Adjustable[PositiveInt] = 128
     """Number of prompts of a held-out set that gives no number of its own."""
-    speed_batches: tuple[PositiveInt, ...] = (1, 4, 16)
+    speed_batches: tuple[PositiveInt, ...] = (1, 16)
     """Batch sizes at which plain and speculative generation are timed."""
     speed_prompts: PositiveInt = 16
     """Number of requests of each timed pair, raised to the batch size where that is larger. They are the first of the
@@ -136,15 +136,9 @@ class ValidateConfig(Section):
     speed_repeats: PositiveInt = 3
     """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
     reported."""
-    default_engine: bool = True
-    """Whether the same requests are also timed on vLLM as it comes, in a process of its own with its own sampler,
-    scheduler and limits. On GPUs the two engines sleep in turn, so that each has the memory of one. On a CPU it needs
-    the memory of a second engine, and is compiled only with `engine.compile`."""
     exactness_prompts: PositiveInt = 16
     """Number of held-out prompts answered with and without speculation, sampled and greedy, and compared token by
     token."""
-    exactness_samples: PositiveInt = 128
-    """Number of speculative samples of the first tokens of each of two held-out prompts, for the chi-squared test."""
 
     @property
     def held_out_sets(self) -> dict[str, ValidationSetConfig]:

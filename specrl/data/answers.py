@@ -1,11 +1,61 @@
-"""The forms in which a response states its final answer, and how it is extracted from there."""
+"""The forms in which responses and data sets state a final answer, how it is extracted, and when two are the same.
+
+What counts is stated after the thoughts (`</think>`) and before a base model goes on with a question of its own; of
+several statements there the last one. `math_verify` and `exact_match` read references by the same rules, so that whole
+solutions (GSM8K's `#### 19`, MATH's `\\boxed{19}`) serve as references.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from decimal import Decimal
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_LABELLED = re.compile(r"\banswer(?: is)?\s*:[ \t]*(\S.*)", re.IGNORECASE)
+_NAME = r"(?:\b(?:answer|antwort|respuesta|réponse|resposta|risposta|ответ)\b|答案|答え|정답)"
+_LABELLED = re.compile(
+    rf"{_NAME}[*_]*(?: is| ist|是|为)?(?: ?\([^()\n]{{1,40}}\))?\s{{0,2}}[:：](?:\*\*|__)?[^\S\n]*(.*)", re.I
+)
+_HEADING = re.compile(rf"^[#*_ \t]{{1,9}}(?:the )?(?:final |correct )?{_NAME}[*_ \t]*$()", re.I | re.M)
+_HASHES = re.compile(r"^[ \t]*####[ \t]*([^#\s].*)", re.M)
+_SENTENCE = re.compile(r"\b(?:answer|result|solution) is:?[^\S\n]+(\S.*?)(?:\.(?:\s|$)|$)", re.I | re.M)
+_RUN_ON = re.compile(
+    r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
+    r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
+)
+_BOXES = 20
+"""The last boxes of a response that are looked at."""
+_WRAPPERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("**", "**"),
+    ("`", "`"),
+    ('"', '"'),
+    (r"\text{", "}"),
+)
+_NO_UNITS = ("hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and")
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
+_TO_LATEX = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
+        (r"²", "^2"),
+        (r"³", "^3"),
+        (r"∞", r"\\infty "),
+        (r"≤", r"\\le "),
+        (r"≥", r"\\ge "),
+        (r"∪", r"\\cup "),
+        (r"\*\*", "^"),
+        (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
+        (r"(?<=\d) ?million\b", r"\\times 10^6"),
+        (r"(?<=\d) ?billion\b", r"\\times 10^9"),
+        (r"^(-?\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
+    )
+]
+_NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
 
 
 def format_answer(answer: str) -> str:
@@ -13,22 +63,130 @@ def format_answer(answer: str) -> str:
     return f"<answer>{answer}</answer>" if "\n" in answer else f"Answer: {answer}"
 
 
-def extract_answer(response: str) -> str:
-    """Return the answer that a response states.
+def final_part(response: str) -> str:
+    """Return what a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
+    said = after_thoughts(response)
+    return next((part for part in _RUN_ON.split(said) if _stated(part) is not None), said)
 
-    It is the text of the last `<answer>...</answer>`; without one it is what follows the last `Answer:` on its line,
-    and without that the whole response.
+
+def after_thoughts(response: str) -> str:
+    """Return what a response says after its thoughts; nothing where they do not end."""
+    _, end, after = response.rpartition("</think>")
+    return after if end else "" if "<think>" in response else response
+
+
+def extract_answer(response: str) -> str:
+    r"""Return the answer that a response states.
+
+    It is the text of the last `<answer>...</answer>`; without one it is the last of `\boxed{...}`, `Answer: ...` (also
+    as a heading, in Markdown's bold, and in some other languages) and `#### ...`; without these what follows the last
+    `the answer is`, and without that the whole response.
     """
+    stated = _stated(response)
+    return (response if stated is None else stated).strip()
+
+
+def _stated(text: str) -> str | None:
     stated, position = None, 0
-    while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start)) >= 0:
-        stated, position = response[start + len(_OPEN) : end], end + len(_CLOSE)
+    while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        stated, position = text[start + len(_OPEN) : end], end + len(_CLOSE)
     if stated is not None:
-        return stated.strip()
-    labelled = _LABELLED.findall(response)
-    return str(labelled[-1] if labelled else response).strip()
+        return stated
+    found = [box] if (box := _last_box(text)) else []
+    for form in (_LABELLED, _HEADING, _HASHES):
+        matches = [(match.start(), match[1].strip() or _next_line(text, match.end())) for match in form.finditer(text)]
+        found += [match for match in matches if match[1]][-1:]
+    if found:
+        return max(found)[1]
+    sentences = _SENTENCE.findall(text)
+    return str(sentences[-1]) if sentences else None
+
+
+def _next_line(text: str, position: int) -> str:
+    return text[position:].lstrip().partition("\n")[0].strip()
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    r"""Return place and content of the last `\boxed{...}` that is closed."""
+    for opening in [*re.finditer(r"\\f?box(?:ed)?\s?\{", text)][-1 : -_BOXES - 1 : -1]:
+        depth = 1
+        for brace in re.finditer(r"[{}]", text[opening.end() :]):
+            depth += 1 if brace[0] == "{" else -1
+            if not depth:
+                return opening.start(), text[opening.end() : opening.end() + brace.start()]
+    return None
+
+
+def references(answer: str) -> list[str]:
+    """Return the answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
+    text = bare(extract_answer(answer))
+    try:
+        items = json.loads(text) if text.startswith("[") else None
+    except (ValueError, RecursionError):
+        items = None
+    if not isinstance(items, list) or not items or any(isinstance(item, list | dict) for item in items):
+        return [text]
+    if not any(isinstance(item, str) for item in items) and len(items) == 2:
+        return [text]  # numbers in brackets are an interval as well
+    members = [bare(str(item)) for item in items]
+    return [", ".join(members), *(members if all(isinstance(item, str) for item in items) else [])]
+
+
+def bare(answer: str) -> str:
+    """Return an answer without what is around it, such as dollar signs and Markdown."""
+    text = answer.strip()
+    previous = None
+    while text != previous:
+        previous = text
+        text = text.removesuffix("**").rstrip() if text.count("**") == 1 else text
+        for opening, closing in _WRAPPERS:
+            inner = text[len(opening) : -len(closing)]
+            if text.startswith(opening) and text.endswith(closing) and inner and closing not in inner:
+                text = inner.strip()
+        text = text.rstrip(".").rstrip() if not text.endswith("..") else text
+    return text
+
+
+def same(stated: str, reference: str) -> bool:
+    """Return whether an answer is a reference as text or as a plain number, but for what cannot make it wrong.
+
+    That is case, spacing, thousands separators, a final full stop, a fraction of 0, the unit or the currency of a
+    number where only one of both has it, and what follows the letter of a choice, `(B) Paris`.
+    """
+    own, wanted = normalise(stated), normalise(reference)
+    if own == wanted:
+        return True
+    if re.fullmatch(r"[a-z]", wanted):
+        choice = re.match(r"(?:option |choice )?\(?([a-z])(?:\)|[.:](?=\s)|$)", own)
+        return choice is not None and choice[1] == wanted
+    (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
+    return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
 
 
 def normalise(answer: str) -> str:
-    """Return an answer without what cannot make it wrong: case, spacing, thousands separators and final full stops."""
-    text = " ".join(answer.split()).casefold().rstrip(".").strip()
-    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    """Return an answer without case, needless spacing, thousands separators, and a final full stop."""
+    text = " ".join(answer.split()).casefold().replace("−", "-").rstrip(".").strip()
+    text = re.sub(r"(?<=\d)(?:,|\{,\}|,\\!)(?=\d{3}\b)", "", text)
+    letter = re.fullmatch(r"\(([a-z])\)", text)
+    return letter[1] if letter else text
+
+
+def _amount(text: str) -> tuple[Decimal | None, str]:
+    """Return a number and its unit or currency; None for what is no number, such as `2 pi` or `3 million`."""
+    found = _NUMBER.fullmatch(text.replace("\\$", "$").replace("\\%", "%"))
+    if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
+        return None, ""
+    return Decimal(found[2]), found[1] + found[3].strip().rstrip(".")
+
+
+def is_text(answer: str) -> bool:
+    """Return whether a reference is words, such as a name, and no expression: letters would be read as factors."""
+    words = re.findall(r"[^\W\d_]{3,}", answer)
+    return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
+
+
+def as_latex(answer: str) -> str:
+    """Return an expression with the signs and the numbers that are not LaTeX written as LaTeX."""
+    for pattern, replacement in _TO_LATEX:
+        answer = pattern.sub(replacement, answer)
+    return answer

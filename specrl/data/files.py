@@ -40,7 +40,8 @@ def read_problems(path: Path, config: DataConfig, fit: Fit) -> list[Problem]:
         raise ConfigError(f"data file {path}: the name must end in .jsonl or .parquet")
     columns = (config.prompt_column, config.answer_column)
     try:
-        rows = _read_parquet(path, columns) if path.suffix == ".parquet" else list(_read_jsonl(path, columns))
+        read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+        rows = list(read(path, columns, others=":" in config.reward))
     except OSError as error:
         raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
     if not rows:
@@ -110,6 +111,8 @@ class _Row:
     """The file and the row's number in it, from 1."""
     prompt: Any
     answer: Any
+    others: dict[str, Any]
+    """The other columns, for a reward of the user's own."""
 
     def problem(self, columns: tuple[str, str]) -> Problem:
         """Return the row as a problem.
@@ -127,24 +130,28 @@ class _Row:
             )
         structured = isinstance(self.answer, list | dict)
         answer = json.dumps(self.answer, ensure_ascii=False, default=str) if structured else str(self.answer)
-        return Problem(self.prompt, answer, " " + format_answer(answer))
+        return Problem(self.prompt, answer, " " + format_answer(answer), self.others)
 
 
-def _read_parquet(path: Path, columns: tuple[str, str]) -> list[_Row]:
+def _read_parquet(path: Path, columns: tuple[str, str], *, others: bool) -> list[_Row]:
     try:
         _require(f"data file {path}", columns, pq.read_schema(path).names)
-        table = pq.read_table(path, columns=list(columns))
-        values = [table.column(column).to_pylist() for column in columns]
+        rows = pq.read_table(path, columns=None if others else list(dict.fromkeys(columns))).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"data file {path} is not readable as Parquet: {reason}") from error
-    return [_Row(f"data file {path}, row {i}", *row) for i, row in enumerate(zip(*values, strict=True), 1)]
+    return [_row(f"data file {path}, row {number}", row, columns, others) for number, row in enumerate(rows, 1)]
 
 
-def _read_jsonl(path: Path, columns: tuple[str, str]) -> Iterator[_Row]:
+def _read_jsonl(path: Path, columns: tuple[str, str], *, others: bool) -> Iterator[_Row]:
     for place, row in read_objects(path):
         _require(place, columns, list(row))
-        yield _Row(place, row[columns[0]], row[columns[1]])
+        yield _row(place, row, columns, others)
+
+
+def _row(place: str, row: dict[str, Any], columns: tuple[str, str], others: bool) -> _Row:
+    rest = {name: value for name, value in row.items() if name not in columns} if others else {}
+    return _Row(place, row[columns[0]], row[columns[1]], rest)
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

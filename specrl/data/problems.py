@@ -20,7 +20,7 @@ class Problem:
     demonstration: str
     """A response that earns full reward."""
     entry: dict[str, Any] = field(default_factory=dict)
-    """The data that the generator's own scorer needs besides the answer."""
+    """The data that the generator's own scorer needs besides the answer; for files the other columns of the row."""
     generator: int = 0
     """The generator's position in `data.generators`; 0 for files."""
 
@@ -48,7 +48,7 @@ class Prompt:
         tokens. reasoning-gym's own `difficulty` would not serve: it is the same for every problem of a generator.
         """
         terms = (self.metadata.get("entry") or {}).get("terms")
-        measure = f"{len(terms)} terms" if terms else f"{len(self.tokens) // 8 * 8} tokens"
+        measure = f"{len(terms)} terms" if isinstance(terms, list) and terms else f"{len(self.tokens) // 8 * 8} tokens"
         return f"{self.metadata.get('generator', 0)}: {measure}"
 
 

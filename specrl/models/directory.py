@@ -1,4 +1,4 @@
-"""The checks of a Hugging Face directory before a model is trained from it. Nothing here imports torch."""
+"""The files of a Hugging Face directory: their names, and what is read of them without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.families import Family, expert_shape, family_of
 
 CONFIG_FILE = "config.json"
 """The model's configuration, as transformers writes it."""
@@ -15,87 +14,69 @@ WEIGHTS_FILE = "model.safetensors"
 """The weights, where they are in one file."""
 INDEX_FILE = "model.safetensors.index.json"
 """The index, where the weights are in several files: its `weight_map` says which file holds each tensor."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""The files of which a directory must have one."""
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """The endings of the files that belong to a model besides its weights, such as the tokenizer's."""
+LFS_POINTER = "version https://git-lfs"
+"""What stands in place of a large file where Git has not fetched it."""
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Return the names of the files that hold the weights of a Hugging Face directory, whether they exist or not."""
+    """Return the names of the files that hold the weights of a Hugging Face directory, whether they exist or not.
+
+    Raises:
+        ConfigError: There is an index that is none.
+    """
     index = directory / INDEX_FILE
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return [WEIGHTS_FILE]
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or any(Path(str(name)).name != name for name in listed.values()):
+        raise ConfigError(
+            f"has a {INDEX_FILE} without weight_map of files beside it: remove it if {WEIGHTS_FILE} is the whole model"
+        )
+    return sorted(set(listed.values()))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ConfigError: It is none, or cannot be read; the line begins with what is wrong with the file's folder.
+    """
+    try:
+        text = path.read_text("utf-8")
+        found = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"has a {path.name} that cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        if not isinstance(error, UnicodeDecodeError) and text.startswith(LFS_POINTER):
+            raise ConfigError(f"has a Git LFS pointer in place of {path.name}: run `git lfs pull` in it") from error
+        raise ConfigError(f"has a {path.name} that is not JSON in UTF-8: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"has a {path.name} that is no JSON object, but {type(found).__name__}")
+    return found
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face directory's `config.json`.
 
     Raises:
-        ConfigError: The directory or the file does not exist, or the file is not JSON.
+        ConfigError: The directory or the file does not exist, or the file is no JSON object.
     """
     if not directory.is_dir():
         raise ConfigError(f"model directory {directory} does not exist")
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}")
     try:
-        config: dict[str, Any] = json.loads((directory / CONFIG_FILE).read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model directory {directory}: {CONFIG_FILE} is not JSON: {error}") from error
-    return config
-
-
-def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
-    """Check a Hugging Face directory and return the contents of its `config.json`.
-
-    Args:
-        max_length: The longest prompt plus response in tokens, `model.max_length`.
-
-    Raises:
-        ConfigError: Something is missing or not supported; the message is one line that names the directory.
-    """
-    config = read_model_config(directory)
-    try:
-        family = family_of(config)
-        expert_shape(config)  # refuses layers without experts among those with
+        return read_object(directory / CONFIG_FILE)
     except ConfigError as error:
-        raise ConfigError(f"model directory {directory}: {error}") from error
-    _check_family(config, family, directory)
-    for name in weight_files(directory):
-        if not (directory / name).is_file():
-            raise ConfigError(f"model directory {directory} lacks {name}")
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model directory {directory} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
-    longest = config.get("max_position_embeddings", max_length)
-    if max_length > longest:
-        raise ConfigError(
-            f"model.max_length = {max_length}: it must not exceed the {longest} positions of the model in {directory}"
-        )
-    return config
+        raise ConfigError(f"model directory {directory} {error}") from error
 
 
-def _check_family(config: dict[str, Any], family: Family, directory: Path) -> None:
-    """Raise ConfigError for a model of the family that specrl or vLLM would compute wrongly."""
-    if config.get("tie_word_embeddings", False) and not family.can_tie:
-        raise ConfigError(
-            f"{directory}: {family.architecture} with tie_word_embeddings = true is not supported: "
-            "vLLM needs the output layer of this architecture in the checkpoint"
-        )
-    layers = config.get("num_hidden_layers", 0)
-    if (key := family.experts_from) is not None and (start := config.get(key, 0)) < layers:
-        raise ConfigError(
-            f"{directory}: {family.architecture} with {key} = {start} is not supported: no layer may have experts, so "
-            f"it must be at least num_hidden_layers = {layers}"
-        )
-    for key, entry in family.every_layer:
-        found = config.get(key) or ["none given"]
-        if other := [value for value in found if value != entry]:
-            raise ConfigError(
-                f'{directory}: {family.architecture} with {key} = "{other[0]}" in {len(other)} of {len(found)} layers '
-                f'is not supported: it must be "{entry}" in all of them'
-            )
-    if family.mtp is not None and (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"{directory}: {family.architecture} with scaled rotary embeddings is not supported: remove rope_scaling"
-        )
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a Hugging Face directory has a chat template, in any of the places where transformers looks."""
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    settings = directory / "tokenizer_config.json"
+    return any((directory / name).exists() for name in names) or (
+        settings.is_file() and bool(read_object(settings).get("chat_template"))
+    )

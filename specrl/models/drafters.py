@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.models.checks.config import rope_keys, rope_of
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
@@ -24,20 +25,6 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 """The flags by which drafters depart from the first EAGLE-3; `training/drafter/kinds/eagle3.py` says what each does."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """The rotary embeddings that trainer and engine compute alike."""
-ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of drafters that were published before safetensors."""
 FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]
@@ -88,25 +75,6 @@ class PublishedDrafter:
     feature layers of the first EAGLE-3, `eagle_aux_hidden_state_layer_ids`."""
     notes: tuple[str, ...] = ()
     """What was found and decided, as lines for the log."""
-
-
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's rotary embedding as transformers 5 writes it in `rope_parameters`.
-
-    Args:
-        config: The contents of the model's `config.json`, of any version of transformers.
-    """
-    found = _of_rope(config)
-    kind = found.get("rope_type") or found.get("type") or "default"
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
-    rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
-    if kind not in ("default", "linear"):
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
-
-
-def _of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
 
 def find_source(config: Config) -> Path | None:
@@ -268,7 +236,8 @@ def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_res
     windowed = set(filled.get("layer_types") or ()) == {"sliding_attention"}
     filled["sliding_window"] = filled.get("sliding_window") if windowed else None
     filled["draft_vocab_size"] = filled.get("draft_vocab_size") or filled.get("vocab_size")
-    filled["partial_rotary_factor"] = _of_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    partial = config.get("partial_rotary_factor")
+    filled["partial_rotary_factor"] = rope_keys(config).get("partial_rotary_factor", partial)
     filled["rope_parameters"] = rope_of(config)
     filled |= {flag: bool(filled.get(flag)) for flag in NORM_FLAGS}
     if layers:

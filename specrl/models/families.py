@@ -256,7 +256,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: No row has its architecture; the line names those that are supported.
     """
-    architecture = (config.get("architectures") or ["none given"])[0]
+    listed = config.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed else "none given"
     for family in FAMILIES.values():
         if family.architecture == architecture:
             return family

@@ -15,7 +15,7 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> 
     """Return the angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
 
     Args:
-        rope: What `specrl.models.drafters.rope_of` returns.
+        rope: What `specrl.models.checks.config.rope_of` returns.
         positions: The `max_position_embeddings` of the model.
     """
     if rope["rope_type"] == "default":

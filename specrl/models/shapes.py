@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
-from specrl.models.directory import check_directory
+from specrl.models.checks.folder import check_directory
 from specrl.models.families import (
     FAMILIES,
     ExpertShape,

@@ -12,7 +12,13 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.config.methods import METHODS
-from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, check_directory, read_model_config, weight_files
+from specrl.models.checks.folder import check_directory, check_model_folder
+from specrl.models.directory import (
+    CONFIG_FILE,
+    COPIED_SUFFIXES,
+    read_model_config,
+    weight_files,
+)
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
@@ -37,7 +43,7 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
         ConfigError: There is no such source, or it is not a model that specrl can train.
     """
     if directory.is_dir():
-        check_directory(directory, config.max_length)
+        check_model_folder(directory, config.max_length)
         return directory
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
@@ -57,7 +63,7 @@ def check_source(config: ModelConfig) -> None:
     """
     kind = _kind(config.source)
     if kind == "directory":
-        check_directory(Path(config.source).expanduser(), config.max_length)
+        check_model_folder(Path(config.source).expanduser(), config.max_length)
     elif kind == "tiny":
         tiny_family(config.tiny)
     elif kind == "smollm2-135m":
@@ -180,7 +186,7 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
             if kind == "directory"
             else download("model.source", config.source, HUB_PATTERNS)
         )
-        check_directory(source, config.max_length)
+        check_model_folder(source, config.max_length)
         _link(source, directory)
 
 

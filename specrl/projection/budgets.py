@@ -49,8 +49,6 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += memory.copy_items(rank)
-    if stage == "validate" and rank.config.validate_.default_engine and rank.config.speculation.draft_method.drafts:
-        host += memory.default_engine_items(rank)
     if not rank.gpu:
         kv = [_kv_item(stage, rank, _kv_given(stage, rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)

@@ -338,15 +338,6 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
     return [*items, _item("engine workspace", hidden + scores, how, "generation")]
 
 
-def default_engine_items(rank: Rank) -> list[MemoryItem]:
-    """Count vLLM's own engine: on GPUs, it or the rank's always sleeps, with its weights in host memory."""
-    runtime = 2 * HOST_RUNTIME_GIB[rank.gpu] * GIB
-    weights = sum(item.gib * GIB for item in engine_items(rank, speculate=False) if item.phase is None)
-    cache = 0.0 if rank.gpu else rank.config.engine.kv_cache_gib * GIB
-    how = f"two processes, weights {weights / GIB:.2f}, KV cache {cache / GIB:.2f}; validate.default_engine"
-    return [_item("vLLM's default engine", runtime + weights * (2 if rank.gpu else 1) + cache, how)]
-
-
 def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
     """Count the keys and values of one token on one rank, the drafter's, which are never in FP8, included."""
     size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config import Config, ConfigError, StageName
 from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
@@ -18,21 +17,6 @@ from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, 
 
 BF16 = 2
 OTHER_BYTES = GIB  # of rollouts, logs and reports
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """The job of one stage, with what all its nodes have together."""
-
-    stage: StageName
-    nodes: int
-    ranks: int
-    gpus: int
-    cpus: int
-    memory_gib: float | None  # of the host; None where the job does not ask for any
-    minutes: int
-    partition: str
-    options: str  # with which it is submitted, in the scheduler's words
 
 
 @dataclass(frozen=True)
@@ -47,10 +31,8 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    name: str
-    model: str
+    config: Config
     shape: ModelShape
-    jobs: tuple[PlannedJob, ...]
     budgets: tuple[Budget, ...]
     traffic: tuple[Transfer, ...]
     checkpoint: CheckpointPlan
@@ -59,10 +41,8 @@ class Plan:
     notes: tuple[str, ...]  # about what will run, but perhaps more slowly than intended
 
 
-def plan(
-    config: Config, queues: Mapping[StageName, str] | None = None, options: Mapping[StageName, str] | None = None
-) -> Plan:
-    """Plan a run; `queues` and `options` of each stage are in the scheduler's words.
+def plan(config: Config) -> Plan:
+    """Plan a run.
 
     Raises:
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
@@ -76,10 +56,8 @@ def plan(
         raise ConfigError("\n".join([*fit.misfits, *([advice] if advice else [])]))
     trainer = rank_of(config, "train", shape)
     return Plan(
-        name=config.name,
-        model=config.model.source,
+        config=config,
         shape=shape,
-        jobs=tuple(_job(config, stage, queues or {}, options or {}) for stage in STAGES),
         budgets=tuple(fit.budgets),
         traffic=tuple(step_traffic(trainer)),
         checkpoint=checkpoint_plan(trainer),
@@ -90,23 +68,6 @@ def plan(
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
         ),
         notes=tuple(fit.notes),
-    )
-
-
-def _job(
-    config: Config, stage: StageName, queues: Mapping[StageName, str], options: Mapping[StageName, str]
-) -> PlannedJob:
-    asked, cluster = config.resources_of(stage), config.cluster_of(stage)
-    return PlannedJob(
-        stage=stage,
-        nodes=asked.nodes,
-        ranks=asked.ranks,
-        gpus=asked.ranks * asked.gpus_per_rank,
-        cpus=asked.ranks * asked.cpus_per_rank,
-        memory_gib=asked.ranks * asked.memory_gib_per_rank if cluster.request_memory else None,
-        minutes=asked.minutes,
-        partition=queues.get(stage) or cluster.partition or "default",
-        options=options.get(stage, ""),
     )
 
 

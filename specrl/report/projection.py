@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from specrl.config import STAGES, Config, StageName
 from specrl.projection.budgets import Budget
-from specrl.projection.plan import Plan, PlannedJob
+from specrl.projection.plan import Plan
 from specrl.projection.simulator.choices import Choice, assumptions, choices
 from specrl.projection.simulator.hardware import Efficiency
 from specrl.projection.simulator.published import PublishedRow, mean_error
@@ -30,33 +31,44 @@ CHOICE_COLUMNS = (
 )
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print tables of the jobs, of each kind of memory by stage, and of a step's transfers; then the notes."""
+def print_plan(
+    plan: Plan, queues: Mapping[StageName, str], options: Mapping[StageName, str], console: Console | None = None
+) -> None:
+    """Print tables of the jobs, of each kind of memory by stage, and of a step's transfers; then the notes.
+
+    Args:
+        queues: Where each stage's job waits, in the scheduler's words.
+        options: With which it is submitted.
+    """
     console = console or Console()
-    shape = plan.shape
+    shape, config = plan.shape, plan.config
     active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
     print_line(
         console,
-        f"run {plan.name}: {plan.model}, {shape.parameters / 1e9:.2f} G parameters{active} "
+        f"run {config.name}: {config.model.source}, {shape.parameters / 1e9:.2f} G parameters{active} "
         f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
     )
     print_line(console, "\n".join(plan.algorithms) + "\n")
     columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
-    print_table(console, "Jobs", columns, [_job_row(job) for job in plan.jobs])
-    for job in plan.jobs:
-        if job.options:
-            print_line(console, f"{job.stage}: {job.options}")
+    print_table(console, "Jobs", columns, [_job_row(config, stage, queues) for stage in STAGES])
+    for stage, words in options.items():
+        if words:
+            print_line(console, f"{stage}: {words}")
     for place in dict.fromkeys(budget.place for budget in plan.budgets):
         _print_place(console, place, [budget for budget in plan.budgets if budget.place == place])
-    if any(job.gpus for job in plan.jobs):
+    if any(config.resources_of(stage).gpus_per_rank for stage in STAGES):
         _print_traffic(console, plan)
     for note in plan.notes:
         print_line(console, f"note: {note}")
 
 
-def _job_row(job: PlannedJob) -> tuple[str, ...]:
-    numbers = (job.nodes, job.ranks, job.gpus, job.cpus, job.memory_gib, job.minutes)
-    return (job.stage, *("not asked for" if number is None else f"{number:g}" for number in numbers), job.partition)
+def _job_row(config: Config, stage: StageName, queues: Mapping[StageName, str]) -> tuple[str, ...]:
+    asked, cluster = config.resources_of(stage), config.cluster_of(stage)
+    each = (asked.gpus_per_rank, asked.cpus_per_rank, asked.memory_gib_per_rank)
+    gpus, cpus, memory = (f"{asked.ranks * number:g}" for number in each)
+    memory = memory if cluster.request_memory else "not asked for"
+    queue = queues.get(stage) or cluster.partition or "default"
+    return (stage, str(asked.nodes), str(asked.ranks), gpus, cpus, memory, f"{asked.minutes:g}", queue)
 
 
 def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:

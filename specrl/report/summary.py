@@ -56,9 +56,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
-    those batch sizes of 1 - speculative / plain decoding steps. `generation_speedup_over_default` maps batch size to
-    the ratio to plain decoding by vLLM as it comes, and `plain_over_default` to that of the engine with k = 0; both are
-    empty where `validate.default_engine` is false or that engine did not start. The pairs take the requests of the
+    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the
     training step that would come next, and draft from what that step would find: `text` says how much text that is, and
     `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
     `speedup_estimate` has the medians over the steps of what the cost model says of plain decoding.
@@ -131,10 +129,6 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
         "acceptance_length": validation.acceptance_length,
         "acceptance_rate_per_pos": validation.acceptance_rate_per_pos,
         "generation_speedup": {str(pair.batch): pair.speedup for pair in validation.speed},
-        "generation_speedup_over_default": {
-            str(pair.batch): pair.default.speedup for pair in validation.speed if pair.default
-        },
-        "plain_over_default": {str(pair.batch): pair.default.plain_ratio for pair in validation.speed if pair.default},
         "decode_step_reduction": fmean(reductions) if reductions else None,
         "token_share": {str(pair.batch): pair.token_share for pair in validation.speed},
         "text": validation.text and validation.text.model_dump(),
@@ -234,16 +228,10 @@ def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:
 def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if not exactness:
         return []
-    cells = exactness.get("num_cells")  # results of earlier versions have none
-    details = (
-        f"chi-squared, {'' if cells is None else f'{cells} cells told apart, '}"
-        f"{_count(exactness['degrees_of_freedom'], 'degree')} of freedom, "
-        f"{_count(exactness['num_samples'], 'sample')}, "
-        f"{exactness['num_accepted_tokens']} of {exactness['num_draft_tokens']} drafts accepted"
-    )
-    first = ("exactness, first tokens", f"p = {exactness['p_value']:.2g} ({details})")
+    drafts = f"{exactness['num_accepted_tokens']} of {_count(exactness['num_draft_tokens'], 'drafted token')} accepted"
     unit = {"sampled": "of the CDF", "greedy": "nats"}
-    return [first, *((f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit)]
+    rows = [(f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit]
+    return [*rows, ("exactness, drafts compared", drafts)]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
@@ -321,7 +309,7 @@ def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | N
         rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"
         equal = f"{pair.tokens_equal:.0%} of responses the same"
         rows.append((f"speedup, batch {pair.batch}", f"{pair.speedup:.2f}x ({spread}; {rates}; {equal})"))
-        rows += [*_default_rows(pair), *_source_rows(pair, validation)]
+        rows += _source_rows(pair, validation)
     if speculation["decode_step_reduction"] is not None:
         rows.append(("decoding steps saved", f"{speculation['decode_step_reduction']:.0%}"))
     return rows
@@ -342,17 +330,6 @@ def _source_rows(pair: SpeedPair, validation: ValidateResult | None) -> list[tup
     shares = sorted(pair.token_share.items(), key=lambda item: -item[1])
     words = ", ".join(f"{share:.0%} {SOURCES.get(source, source)}" for source, share in shares)
     return [(f"accepted drafts, batch {pair.batch}", f"of all tokens, {words}" if words else "none")]
-
-
-def _default_rows(pair: SpeedPair) -> list[tuple[str, str]]:
-    if pair.default is None:
-        return []
-    default = pair.default
-    details = (
-        f"{default.speedup_min:.2f} to {default.speedup_max:.2f}; {default.tokens_per_s:.0f} tokens/s by default, "
-        f"k = 0 on specrl's engine {default.plain_ratio:.2f}x of that"
-    )
-    return [(f"speedup over vLLM as it comes, batch {pair.batch}", f"{default.speedup:.2f}x ({details})")]
 
 
 def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from specrl.config import Config
+from specrl.config import Config, DataConfig
 from specrl.data.problems import Prompt
 from specrl.data.rewards.pool import RewardPool, Scores, Scoring
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
@@ -44,7 +45,7 @@ class Unscored:
         rollouts = [
             _rollout(prompt, sample, request, response, reward, self.origin, stored)
             for (prompt, sample, request, stored), response, reward in zip(
-                self._asked, responses, scores.rewards, strict=True
+                self._asked, responses, scores.in_groups([asked[0].id for asked in self._asked]), strict=True
             )
         ]
         return rollouts, scores
@@ -82,7 +83,7 @@ def collect(
 
     def on_response(index: int, response: Response) -> None:
         if scoring is not None:
-            scoring.submit(index, wanted[index][0], response.text)
+            scoring.submit(index, wanted[index][0], rewarded_text(response, engine.tokenizer, config.data))
 
     generation = engine.generate(
         requests,
@@ -98,6 +99,13 @@ def collect(
         for (prompt, sample), request in zip(wanted, requests, strict=True)
     ]
     return Unscored(generation, origin, asked, scoring)
+
+
+def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
+    """Return the text of a response that its reward sees, with special tokens where `data` asks for them."""
+    if not data.reward_special_tokens:
+        return response.text
+    return str(tokenizer.decode(response.tokens, skip_special_tokens=False))
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:

@@ -17,10 +17,12 @@ from specrl.distributed import join, leave
 from specrl.export.card import CARD_FILE, model_card, serve_command
 from specrl.export.exported import ExportedDrafter
 from specrl.export.speculators import write_speculators
+from specrl.lineage.record import code_of
+from specrl.lineage.source import read_source
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.engine import start_engine
-from specrl.tracking import SCORE_TAG, Tracker, lineage_tags, stage_run
+from specrl.tracking import SCORE_TAG, Tracker, stage_run
 from specrl.validation.acceptance import measure_acceptance
 from specrl.validation.answering import held_out_sets
 
@@ -144,3 +146,16 @@ def register(
     if drafter_dir is not None:
         tags |= {"specrl.acceptance_length": f"{acceptance_length:.3f}"}
         tracker.register_model_version(f"{name}-drafter", drafter_dir, tags)
+
+
+def lineage_tags(context: StageContext) -> dict[str, str]:
+    """Return what a stage's results come from: run, stages, code, revision and data; for model versions."""
+    source = read_source(context.run_dir)
+    kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
+    return {
+        **kept,
+        "specrl.run": context.config.name,
+        "specrl.stage": context.key,
+        "specrl.code": code_of(context.run_dir) or "",
+        **{f"specrl.input.{stage}": folder.name for stage, folder in context.inputs.items()},
+    }

@@ -13,7 +13,8 @@ from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.functions import make_reward
+from specrl.data.rewards.functions import is_built_in, make_reward
+from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks, join, leave
 from specrl.events import record_event
 from specrl.lineage.record import Continuation
@@ -24,6 +25,11 @@ from specrl.tracking import Tracker, stage_run
 from specrl.training.checkpoint.policy_folder import write_policy_folder
 
 logger = logging.getLogger(__name__)
+
+REFERENCES = 1000
+"""The references that a built-in reward scores against themselves, at most."""
+OWN_REFERENCES = 100
+"""Those that a reward of the user's own scores, which may ask a judge."""
 
 
 def main(context: StageContext) -> None:
@@ -46,7 +52,11 @@ def main(context: StageContext) -> None:
         tokenizer = load_tokenizer(base_dir)
         source = PromptSource(config, tokenizer, problems_dir=config.problems_dir, draws_anew=True)
         found = source.check()
-        for line in found.notes if ranks.is_first else []:
+        notes = found.notes
+        if ranks.is_first and config.data.source == "file":
+            count = REFERENCES if is_built_in(config.data) else OWN_REFERENCES
+            notes = [*notes, *doubtful_references(config, source.demonstrations(count))]
+        for line in notes if ranks.is_first else []:
             logger.warning(line)
             record_event(context.stage_dir, "data", line)
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from specrl import logs
@@ -29,14 +28,11 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.exactness import measure_exactness
-from specrl.rollout.matched import DefaultTurns, matched_pair
+from specrl.rollout.matched import matched_pair
 from specrl.rollout.vllm.weights.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.next_step import NextStep
-
-CHI_SQUARED_PROMPTS = 2
-"""The number of prompts of the chi-squared test."""
 
 
 def main(context: StageContext) -> None:
@@ -50,13 +46,13 @@ def main(context: StageContext) -> None:
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
         source = PromptSource(config, load_tokenizer(prepared.policy_dir), problems_dir=config.problems_dir)
         with logs.phase("start of the engine"):
-            engine = start_engine(turn_taking(config), trained.policy_dir, trained.drafter_dir)
+            engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         following = NextStep.read(context.inputs["train"], trained.policy_step, config, source.tokenizer)
-        speed = measure_speed(engine, following, context, trained.policy_dir, ranks, progress)
+        speed = measure_speed(engine, following, config, progress)
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
@@ -116,13 +112,10 @@ def check_exactness(
         ExactnessError: A gate failed; the figures are in MLflow by then.
     """
     progress.update(0, 1, phase="exactness")
-    settings = config.validate_
     origin = Origin(derive_seed(config.seed, "exactness"), step=0)
-    requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: settings.exactness_prompts]]
-    samples = range(1, 1 + settings.exactness_samples)
-    first = [make_request(prompt, sample, config, origin) for prompt in shortest(prompts) for sample in samples]
+    requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: config.validate_.exactness_prompts]]
     with logs.phase("exactness"):
-        measured = measure_exactness(engine, requests, first, engine.longest_k)
+        measured = measure_exactness(engine, requests, engine.longest_k)
     tracker.log_run_metrics(measured.metrics())
     tracker.flush()
     measured.check()
@@ -130,53 +123,24 @@ def check_exactness(
     return measured.result()
 
 
-def shortest(prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts of the chi-squared test: the shortest, of which many samples are cheap."""
-    return sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.id))[:CHI_SQUARED_PROMPTS]
-
-
-def turn_taking(config: Config) -> Config:
-    """Return the configuration with an engine that can sleep on a GPU while vLLM's default engine has its turn."""
-    if not (config.validate_.default_engine and config.speculation.draft_method.drafts):
-        return config
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"sleep": True})})
-
-
-def measure_speed(
-    engine: Engine, following: NextStep, context: StageContext, policy_dir: Path, ranks: Ranks, progress: Progress
-) -> list[SpeedPair]:
+def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:
     """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
 
     Args:
         following: The training step that would come next: its requests are timed, with the text that it would find.
             What training had learned of drafts and their times is learned anew, within the measured time.
-        policy_dir: The folder of the policy that the engine has, from which vLLM's default engine loads it.
     """
-    config = context.config
     if not engine.speculates:
         return []
-    turns = None
-    if config.validate_.default_engine:
-        with logs.phase("start of vLLM's default engine"):
-            turns = DefaultTurns(engine, ranks, config, policy_dir, context.stage_dir)
-    try:
-        return _speed_pairs(engine, following, config, turns, progress)
-    finally:
-        if turns is not None:
-            turns.shutdown()
-
-
-def _speed_pairs(
-    engine: Engine, following: NextStep, config: Config, turns: DefaultTurns | None, progress: Progress
-) -> list[SpeedPair]:
+    settings = config.validate_
     give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.replays else None
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
-    for batch in config.validate_.speed_batches:
-        progress.update(len(pairs), len(config.validate_.speed_batches), phase=f"speed at batch {batch}")
-        requests = following.requests(max(batch, config.validate_.speed_prompts), config)
+    for batch in settings.speed_batches:
+        progress.update(len(pairs), len(settings.speed_batches), phase=f"speed at batch {batch}")
+        requests = following.requests(max(batch, settings.speed_prompts), config)
         with logs.phase(f"speed at batch {batch}"):
-            pairs.append(matched_pair(engine, requests, batch, k, config.validate_.speed_repeats, turns, give_texts))
+            pairs.append(matched_pair(engine, requests, batch, k, settings.speed_repeats, give_texts))
     return pairs
 
 
@@ -193,10 +157,4 @@ def log(tracker: Tracker, result: ValidateResult) -> None:
     for pair in result.speed:
         shares = pair.token_share.items()
         metrics |= {f"validate/{source}_token_share_batch_{pair.batch}": share for source, share in shares}
-    default = {pair.batch: pair.default for pair in result.speed if pair.default is not None}
-    if default:
-        metrics["speedup/generation_over_default"] = median(found.speedup for found in default.values())
-    for batch, found in default.items():
-        metrics[f"speedup/generation_over_default_batch_{batch}"] = found.speedup
-        metrics[f"speedup/plain_over_default_batch_{batch}"] = found.plain_ratio
     tracker.log_run_metrics(metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,13 @@ from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
+from specrl.lineage.source import read_source, source_tags, write_source
+from specrl.tracking.log import Entry, Log
 from specrl.tracking.sender import RUN_ID_FILE
-from specrl.tracking.source import read_source, source_tags, write_source
-from specrl.tracking.spool import Spool
-from specrl.tracking.store import check_server, import_mlflow
+from specrl.tracking.store import BENCHMARKS, check_server, import_mlflow
+from specrl.tracking.sync import Syncing, refusals, send
 from specrl.tracking.system import SystemMonitor
-from specrl.tracking.tracker import Silent, SpoolTracker, Tracker
-from specrl.tracking.uploader import Uploader, send
+from specrl.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks
@@ -28,21 +29,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Files = Mapping[str, Sequence[Path]]
+"""Files that become artifacts of a run, by the artifacts' folders; "" is the top."""
 
-NOTE_TAG = "mlflow.note.content"
-
+NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
+ODD = re.compile(r"[^\w\-. /]")
+"""The characters that names of metrics must not have."""
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
 SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
 """The same for `specrl sync`, and for a flow that is interrupted."""
+STAGE_LIMIT_SECONDS = 300.0
+"""For how long a stage holds its allocation for a store that answers slowly; the flow sends the rest."""
 
 
 def start_parent_run(config: Config, description: str = "") -> str:
     """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
-    Database, experiment and artifact folder are made where they do not exist yet. Parameters are those of the first
-    call. A run that has an id already goes on although its store is away; a new one does not begin, as its address is
-    probably wrong.
+    Parameters are those of the first call. A run that has an id already goes on although its store is away; a new one
+    does not begin, as its address is probably wrong.
 
     Args:
         description: What the page of a new run shows first, in Markdown.
@@ -55,7 +59,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
     if not path.exists():
         check_server(config)
     write_source(config.run_dir, source_tags(config))
-    tracker = SpoolTracker(Spool(config.run_dir), None)
+    tracker = Tracker(Log(config.run_dir))
     note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
     tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
@@ -70,52 +74,94 @@ def start_parent_run(config: Config, description: str = "") -> str:
 
 
 def finish_parent_run(config: Config, status: Status, description: str = "", files: Files | None = None) -> None:
-    """End the parent run, and mark as killed those children that could not say how they ended.
-
-    What the stages could not send is sent now, with a bounded patience.
-
-    Args:
-        description: What the run's page shows first, in Markdown.
-        files: The files that become artifacts of the run, by the artifacts' folders; "" is the top.
-    """
-    import_mlflow()
-    for spool in unended(config.run_dir):
-        SpoolTracker(spool, None).end("KILLED")
-    tracker = SpoolTracker(Spool(config.run_dir), None)
+    """End the parent run, and mark as killed those children that could not say how they ended; send what waits."""
+    for log in unended(config.run_dir):
+        Tracker(log).end("KILLED")
+    tracker = Tracker(Log(config.run_dir))
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
     log_artifacts(tracker, files or {})
     tracker.end(status)
-    folders = [config.run_dir, *stage_folders(config.run_dir)]
     if status == "KILLED":  # somebody waits for the end
-        unsent = send(config, folders, STOP_PATIENCE_SECONDS, limit_s=STOP_PATIENCE_SECONDS)
+        _sync_or_warn(config, STOP_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS)
     else:
-        unsent = send(config, folders, FLOW_PATIENCE_SECONDS)
-    if unsent:
+        _sync_or_warn(config, FLOW_PATIENCE_SECONDS)
+
+
+def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
+    """Send what a run and its stages have logged and MLflow does not have, at any time and any number of times.
+
+    Returns:
+        A line for each reason why that was not everything; none if MLflow has everything.
+    """
+    import_mlflow()
+    folders = [config.run_dir, *stage_folders(config.run_dir)]
+    lines = []
+    if unsent := send(config, folders, patience_s, limit_s):
         names = ", ".join(folder.name for folder in unsent)
-        logger.warning("MLflow is still away; what %s logged waits on disk: specrl sync %s", names, config.name)
+        lines.append(f"MLflow does not answer; what {names} logged still waits on disk")
+    if refused := refusals(folders):
+        lines.append(f"MLflow refuses {len(refused)} entries of {config.name}, the first because: {refused[0]}")
+    return lines
 
 
-def log_files(config: Config, files: Files) -> None:
-    """Make files artifacts of a run that has ended or goes on; a run that MLflow does not know is left alone."""
+def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = None) -> None:
+    for line in sync_run(config, patience_s, limit_s):
+        logger.warning("%s; to try again: specrl sync %s", line, config.name)
+
+
+def log_to_run(config: Config, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    """Add metrics, and texts as artifacts, to a run that has ended or goes on; one that MLflow does not know is left.
+
+    Args:
+        texts: By the artifacts' names, such as `bench/run.md`.
+    """
     if not (config.run_dir / RUN_ID_FILE).exists():
         return
-    import_mlflow()
-    log_artifacts(SpoolTracker(Spool(config.run_dir), None), files)
-    if send(config, [config.run_dir], RESUME_PATIENCE_SECONDS):
-        logger.warning("MLflow is away; the files wait on disk: specrl sync %s", config.name)
+    tracker = Tracker(Log(config.run_dir))
+    if metrics:
+        tracker.log_metrics(metrics)
+    for name, text in texts.items():
+        tracker.log_text(text, name)
+    _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
 
 
-def log_artifacts(tracker: SpoolTracker, files: Files) -> None:
-    """Make files artifacts of the tracker's run."""
+def log_artifacts(tracker: Tracker, files: Files) -> None:
     for folder, paths in files.items():
         for path in paths:
             tracker.log_artifact(path, folder or None)
 
 
-def sync_run(config: Config) -> list[Path]:
-    """Send everything that a run and its stages have logged; return the folders of which something still waits."""
+def log_cell(
+    config: Config,
+    folder: Path,
+    name: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    files: Sequence[Path],
+    error: str | None,
+) -> None:
+    """Record a cell of a benchmark of a run, as a run in an experiment of benchmarks; once, unless it has failed."""
+    experiment = f"{config.tracking.experiment}{BENCHMARKS}"
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
     import_mlflow()
-    return send(config, [config.run_dir, *stage_folders(config.run_dir)], SYNC_PATIENCE_SECONDS)
+    last = last_of(Log(folder))
+    if last is None or last.values.get("status") != "FINISHED":
+        tracker = Tracker(Log(folder))
+        tracker.start(name, {**tags, ERROR_TAG: error or ""})
+        tracker.log_params(params)
+        for number, row in enumerate(rows):
+            tracker.log_metrics(row_metrics(row), number)
+        log_artifacts(tracker, {"": files})
+        tracker.end("FINISHED" if error is None else "FAILED")
+    if send(config, [folder], FLOW_PATIENCE_SECONDS):
+        logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", name)
+
+
+def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row by the names of their metrics."""
+    numbers = {column: value for column, value in row.items() if isinstance(value, int | float)}
+    return {f"bench/{ODD.sub('_', column)}": float(value) for column, value in numbers.items()}
 
 
 def stage_folders(run_dir: Path) -> list[Path]:
@@ -124,8 +170,8 @@ def stage_folders(run_dir: Path) -> list[Path]:
     return sorted(path for path in stages.glob("*") if not path.is_symlink()) if not stages.is_symlink() else []
 
 
-def unended(run_dir: Path) -> list[Spool]:
-    """Return the spools of the stages that have started and could not say how they ended.
+def unended(run_dir: Path) -> list[Log]:
+    """Return the logs of the stages that have started and could not say how they ended.
 
     Left out are those of earlier stages whose MLflow run a present stage goes on with: how it ended is for that to say.
     """
@@ -133,7 +179,7 @@ def unended(run_dir: Path) -> list[Spool]:
     present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()
     goes_on = {_run_id(folder) for folder in present} - {None}
     folders = [folder for folder in stage_folders(run_dir) if folder in present or _run_id(folder) not in goes_on]
-    return [spool for spool in map(Spool, folders) if last_of(spool) == "start"]
+    return [log for log in map(Log, folders) if (last := last_of(log)) is not None and last.kind == "start"]
 
 
 def _run_id(folder: Path) -> str | None:
@@ -141,10 +187,9 @@ def _run_id(folder: Path) -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
-def last_of(spool: Spool) -> str | None:
-    """Return whether the last thing that a spool says of its run is its `start` or its `end`; None without either."""
-    kinds = [entry.kind for entry in spool.everything() if entry.kind in ("start", "end")]
-    return kinds[-1] if kinds else None
+def last_of(log: Log) -> Entry | None:
+    """Return the last start or end of a log's run."""
+    return next(reversed([entry for entry in log.entries() if entry.kind in ("start", "end")]), None)
 
 
 @contextmanager
@@ -155,13 +200,13 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     whose id lies in the stage's folder. The stage never waits for MLflow except, for a short time, after the block.
     """
     if not ranks.is_first:
-        yield Silent()
+        yield Tracker()
         return
     import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
-    spool = Spool(context.stage_dir)
-    tracker = SpoolTracker(spool, context.mlflow_run_id, context.config.tracking.max_model_gib)
+    log = Log(context.stage_dir)
+    tracker = Tracker(log, context.mlflow_run_id, context.config.tracking.max_model_gib)
     tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
-    uploader, monitor = Uploader(context.config, spool), SystemMonitor(tracker, spool.began_ms())
+    syncing, monitor = Syncing(context.config, log), SystemMonitor(tracker, next(log.entries()).time_ms)
     status: Status | None = "FAILED"
     try:
         yield tracker
@@ -174,7 +219,7 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         if status is not None:
             tracker.end(status)
         # A job that is left has little time.
-        if not uploader.close(STAGE_PATIENCE_SECONDS, None if status else STAGE_PATIENCE_SECONDS):
+        if not syncing.close(STAGE_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else STAGE_PATIENCE_SECONDS):
             logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
 
 
@@ -182,8 +227,5 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values by their dotted names, such as `train.num_steps`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
     return flat

@@ -1,4 +1,4 @@
-"""Send the entries of a spool to MLflow, in order and once.
+"""Send the entries of a log to MLflow.
 
 What may have arrived before a connection broke can be sent again: a run is looked for before it is created, a model
 version before it is registered; a metric has the time at which it was logged, and MLflow keeps one point for each name,
@@ -7,108 +7,65 @@ step, time and value; everything else replaces itself.
 
 from __future__ import annotations
 
-import json
-import logging
+import os
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from specrl.artifacts import read_json, write_json, write_text
+from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.keys import files_digest
-from specrl.tracking.spool import Entry, Spool
+from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import exists, experiment_id
 
-logger = logging.getLogger(__name__)
-
 RUN_ID_FILE = "mlflow_run_id"
-VERSIONS_FILE = "versions.json"
-"""The file beside a spool that holds the numbers of the model versions it has registered, by the models' names."""
-REFUSED_FILE = "refused.jsonl"
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"
 """The tag of a model version by which the alias `best` is given."""
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
 """MLflow's limits on the metrics and parameters of one request, and on the length of a parameter and of a tag."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}
-"""MLflow's answers to what it will never take. After any other error the same entry is sent again."""
+"""MLflow's answers to what it does not take, such as an entry of a run that somebody has deleted."""
 
 
-class Sender:
-    """Sends the entries of one spool to the MLflow run of the spool's owner, a run or a stage."""
+class RefusedError(Exception):
+    """MLflow does not take an entry. The message is its answer, in one line."""
 
-    def __init__(self, client: Any, config: Config, spool: Spool) -> None:
-        self._client, self._config, self._spool = client, config, spool
-        self._id_path = spool.owner / RUN_ID_FILE
-        self._has_refused = False
 
-    def send_next(self) -> bool:
-        """Send the next entry, or the next metrics together; return whether there was any.
+class MlflowSender:
+    """Sends entries of one log to the MLflow run of the log's owner, a run or a stage."""
+
+    def __init__(self, client: Any, config: Config, log: Log) -> None:
+        self._client, self._config, self._log = client, config, log
+        self._id_path = log.owner / RUN_ID_FILE
+
+    def send(self, entries: Sequence[Entry], versions: dict[str, str]) -> None:
+        """Send one entry, or several metrics of one run; add the numbers of new model versions to `versions`.
 
         Raises:
-            Exception: MLflow or its artifact store is away; whatever their clients raise. Nothing was acknowledged.
+            RefusedError: MLflow answers that it does not take them.
+            FileNotFoundError: What was to be sent has been removed.
+            Exception: MLflow or its artifact store is away; whatever their clients raise.
         """
-        entries = self._next()
-        if not entries:
-            return False
-        self._spool.sync()
-        if self._send(entries) is not None:  # one of them is refused; the others are not to be lost with it
-            for entry in entries:
-                if (reason := self._send([entry])) is not None:
-                    self._put_aside(entry, reason)
-        self._spool.acknowledge(entries)
-        return True
-
-    def _send(self, entries: list[Entry]) -> str | None:
-        """Send one entry, or several metrics of one run; return why MLflow will never take them, or None if it did."""
         from mlflow.exceptions import MlflowException
 
         try:
             if entries[0].kind == "metrics":
                 self._send_metrics(entries)
+            elif entries[0].kind == "model":
+                versions |= self._register(entries[0])
             else:
                 SENDERS[entries[0].kind](self, entries[0])
         except MlflowException as error:
             if error.error_code not in REFUSALS:
                 raise
-            return str(error).partition("\n")[0]
-        except FileNotFoundError as error:  # what was to be sent has been removed
-            return str(error)
-        return None
-
-    def _put_aside(self, entry: Entry, reason: str) -> None:
-        """Write an entry that MLflow will never take to a file, so that those behind it get through; say so once."""
-        path = self._spool.folder / REFUSED_FILE
-        if not self._has_refused:
-            logger.warning("MLflow refuses an entry (%s); it and any others are in %s", reason, path)
-        self._has_refused = True
-        with path.open("a") as file:
-            refused = {"kind": entry.kind, "time_ms": entry.time_ms, **entry.values, "reason": reason}
-            file.write(json.dumps(refused) + "\n")
-
-    def _next(self) -> list[Entry]:
-        """Return the next entry; of metrics, all that follow one another for the same run, as far as a request goes."""
-        group: list[Entry] = []
-        total = 0
-        for entry in self._spool.waiting():
-            if group and not (
-                entry.kind == group[0].kind == "metrics" and entry.values["run"] == group[0].values["run"]
-            ):
-                break
-            total += len(entry.values["metrics"]) if entry.kind == "metrics" else 0
-            if group and total > BATCH_METRICS:
-                break
-            group.append(entry)
-            if entry.kind != "metrics":
-                break
-        return group
+            raise RefusedError(str(error).partition("\n")[0]) from error
 
     def _run_id(self, entry: Entry) -> str:
-        """Return the run that an entry belongs to: the parent, which it names, or the owner's own."""
         return str(entry.values.get("run") or self._id_path.read_text().strip())
 
-    def _send_metrics(self, entries: list[Entry]) -> None:
+    def _send_metrics(self, entries: Sequence[Entry]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
@@ -120,7 +77,6 @@ class Sender:
             self._client.log_batch(self._run_id(entries[0]), metrics=metrics[start : start + BATCH_METRICS])
 
     def start(self, entry: Entry) -> None:
-        """Create the owner's run, or continue it."""
         parent, tags = entry.values["parent"], dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         run_id = self._find(entry)
@@ -146,7 +102,6 @@ class Sender:
         return experiment_id(self._client, self._config)
 
     def end(self, entry: Entry) -> None:
-        """End the owner's run."""
         self._client.set_terminated(self._run_id(entry), entry.values["status"], entry.time_ms)
 
     def params(self, entry: Entry) -> None:
@@ -161,7 +116,6 @@ class Sender:
             self._client.log_batch(run_id, params=new[first : first + BATCH_PARAMS])
 
     def tags(self, entry: Entry) -> None:
-        """Set tags of the run."""
         self._set_tags(self._run_id(entry), entry.values["tags"])
 
     def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -172,13 +126,29 @@ class Sender:
             self._client.log_batch(run_id, tags=new)
 
     def artifact(self, entry: Entry) -> None:
-        """Upload a file, or everything in a folder."""
-        self._upload(self._run_id(entry), entry.values["path"], entry.values["folder"])
+        self._upload(entry, entry.values["folder"])
 
-    def _upload(self, run_id: str, path: str, folder: str | None) -> None:
-        kept = self._spool.kept(path)
-        log = self._client.log_artifacts if kept.is_dir() else self._client.log_artifact
-        log(run_id, str(kept), folder)
+    def _upload(self, entry: Entry, folder: str | None, without: str = "") -> None:
+        path, run_id = self._find_file(entry.values["path"]), self._run_id(entry)
+        if path.is_file():
+            self._client.log_artifact(run_id, str(path), folder)
+            return
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and not file.match(without or "/"):
+                below = PurePosixPath(folder or "") / file.parent.relative_to(path)
+                self._client.log_artifact(run_id, str(file), str(below))
+
+    def _find_file(self, name: str) -> Path:
+        """Find what an entry names, which must lie in the folder of the pipeline's run and lead nowhere else."""
+        path, root = Path(os.path.normpath(self._log.owner.resolve() / name)), self._config.run_dir.resolve()
+        if path == root or not path.is_relative_to(root):
+            raise FileNotFoundError(f"{path} is not in the folder of the run")
+        inside = path.rglob("*") if path.is_dir() else ()
+        if any(place.is_symlink() for place in (path, *path.parents[: len(path.relative_to(root).parts)], *inside)):
+            raise FileNotFoundError(f"{path} leads elsewhere: links are not followed")
+        if not path.exists():
+            raise FileNotFoundError(f"{path} has been removed")
+        return path
 
     def dataset(self, entry: Entry) -> None:
         """Record a file, or a folder of Arrow files, as a data set of the run: where it lies and its digest."""
@@ -201,12 +171,13 @@ class Sender:
         tags = [InputTag("mlflow.data.context", entry.values["context"])]
         self._client.log_inputs(self._run_id(entry), [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
-    def model(self, entry: Entry) -> None:
+    def _register(self, entry: Entry) -> dict[str, str]:
         """Upload a folder and register it as a version of a model, once for each run and name of the folder."""
-        name, path, run_id = entry.values["name"], entry.values["path"], self._run_id(entry)
-        self._upload(run_id, path, Path(path).name)
-        self._create_model(name)
-        source = f"{self._client.get_run(run_id).info.artifact_uri}/{Path(path).name}"
+        name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id(entry)
+        self._upload(entry, folder, entry.values["without"])
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
+        source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
         found = self._client.search_model_versions(f"run_id = '{run_id}'")
         numbers = [str(version.version) for version in found if (version.name, version.source) == (name, source)]
         if not numbers:
@@ -214,18 +185,7 @@ class Sender:
             created = self._client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0)
             numbers = [str(created.version)]
         self._set_best(name, numbers[0], entry.values["tags"])
-        versions = self._spool.folder / VERSIONS_FILE
-        known = json.loads(versions.read_text()) if versions.exists() else {}
-        write_json(versions, {**known, name: numbers[0]})
-
-    def _create_model(self, name: str) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self._client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
+        return {name: numbers[0]}
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """Let the alias `best` be this version, unless the present best one has a higher score.
@@ -240,23 +200,17 @@ class Sender:
         self._client.set_registered_model_alias(name, "best", version)
 
 
-SENDERS: Mapping[str, Callable[[Sender, Entry], None]] = {
-    "start": Sender.start,
-    "end": Sender.end,
-    "params": Sender.params,
-    "tags": Sender.tags,
-    "artifact": Sender.artifact,
-    "dataset": Sender.dataset,
-    "model": Sender.model,
+SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
+    "start": MlflowSender.start,
+    "end": MlflowSender.end,
+    "params": MlflowSender.params,
+    "tags": MlflowSender.tags,
+    "artifact": MlflowSender.artifact,
+    "dataset": MlflowSender.dataset,
 }
-"""What sends an entry of each kind but metrics, which are sent together."""
+"""What sends an entry of each kind but metrics, which are sent together, and models, which get a number."""
 
 
-def registered_version(folder: Path, name: str) -> str | None:
-    """Return the version of the model `name` that a stage has registered, or None where it has none (yet).
-
-    Args:
-        folder: The stage's folder.
-    """
-    found = read_json(Spool(folder).folder / VERSIONS_FILE)
-    return found.get(name) if isinstance(found, dict) else None
+def registered_version(stage_dir: Path, name: str) -> str | None:
+    """Return the version of the model `name` that a stage has registered, or None where it has none (yet)."""
+    return Sent(Log(stage_dir)).now.versions.get(name)

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-"""The environment's defaults for MLflow: no telemetry, no progress bar; a spool's sender does the retries."""
+"""The environment's defaults for MLflow: no telemetry, no progress bar; `sync` does the retries."""
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
 """MLflow, and modules that its client imports only when it first needs them."""
 HEADLINES = (
@@ -39,7 +39,6 @@ HEADLINES = (
     "validate/accuracy_after",
     "reward/mean",
     "speedup/generation",
-    "speedup/generation_over_default",
     "speedup/step",
     "speedup/end_to_end",
     "spec/acceptance_length",
@@ -47,11 +46,6 @@ HEADLINES = (
 """The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""
 BENCHMARKS = "-bench"
 """The end of the name of the experiment that holds the cells of benchmarks."""
-OF_CELLS = (
-    *(f"params.`{name}`" for name in ("run", "benchmark", "method", "bubbles", "k", "drafter", "precision", "batch")),
-    *(f"metrics.`speedup/{name}`" for name in ("generation", "step", "end_to_end")),
-)
-"""The columns of the saved view of that experiment: where a cell lies in the grid of its sweep, and its speedups."""
 SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
 """The scores of held-out sets during training, which the parent run has as well."""
 
@@ -62,11 +56,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def connect(config: Config) -> Any:
-    """Return a client of the run's store; a sqlite database is created or migrated.
-
-    Raises:
-        MlflowException: The database cannot be opened. A server is not asked anything.
-    """
+    """Make a client of the run's store; a sqlite database is created or migrated, and a server is not asked."""
     config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
     import_mlflow()
     from mlflow import MlflowClient
@@ -86,11 +76,7 @@ def import_mlflow() -> None:
 
 
 def check_server(config: Config) -> None:
-    """Check that the configured tracking server answers.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Raise a `ConfigError` unless the configured tracking server answers."""
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
@@ -110,26 +96,20 @@ def check_server(config: Config) -> None:
 
 def experiment_id(client: Any, config: Config) -> str:
     """Return the id of the experiment `tracking.experiment`, which is created where it does not exist."""
-    from mlflow.exceptions import MlflowException
-
     name = config.tracking.experiment
-    # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
-    folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
     found = client.get_experiment_by_name(name)
     if found is None:
-        try:
-            client.create_experiment(name, artifact_location=folder)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        found = client.get_experiment_by_name(name)  # also where another run has just made it
+        # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
+        folder = None if config.tracking.uri else (config.runs_dir.absolute() / "mlartifacts").as_uri()
+        client.create_experiment(name, artifact_location=folder)  # an error if another run makes it now: tried again
+        found = client.get_experiment_by_name(name)
     _describe(client, found)
     return str(found.experiment_id)
 
 
 def _describe(client: Any, experiment: Any) -> None:
     """Say that the experiment is of model training, and how its runs are best looked at, unless somebody has."""
-    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view(experiment.name))}
+    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
     for name, value in wanted.items():
         if name not in experiment.tags:
             client.set_experiment_tag(experiment.experiment_id, name, value)
@@ -140,19 +120,14 @@ def is_headline(name: str) -> bool:
     return name in HEADLINES or SCORES.fullmatch(name) is not None
 
 
-def saved_view(experiment: str) -> dict[str, Any]:
+def saved_view() -> dict[str, Any]:
     """Return a view of an experiment's run table whose first columns are those that matter, as MLflow's pages save one.
 
     Without it the table shows no metric, and metrics that are chosen are in the order of the alphabet.
-
-    Args:
-        experiment: The name of the experiment.
     """
-    of_runs = [f"metrics.`{name}`" for name in HEADLINES]
-    others = ["attributes.`Source`", "attributes.`Version`", "attributes.`Models`"]
-    columns, others = ([*OF_CELLS], others[:1]) if experiment.endswith(BENCHMARKS) else (of_runs, others)
+    columns = [f"metrics.`{name}`" for name in HEADLINES]
     shown = {
-        "selectedColumns": [*columns, *others],
+        "selectedColumns": [*columns, "attributes.`Source`", "attributes.`Version`", "attributes.`Models`"],
         "columnOrder": ["attributes.`Run Name`", *columns],
         "columnWidths": {name: 190 if name.startswith("metrics.") else 120 for name in columns},
     }
@@ -160,10 +135,7 @@ def saved_view(experiment: str) -> dict[str, Any]:
 
 
 def table_address(config: Config) -> str:
-    """Return the part of an address of MLflow's pages, from its # on, that shows the runs with the columns that matter.
-
-    It is empty where nothing has been recorded yet.
-    """
+    """Return the part from # on of MLflow's address of the runs in that view; empty where nothing is recorded yet."""
     import_mlflow()
     from mlflow import MlflowClient
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from specrl.tracking.tracker import SpoolTracker
+from specrl.tracking.tracker import Tracker
 
 INTERVAL_SECONDS = 15.0
 
@@ -18,13 +18,8 @@ class SystemMonitor:
     The names and the measurements are MLflow's. Its own monitor is not used, since it logs to the server directly.
     """
 
-    def __init__(self, tracker: SpoolTracker, began_ms: int) -> None:
-        """Start to measure.
-
-        Args:
-            began_ms: When the stage began, in milliseconds since the epoch. The steps of the metrics count the
-                intervals since then, so that a stage that is started again goes on.
-        """
+    def __init__(self, tracker: Tracker, began_ms: int) -> None:
+        """Start to measure. Steps count intervals since `began_ms`, so that a stage that is started again goes on."""
         self._tracker, self._began_ms = tracker, began_ms
         self._parts = _parts()
         self._ended = threading.Event()
@@ -32,26 +27,26 @@ class SystemMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop measuring."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        for part in self._parts:
-            part.collect_metrics()  # rates are since the last measurement, and the first one has none
-            part.clear_metrics()
+        self._measure()  # rates are since the last measurement, and the first one has none
         while not self._ended.wait(INTERVAL_SECONDS):
-            self._measure()
-        self._measure()  # a short stage has one measurement, of all its time
+            self._log()
+        self._log()  # a short stage has one measurement, of all its time
 
-    def _measure(self) -> None:
+    def _log(self) -> None:
+        step = int((time.time() * 1000 - self._began_ms) / 1000 / INTERVAL_SECONDS)
+        self._tracker.log_metrics(self._measure(), step)
+
+    def _measure(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for part in self._parts:
             part.collect_metrics()
             metrics |= {f"system/{name}": value for name, value in part.aggregate_metrics().items()}
             part.clear_metrics()
-        step = int((time.time() * 1000 - self._began_ms) / 1000 / INTERVAL_SECONDS)
-        self._tracker.log_metrics(metrics, step)
+        return metrics
 
 
 def _parts() -> list[Any]:

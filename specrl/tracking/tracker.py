@@ -1,14 +1,16 @@
-"""What a stage logs with. Everything goes to the stage's spool first, so that no outage of MLflow reaches the stage."""
+"""What a stage logs with. All goes to the stage's log on disk first, so that no outage of a server reaches it."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from specrl.artifacts import write_text
 from specrl.metrics import find_metric
-from specrl.tracking.spool import Spool
+from specrl.tracking.log import Log
 from specrl.tracking.store import is_headline
 
 logger = logging.getLogger(__name__)
@@ -17,80 +19,13 @@ GIB = 2**30
 WEIGHTS = "*.safetensors"
 
 
-class Tracker(Protocol):
-    """The MLflow run of a stage, a child of the pipeline's. Nothing here waits for MLflow or raises because of it."""
+class Tracker:
+    """The run of a stage, a child of the pipeline's, or the pipeline's own. Nothing here waits for a server or raises
+    because of it."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics, whose names `specrl.metrics` must define; those of `is_headline` to the pipeline's run too."""
-
-    def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log results of the whole pipeline run: to the parent run, and to the stage's own run."""
-
-    def log_params(self, params: Mapping[str, Any]) -> None:
-        """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
-
-    def log_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags of the stage's run."""
-
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Log a file, or everything in a directory, as it is now, below `folder` of the run's artifacts."""
-
-    def log_figure(self, figure: Any, name: str) -> None:
-        """Save a matplotlib figure as the artifact `name`, such as `calibration/errors.png`."""
-
-    def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
-        """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
-
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
-        """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
-
-        Args:
-            folder: The folder of the run's artifacts; by default the directory's name.
-
-        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells.
-        MLflow calls the newest version `latest`. The one with the highest `specrl.score` among its tags is `best`.
-        `registered_version` tells its number as soon as there is one.
-        """
-
-    def flush(self) -> None:
-        """Write what was logged to disk; call it when a step is complete, so that a lost node loses none."""
-
-
-class Silent:
-    """The tracker of ranks that do not log."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        check_names(metrics)
-
-    def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        check_names(metrics)
-
-    def log_params(self, params: Mapping[str, Any]) -> None: ...
-
-    def log_tags(self, tags: Mapping[str, str]) -> None: ...
-
-    def log_artifact(self, path: Path, folder: str | None = None) -> None: ...
-
-    def log_figure(self, figure: Any, name: str) -> None: ...
-
-    def log_rollouts(self, path: Path, name: str, context: str = "training") -> None: ...
-
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None: ...
-
-    def flush(self) -> None: ...
-
-
-class SpoolTracker:
-    """The tracker of the first rank, and of the flow for the pipeline's own run."""
-
-    def __init__(self, spool: Spool, parent_id: str | None, max_model_gib: float = 0.0) -> None:
-        """Log to a spool.
-
-        Args:
-            parent_id: The MLflow run of the pipeline; None for the pipeline's own tracker.
-            max_model_gib: The size up to which models are uploaded with their weights.
-        """
-        self._spool, self._parent_id, self._max_model_gib = spool, parent_id, max_model_gib
+    def __init__(self, log: Log | None = None, parent_id: str | None = None, max_model_gib: float = 0.0) -> None:
+        """Log to `log`, or nowhere. `parent_id` is the pipeline's run; up to `max_model_gib`, models have weights."""
+        self._log, self._parent_id, self._max_model_gib = log, parent_id, max_model_gib
         self._lost = 0
 
     def start(self, name: str, tags: Mapping[str, str]) -> None:
@@ -102,12 +37,14 @@ class SpoolTracker:
         self._append("end", status=status)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        """Log metrics, whose names `specrl.metrics` must define; those of `is_headline` to the pipeline's run too."""
         self._log_metrics(None, metrics, step)
         headlines = {name: value for name, value in metrics.items() if is_headline(name)}
         if headlines and self._parent_id is not None:
             self._log_metrics(self._parent_id, headlines, step)
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log results of the whole pipeline run: to the parent run, and to the stage's own run."""
         self._log_metrics(None, metrics, 0)
         if self._parent_id is not None:
             self._log_metrics(self._parent_id, metrics, 0)
@@ -118,70 +55,87 @@ class SpoolTracker:
         self._append("metrics", run=run, metrics=values, step=step)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
         self._append("params", params={name: str(value) for name, value in params.items()})
-
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        self._keep(lambda: self._spool.append("artifact", path=self._spool.keep(path), folder=folder))
-
-    def log_figure(self, figure: Any, name: str) -> None:
-        folder, _, file_name = name.rpartition("/")
-
-        def save() -> None:
-            path = self._spool.new_file(file_name)
-            figure.savefig(path)
-            self._spool.append("artifact", path=self._spool.relative(path), folder=folder or None)
-
-        self._keep(save)
-
-    def log_text(self, text: str, name: str) -> None:
-        """Save a text as the artifact `name`, such as `config.json`."""
-        folder, _, file_name = name.rpartition("/")
-
-        def save() -> None:
-            path = self._spool.new_file(file_name)
-            path.write_text(text)
-            self._spool.append("artifact", path=self._spool.relative(path), folder=folder or None)
-
-        self._keep(save)
-
-    def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
-        self._append("dataset", source=str(path.absolute()), name=name, context=context)
-
-    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
-        def register() -> None:
-            size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-            without = WEIGHTS if size > self._max_model_gib * GIB else ""
-            path = self._spool.keep(directory, folder, without)
-            self._spool.append("model", path=path, name=name, tags={**tags, "specrl.location": str(directory)})
-
-        self._keep(register)
-
-    def flush(self) -> None:
-        self._keep(self._spool.sync)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags; a tag of the same name is replaced."""
         self._append("tags", tags=dict(tags))
 
-    def _append(self, kind: str, **values: Any) -> None:
-        self._keep(lambda: self._spool.append(kind, **values))
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Log a file, or all in a directory, below `folder` of the run's artifacts.
 
-    def _keep(self, write: Callable[[], None]) -> None:
-        """Write to the spool; where the disk does not take it, count what is lost, and say so once."""
+        It is sent from where it lies, as it is then, if it lies in the folder of the pipeline's run.
+        """
+        self._write(lambda log: log.append("artifact", path=relative(path, log.owner), folder=folder))
+
+    def log_figure(self, figure: Any, name: str) -> None:
+        """Save a matplotlib figure as the artifact `name`, such as `calibration/errors.png`."""
+        self._log_new_file(name, figure.savefig)
+
+    def log_text(self, text: str, name: str) -> None:
+        """Save a text as the artifact `name`, such as `config.json`."""
+        self._log_new_file(name, lambda path: write_text(path, text))
+
+    def _log_new_file(self, name: str, save: Callable[[Path], object]) -> None:
+        def write(log: Log) -> None:
+            save(log.new_file(name))
+            folder = name.rpartition("/")[0] or None
+            log.append("artifact", path=relative(log.new_file(name), log.owner), folder=folder)
+
+        self._write(write)
+
+    def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
+        """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
+        self._append("dataset", source=str(path.absolute()), name=name, context=context)
+
+    def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
+        """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
+
+        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells. MLflow calls the
+        newest version `latest`; the one with the highest `specrl.score` among its tags is `best`. `folder` is that of
+        the run's artifacts, by default the directory's name.
+        """
+
+        def register(log: Log) -> None:
+            size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            without = WEIGHTS if size > self._max_model_gib * GIB else ""
+            own = {**tags, "specrl.location": str(directory)}
+            path, to = relative(directory, log.owner), folder or directory.name
+            log.append("model", path=path, folder=to, without=without, name=name, tags=own)
+
+        self._write(register)
+
+    def flush(self) -> None:
+        """Write what was logged to disk; call it when a step is complete, so that a lost node loses none."""
+        self._write(Log.flush)
+
+    def _append(self, kind: str, **values: Any) -> None:
+        self._write(lambda log: log.append(kind, **values))
+
+    def _write(self, write: Callable[[Log], None]) -> None:
+        """Write to the log; where the disk does not take it, count what is lost, and say so once."""
+        if self._log is None:
+            return
         try:
-            write()
+            write(self._log)
         except OSError as error:
             if not self._lost:
                 logger.warning(
                     "%s: %s; what is logged is lost until there is room again, and nothing else is affected",
-                    self._spool.folder,
+                    self._log.folder,
                     error,
                 )
             self._lost += 1
             return
         if self._lost:
-            logger.warning("%s can be written again; %d entries were lost", self._spool.folder, self._lost)
+            logger.warning("%s can be written again; %d entries were lost", self._log.folder, self._lost)
             self._lost = 0
+
+
+def relative(path: Path, folder: Path) -> str:
+    """Name a path as entries do, from the folder of their run, which may be moved."""
+    return os.path.relpath(path.absolute(), folder.absolute())
 
 
 def check_names(metrics: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ from specrl.rollout.refit.load import Refit
 from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.stages.train import build
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.training.drafter.drafters import new_drafter, save_drafter
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
@@ -112,7 +112,7 @@ def prepare(config: Config, policy_dir: Path, folder: Path, ranks: Ranks) -> Tra
     for stage, result in results.items():
         write_result(folder / stage, result)
     context = StageContext(config, "train", "train-0", config.run_dir / "train", {s: folder / s for s in results}, "")
-    return build(context, ranks, Silent())
+    return build(context, ranks, Tracker())
 
 
 class SwappingRefit(Refit):

@@ -26,7 +26,7 @@ from specrl.loop import Trainer
 from specrl.progress import Progress
 from specrl.stages import train
 from specrl.stages.validate import check_exactness
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.training.drafter.io import MAPPINGS
 
 SHORT_POSITIONS = 16
@@ -162,7 +162,7 @@ def run_one(context: StageContext, fault: Fault) -> Finding:
     """Inject the fault into the train stage of this context, and return what was said of it."""
     with Progress(context.stage_dir, enabled=False) as progress:
         try:
-            trainer = train.build(context, join(), Silent())
+            trainer = train.build(context, join(), Tracker())
             trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
             trainer.refit_engine(version=0)
         except ERRORS as error:
@@ -198,7 +198,7 @@ def validate_with(trainer: Trainer, progress: Progress, after_steps: int) -> Fin
     config, engine = trainer.config, trainer.engine
     prompts = trainer.generator.source.held_out(config.validate_.num_prompts)
     try:
-        check_exactness(engine, prompts, config, Silent(), progress)
+        check_exactness(engine, prompts, config, Tracker(), progress)
     except RuntimeError as error:
         return _said(error, after_steps, "validate")
     return Finding(noticed=False, after_steps=after_steps, message="", where="")

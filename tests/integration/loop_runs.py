@@ -44,7 +44,7 @@ from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train_results import finish
 from specrl.stages.validate import measure_speed
-from specrl.tracking import RUN_ID_FILE, Silent, stage_run, start_parent_run
+from specrl.tracking import RUN_ID_FILE, Tracker, stage_run, start_parent_run
 from specrl.training.drafter.trainer import Drafter
 from specrl.validation.next_step import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
@@ -144,7 +144,7 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     ranks = join()
-    tracked = stage_run(context, ranks) if context.mlflow_run_id else nullcontext(Silent())
+    tracked = stage_run(context, ranks) if context.mlflow_run_id else nullcontext(Tracker())
     with tracked as tracker, Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)

@@ -34,9 +34,7 @@ SECTIONS: Sections = {
         "speed_batches": [4],
         "speed_prompts": 4,
         "speed_repeats": 1,
-        "default_engine": False,
         "exactness_prompts": 4,
-        "exactness_samples": 16,
     },
 }
 

@@ -36,7 +36,7 @@ DRAFTING = {**BOTH, "speculation": {**BOTH["speculation"], "adaptive": False}}
 SETS = {"sampled": {"num_prompts": 3, "samples_per_prompt": 4}, "greedy": {"num_prompts": 5, "temperature": 0}}
 VALIDATED = {"validate": {"every": 2, "sets": SETS}}
 """No run without it may differ in anything but time."""
-PAIRS = {"speed_batches": [2, 8], "speed_prompts": 8, "speed_repeats": 2, "default_engine": False}
+PAIRS = {"speed_batches": [2, 8], "speed_prompts": 8, "speed_repeats": 2}
 LONG = {"train": {"num_steps": 12, "keep_every": 5}}
 STOP = {"metric": "reward/mean", "no_gain_for": 2}
 NUM_KILLS, NUM_KILLS_OF_FOUR = 8, 2

@@ -1,4 +1,4 @@
-"""vLLM as it comes, in a process of its own: it generates what it is asked for, and nothing of it is left behind."""
+"""Stock vLLM, in a process of its own: it generates what it is asked for, and nothing of it is left behind."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def rollouts(run_dir: Path, step: int) -> list[Rollout]:
 
 def kv_scales(run_dir: Path, step: int) -> dict[str, list[float]]:
     manifest = json.loads((run_dir / "train-toy" / "checkpoints" / f"step={step:06d}" / "manifest.json").read_text())
-    scales: dict[str, list[float]] = manifest["state"]["kv_scales"]
+    scales: dict[str, list[float]] = manifest["kv_scales"]
     return scales
 
 

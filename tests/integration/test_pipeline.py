@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from flows.cli import EXIT_STOPPED
 from slurm.backend import JobKey
-from slurm.devcluster import DevCluster
 from specrl.config import STAGES
 from tasks.run import ask_to_stop, read_run_config
 from tests.integration.disturbances import Disturbed, held, ranks_of
@@ -31,6 +30,7 @@ from tests.integration.pipeline_runs import (
     specrl,
     wait_for,
 )
+from tests.slurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.pipeline
 
@@ -158,7 +158,6 @@ def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: P
     shutil.copytree(undisturbed, run_dir, symlinks=True)
     shutil.copy(undisturbed.parent / "mlflow.db", tmp_path)
     change = ["--steps", "4", "--set", "policy.lr=2e-5", "--set", "validate.speed_batches=[1]"]
-    change += ["--set", "validate.default_engine=true", "--set", "stage_resources.validate.memory_gib_per_rank=6"]
     (old,) = run_dir.glob("stages/train-*")
     before = files(run_dir / "stages")
     said = finish(specrl("resume", str(run_dir), *change, "--dry-run"))
@@ -173,8 +172,6 @@ def test_a_finished_run_is_extended_and_changed_and_loses_nothing(undisturbed: P
     assert len(rollouts(run_dir)) == 4 * 8 * 4
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["train"]["steps"] == 4
-    default = summary["speculation"]["plain_over_default"]  # vLLM as it comes, in a process of its own
-    assert default["1"] > 0 and default.keys() == summary["speculation"]["generation_speedup_over_default"].keys()
     assert {"train.num_steps = 3 -> 4", "policy.lr = 0.0002 -> 2e-05"} == {
         event["text"] for event in summary["events"] if event["kind"] == "settings"
     }

@@ -24,21 +24,20 @@ from specrl.config import Config, DataConfig, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.stages.export import register
+from specrl.stages.export import lineage_tags, register
 from specrl.tracking import (
     Tracker,
     finish_parent_run,
-    lineage_tags,
-    log_files,
+    log_to_run,
     registered_version,
     runs,
     stage_run,
     start_parent_run,
+    sync,
     tracking_uri,
-    uploader,
 )
-from specrl.tracking.spool import Spool
-from specrl.tracking.uploader import Uploader
+from specrl.tracking.log import Log, Sent
+from specrl.tracking.sync import Syncing
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}
@@ -233,9 +232,10 @@ def test_the_experiment_is_of_model_training_and_has_a_view_of_the_headlines(run
 
 
 def test_the_parent_run_says_what_it_is_where_it_comes_from_and_what_it_has_reached(
-    runs_dir: Path, tmp_path: Path
+    runs_dir: Path,
 ) -> None:
-    data = tmp_path / "sums.jsonl"
+    data = runs_dir / "described" / "sums.jsonl"
+    data.parent.mkdir()
     data.write_text('{"question": "1 + 1", "answer": "2"}\n')
     config = make_config(runs_dir, "described").model_copy(
         update={"data": DataConfig(source="file", path=data, reward="exact_match")}
@@ -252,7 +252,7 @@ def test_the_parent_run_says_what_it_is_where_it_comes_from_and_what_it_has_reac
     log.parent.mkdir(parents=True)
     log.write_text("step 1")
     finish_parent_run(config, "FINISHED", "| accuracy | 50% |", {"": [data], "logs/train-0": [log]})
-    log_files(config, {"bench": [data]})
+    log_to_run(config, {}, {"bench/sums.jsonl": data.read_text()})
     run = client_of(config).get_run(run_id)
     assert (run.data.tags["mlflow.note.content"], run.info.status) == ("| accuracy | 50% |", "FINISHED")
     found = {
@@ -356,6 +356,68 @@ def test_a_run_the_database_does_not_know_stops_no_stage_and_is_made_anew(
     assert start_parent_run(config) not in (known, "0" * 32)
 
 
+def test_what_a_deleted_experiment_has_refused_arrives_when_it_is_restored(
+    tmp_path: Path, patient: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path / "runs", "deleted")
+    write_config(config)
+    parent = start_parent_run(config)
+    context, client = stage_of(config, parent), client_of(config)
+    experiment = client.get_run(parent).info.experiment_id
+    with stage_run(context, FIRST) as tracker:
+        wait_until(lambda: Sent(Log(context.stage_dir)).now.position > 0)
+        client.delete_experiment(experiment)  # one click; its runs are deleted with it
+        log_step(tracker, context.stage_dir, 0)
+        wait_until(lambda: bool(Sent(Log(context.stage_dir)).now.missing))
+    command = ["sync", "deleted", "--runs-dir", str(config.runs_dir)]
+    assert invoke(command) == 2
+    assert re.search(r"MLflow refuses \d+ entries of deleted, the first because: .*deleted", capsys.readouterr().err)
+    client.restore_experiment(experiment)
+    assert invoke(command) == 0
+    child = only_child(config, parent)
+    assert child.data.metrics["reward/mean"] == 0.0 and child.info.status == "FINISHED"
+    assert [file.path for file in client.list_artifacts(child.info.run_id, "gantt")] == ["gantt/step=0.svg"]
+
+
+def test_a_stage_whose_experiment_is_deleted_when_it_starts_logs_when_it_is_restored(
+    tmp_path: Path, patient: None
+) -> None:
+    config = make_config(tmp_path / "runs", "gone")
+    parent = start_parent_run(config)
+    context, client = stage_of(config, parent), client_of(config)
+    experiment = client.get_run(parent).info.experiment_id
+    client.delete_experiment(experiment)
+    with stage_run(context, FIRST) as tracker:
+        tracker.log_metrics({"policy/loss": 0.5})
+        time.sleep(2)
+        client.restore_experiment(experiment)
+        tracker.log_metrics({"policy/loss": 0.25}, 1)
+    history = client.get_metric_history(only_child(config, parent).info.run_id, "policy/loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.5), (1, 0.25)]
+
+
+def test_files_that_cannot_be_uploaded_delay_neither_metrics_nor_the_end_of_a_run(
+    tmp_path: Path, impatient: None
+) -> None:
+    config = make_config(tmp_path / "runs", "unwritable")
+    parent = start_parent_run(config)
+    context, store = stage_of(config, parent), tmp_path / "runs" / "mlartifacts"
+    store.rename(tmp_path / "moved")
+    store.write_text("no folder")
+    context.stage_dir.mkdir(parents=True)
+    with stage_run(context, FIRST) as tracker:
+        for step in range(2):
+            log_step(tracker, context.stage_dir, step)
+    child = only_child(config, parent)
+    assert child.info.status == "FINISHED" and child.data.metrics["reward/mean"] == 0.1
+    store.unlink()
+    (tmp_path / "moved").rename(store)
+    finish_parent_run(config, "FINISHED")
+    files = client_of(config).list_artifacts(child.info.run_id, "gantt")
+    assert [file.path for file in files] == ["gantt/step=0.svg", "gantt/step=1.svg"]
+    assert Sent(Log(context.stage_dir)).is_complete()
+
+
 def test_a_server_that_is_away_is_one_clear_line(tmp_path: Path) -> None:
     config = make_config(tmp_path / "runs", "away", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"^tracking\.uri = http://127\.0\.0\.1:9: no MLflow server answers .*\Z"):
@@ -382,7 +444,7 @@ def proxy(server: MlflowServer) -> Iterator[Proxy]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is in trouble is asked often, and gets as long as a busy machine needs to answer."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    monkeypatch.setattr(uploader, "LONGEST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(sync, "LONGEST_PAUSE_SECONDS", 0.1)
     for name in PATIENCE:
         monkeypatch.setattr(runs, name, 120.0)
 
@@ -467,9 +529,9 @@ def test_a_server_that_fails_is_asked_less_and_less_often_at_the_end_of_a_stage(
     failing = Proxy(9)
     failing.become("error")
     config = make_config(tmp_path, "failing", failing.uri)
-    spool = Spool(config.run_dir)
-    spool.append("start", name="failing", tags={}, parent=None)
-    assert not Uploader(config, spool).close(patience_s=2.5)
+    log = Log(config.run_dir)
+    log.append("start", name="failing", tags={}, parent=None)
+    assert not Syncing(config, log).close(patience_s=2.5)
     failing.close()
     assert failing.requests <= 4  # after 0, 0.5, 1.5 and 3.5 s
 
@@ -489,7 +551,7 @@ def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
     context.stage_dir.mkdir(parents=True)
     with stage_run(context, FIRST) as tracker:
         log_step(tracker, context.stage_dir, 0)
-        wait_until(lambda: not Spool(context.stage_dir).has_waiting())
+        wait_until(lambda: Sent(Log(context.stage_dir)).is_complete())
         server.kill()
         log_step(tracker, context.stage_dir, 1)
     assert check_tracking(config) == []
@@ -498,14 +560,14 @@ def test_a_relaunch_while_the_server_is_stopped_goes_through_and_arrives_later(
         log_step(tracker, context.stage_dir, 2)
     finish_parent_run(config, "FINISHED")
     assert "specrl sync relaunched" in caplog.text
-    sync = ["sync", "relaunched", "--runs-dir", str(config.runs_dir)]
-    assert invoke(sync) == 2
+    command = ["sync", "relaunched", "--runs-dir", str(config.runs_dir)]
+    assert invoke(command) == 2
     assert capsys.readouterr().err.endswith(
         "specrl: MLflow does not answer; what relaunched, train-0123456789ab logged still waits on disk\n"
     )
     server.start()
     monkeypatch.setattr(runs, "SYNC_PATIENCE_SECONDS", 120.0)
-    assert invoke(sync) == 0
+    assert invoke(command) == 0
     assert capsys.readouterr().out.endswith("MLflow has everything that relaunched has logged\n")
     check_steps(config, parent, 3)
     assert statuses(config, parent) == ["FINISHED"]
@@ -519,7 +581,7 @@ def test_a_full_disk_costs_only_what_is_logged_meanwhile(runs_dir: Path, caplog:
     with stage_run(context, FIRST) as tracker:
         tracker.log_metrics({"policy/loss": 0.5}, step=0)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (Spool(context.stage_dir).path.stat().st_size + 10, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Log(context.stage_dir).path.stat().st_size + 10, hard))
         try:
             for step in (1, 2):
                 tracker.log_metrics({"policy/loss": 0.5}, step)

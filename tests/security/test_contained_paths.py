@@ -21,8 +21,8 @@ from specrl.processes import is_locked
 from specrl.report.results import find_stages, is_run, readable_config
 from specrl.report.samples import COLUMNS
 from specrl.schemas import ROLLOUT_SCHEMA
+from specrl.tracking.log import Log
 from specrl.tracking.runs import stage_folders
-from specrl.tracking.spool import Spool
 from tests.security.hostile import NOBODY, Attacked, attacked, edit, in_fork, specrl
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
@@ -112,7 +112,7 @@ FILES = [
     "stages/train-*/segments.jsonl",
     "stages/train-*/steps/step=000000.json",
     "stages/train-*/validation/step=000000.json",
-    "stages/train-*/tracking/versions.json",
+    "stages/train-*/tracking/sent.json",
     "stages/train-*/rollouts/step=000000/rank=0000.arrow",
 ]
 HURT = [truncate, nest, empty, alien, wrong_types, infinite, not_text, pipe, endless, enormous, folder]
@@ -236,75 +236,31 @@ def test_settings_that_are_not_understood_have_their_defaults_and_import_nothing
 
 
 def entry(run: Attacked, kind: str, **values: object) -> None:
-    Spool(run.run_dir).append(kind, **values)
+    Log(run.run_dir).append(kind, **values)
 
 
-OUTSIDE = [
-    "files/../../../../secret/id_rsa",
-    "../../../secret/id_rsa",
-    "files/0123456789ab/../../../../../secret/id_rsa",
-    "files/link/id_rsa",
-    "files/0123456789ab/link",
-    "files/0123456789ab/folder",
-    "files/..",
-    "files",
-    "",
-    ".",
-]
-
-
-@pytest.mark.parametrize("path", [*OUTSIDE, "ABSOLUTE"])
-def test_a_spool_neither_sends_nor_removes_what_is_not_its_own(path: str, tmp_path: Path, secret: Path) -> None:
-    path = str(secret) if path == "ABSOLUTE" else path
-    spool = Spool(tmp_path / "runs" / "run")
-    kept = spool.folder / "files" / "0123456789ab"
-    (kept / "folder").mkdir(parents=True)
-    (kept / "folder" / "link").symlink_to(secret)
-    (kept / "link").symlink_to(secret)
-    (kept.parent / "link").symlink_to(secret.parent)
-    spool.append("artifact", path=path, folder=None)
-    (waiting,) = spool.waiting()
-    with pytest.raises(FileNotFoundError):
-        spool.kept(path)
-    spool.acknowledge([waiting])
-    assert secret.read_text() == f"{SECRET}\n"
-    assert (kept / "folder").is_dir()
-
-
-def test_what_a_spool_keeps_is_sent_and_removed(tmp_path: Path, secret: Path) -> None:
-    spool = Spool(tmp_path / "runs" / "run")
-    path = spool.keep(secret)
-    assert spool.kept(path).read_text() == f"{SECRET}\n"
-    spool.append("artifact", path=path, folder=None)
-    spool.acknowledge(list(spool.waiting()))
-    assert list((spool.folder / "files").iterdir()) == []
-    (spool.folder / "files").rmdir()
-    (spool.folder / "files").symlink_to(secret.parent)  # of whatever has been put in its place
-    hidden = secret.parent / "0123456789ab"
-    hidden.mkdir()
-    (hidden / "x").touch()
-    spool.append("artifact", path="files/0123456789ab/x", folder=None)
-    spool.acknowledge(list(spool.waiting()))
-    assert (hidden / "x").exists()
+OUTSIDE = ["../../secret/id_rsa", "stages/../../../secret/id_rsa", "link/id_rsa", "file", "folder", "..", "", "."]
 
 
 def test_sync_uploads_nothing_from_outside_of_the_run(tmp_path: Path, secret: Path) -> None:
     run = attacked(tmp_path)
     entry(run, "start", name="run", tags={}, parent=None)
-    for path in OUTSIDE:
+    (run.run_dir / "link").symlink_to(secret.parent)
+    (run.run_dir / "file").symlink_to(secret)
+    (run.run_dir / "folder").mkdir()
+    (run.run_dir / "folder" / "file").symlink_to(secret)
+    for path in (*OUTSIDE, str(secret)):
         entry(run, "artifact", path=path, folder=None)
-    entry(run, "model", path=OUTSIDE[0], name="stolen", tags={})
+    entry(run, "model", path=OUTSIDE[0], folder="stolen", without="", name="stolen", tags={})
     entry(run, "dataset", source=str(secret), name="stolen", context="training")
     stages = run.run_dir / "stages" / "linked-0"
     stages.symlink_to(secret.parent)
-    Spool(secret.parent).append("artifact", path="files/x", folder=None)
+    Log(secret.parent).append("artifact", path="id_rsa", folder=None)
     ended = specrl("sync", "run", "--runs-dir", str(run.config.runs_dir), folder=tmp_path)
     assert ended.code == 0, ended.text
-    refused = (run.run_dir / "tracking" / "refused.jsonl").read_text().splitlines()
-    assert len(refused) == len(OUTSIDE) + 2
     assert secret.read_text() == f"{SECRET}\n"
     assert stages not in stage_folders(run.run_dir)
-    assert not (secret.parent / "tracking" / "sent").exists()
+    assert not (secret.parent / "tracking" / "sent.json").exists()
     sent = (path for path in (run.config.runs_dir / "mlartifacts").rglob("*") if path.is_file())
     assert not [path for path in sent if SECRET in path.read_text()]
 

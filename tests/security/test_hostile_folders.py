@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.own_code import command_with_own_code
+from flows.execute import command_with_own_code
 from slurm import trust
 from slurm.access import check_access
 from slurm.backend import StageRequest

@@ -13,7 +13,6 @@ from uuid import uuid4
 import pytest
 
 from slurm.backend import JobError, JobKey
-from slurm.devcluster import DevCluster
 from slurm.environment import snapshot_code
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import attach_or_submit, find
@@ -22,6 +21,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
 from tests.slurm.conftest import ROOT, FlowProcess
+from tests.slurm.devcluster import DevCluster
 from tests.slurm.test_local_jobs import ranks_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]

@@ -72,5 +72,5 @@ def test_a_killed_sweep_goes_on_and_a_failed_cell_loses_no_other(tmp_path: Path)
         assert runs[name].data.params["cell"] == name and runs[name].data.params["benchmark"] == "run"
         assert any(metric.startswith("bench/") for metric in runs[name].data.metrics)
         files = {file.path for file in client.list_artifacts(runs[name].info.run_id)}
-        assert {"page.md", "rows.json", "rows.arrow"} <= files
+        assert {"page.md", "page.json"} <= files
     assert "trainings at once need" in runs["missing"].data.tags["specrl.error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,23 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-import pyarrow as pa
 import pytest
 
 from flows.cli import invoke
 from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import table, write_page, write_rows
+from specrl.bench.pages import table, write_results
 from specrl.bench.rollouts import engines
-from specrl.bench.rollouts.rounds import orders
-from specrl.bench.rollouts.workloads import workloads
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.rollouts.main import longest
+from specrl.bench.rollouts.rounds import Workload
+from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
 from specrl.report.gantt import gantt
 from specrl.report.plots import line_charts
-from specrl.rollout.requests import Request, Response
+from specrl.rollout.requests import Request
 from specrl.timeline import Bubble, RankTimeline, rank_spans
 
 
@@ -68,23 +68,20 @@ def test_ratios_are_taken_within_each_round() -> None:
 
 
 def test_every_side_runs_once_in_every_round_and_none_is_always_first() -> None:
-    rounds = orders(3, 6)
+    rounds = [order_of(3, number) for number in range(6)]
     assert all(sorted(order) == [0, 1, 2] for order in rounds)
-    assert {order[0] for order in rounds} == {0, 1, 2}
+    assert {order[0] for order in rounds[:3]} == {0, 1, 2} and rounds[3] == [2, 1, 0]
 
 
-def test_a_fixed_batch_takes_requests_that_last_and_other_ones_in_each_round() -> None:
+def test_a_batch_takes_requests_that_last_and_other_ones_in_each_round() -> None:
     requests = [Request([1], seed, 50, 1.0) for seed in range(64)]
-    lengths = [50 if index % 4 == 0 else 3 for index in range(64)]
-    responses = [Response([1] * length, [0.0] * length, None, "", "stop", 0, 0, 0, 0.0, 0.0) for length in lengths]
-    one, large, tail = workloads(requests, responses, [1, 32, "tail64"], 3, 20)
+    lengths = {seed: 50 if seed % 4 == 0 else 3 for seed in range(64)}
+    one, large = (Workload.of(longest(requests, lengths, max(batch, 8), 20), batch, 3) for batch in (1, 32))
     lasting = list(range(0, 64, 4))
     assert [[request.seed for request in asked] for asked in one.rounds] == [lasting[:8], lasting[8:], lasting[:8]]
     assert {request.max_tokens for requests in one.rounds for request in requests} == {20}
     assert [len(requests) for requests in large.rounds] == [32] * 3
     assert len({request.seed for request in large.rounds[0]}) == 32
-    assert tail.rounds == [requests] * 3
-    assert tail.batch == 64
 
 
 def test_tables_are_markdown_and_a_ratio_has_its_range() -> None:
@@ -96,22 +93,17 @@ def test_tables_are_markdown_and_a_ratio_has_its_range() -> None:
     )
 
 
-def test_a_page_has_command_and_machine(tmp_path: Path) -> None:
-    job = BenchJob("run", {}, "specrl bench run", tmp_path, tmp_path / "page.md", tmp_path / "rows.json")
-    write_page(job, "A title", ["one\n", "two"], "two cores")
+def test_a_page_has_command_and_machine_and_the_rows_lie_beside_it(tmp_path: Path) -> None:
+    job = BenchJob("run", {}, "specrl bench run", tmp_path, tmp_path / "page.md")
+    write_results(job, [{"k": 3}, {"k": "adaptive"}], "A title", ["one\n", "two"], "two cores")
     text = job.page.read_text()
     assert text.startswith("# A title\n\nCommand: `specrl bench run`. Date: 2") and text.endswith("\n\none\n\ntwo\n")
     assert "Hardware: two cores." in text
-
-
-def test_rows_are_written_as_arrow_too_whatever_their_columns_hold(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.json", [{"k": 3, "speedup": 1.5}, {"k": "adaptive", "by": {"2": 1.0}, "same": True}])
-    rows = pa.ipc.open_file(str(tmp_path / "rows.arrow")).read_all().to_pylist()
-    assert [row["k"] for row in rows] == ["3", '"adaptive"'] and rows[0]["speedup"] == 1.5 and rows[1]["same"]
+    assert json.loads((tmp_path / "page.json").read_text()) == [{"k": 3}, {"k": "adaptive"}]
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    job = BenchJob("run", {"ks": [1, "adaptive"]}, "specrl", tmp_path, tmp_path / "p.md", tmp_path / "r", tmp_path)
+    job = BenchJob("run", {"ks": [1, "adaptive"]}, "specrl", tmp_path, tmp_path / "p.md", tmp_path, ("seed=1",))
     job.save(tmp_path / "job.json")
     assert BenchJob.load(tmp_path / "job.json") == job
 
@@ -153,11 +145,11 @@ def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) ->
     ("arguments", "words"),
     [
         (["rollouts", "--ks", "1,x"], "--ks 1,x: 'x' is not allowed; allowed: positive numbers or adaptive"),
-        (["rollouts", "--batches", "0"], "'0' is not allowed; allowed: positive numbers or tail64"),
+        (["rollouts", "--batches", "0"], "'0' is not allowed; allowed: positive numbers, separated by commas"),
         (["rollouts", "--methods", "none"], "--methods none: allowed: eagle3"),
         (["rollouts", "--ks", ","], "--ks ,: '' is not allowed"),
         (["rollouts", "--set", "engine.nothing=1"], "engine.nothing"),
-        (["rollouts", "--set", "cluster.partition=fast"], "--set cluster.partition=fast is for jobs: give --cluster"),
+        (["run", "--set", "cluster.partition=fast"], "--set cluster.partition=fast is for jobs: give --cluster"),
         (["run"], "bench run: nothing to compare; give --vary or --cell"),
         (["run", "--vary", "train.lr=1,2"], "train.lr"),
         (["run", "--vary", "speculation.k=1,many"], "speculation.k"),
@@ -173,17 +165,8 @@ def test_a_wrong_request_is_one_line(
 
 
 def test_a_benchmark_without_a_run_takes_no_settings_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["bench", "gpu", "--set", "engine.kv_cache_gib=1"]) == 2
-    assert "--set engine.kv_cache_gib=1: bench gpu measures no run" in capsys.readouterr().err
-
-
-def test_the_folder_of_a_run_is_not_taken_for_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "bench-gpu"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    assert invoke(["bench", "gpu", "--runs-dir", str(tmp_path)])
-    assert "is the folder of a run" in capsys.readouterr().err
-    assert (run / "config.json").exists()
+    assert invoke(["bench", "drafter", "--set", "engine.kv_cache_gib=1"]) == 2
+    assert "--set engine.kv_cache_gib=1: bench drafter measures no run" in capsys.readouterr().err
 
 
 def test_every_kind_of_picture_is_xml_with_one_name_space() -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from flows.cli import invoke
 from specrl.bench.drafter.candidates import read_candidate
-from specrl.bench.drafter.instructions import instructions
-from specrl.bench.drafter.questions import read_questions
+from specrl.bench.drafter.initial import write_instructions
+from specrl.bench.drafter.main import workload
+from specrl.bench.options import DrafterOptions
 from specrl.bench.rollouts.rounds import Measurement, compared
 from specrl.config import ConfigError, parse_config
+from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -45,38 +47,21 @@ def test_a_drafter_is_told_by_its_folder(tmp_path: Path) -> None:
         read_candidate(medusa, policy)
 
 
-def test_questions_are_text_turns_or_messages_and_spread_over_the_categories(tmp_path: Path) -> None:
-    messages = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "a"},
-    ]
-    rows: list[dict[str, Any]] = [
-        *({"question": f"{'x' * index}", "category": "math"} for index in range(1, 5)),
-        {"turns": ["first", "second"], "category": "chat"},
-        {"messages": messages, "category": "chat"},
-        {"prompt": "y" * 50},
-    ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = character_tokenizer(64)
-    found, too_long = read_questions(path, "{prompt}", tokenizer, longest=20, count=4)
-    assert too_long == 1
-    texts = [(question.category, tokenizer.decode(question.tokens, skip_special_tokens=True)) for question in found]
-    assert texts == [("chat", "first"), ("chat", "u"), ("math", "x"), ("math", "xx")]
-    with pytest.raises(ConfigError, match="all 7 prompts have more than 0 tokens"):
-        read_questions(path, None, tokenizer, 0, 4)
-    path.write_text('{"text": "x"}\n')
-    with pytest.raises(ConfigError, match=r"line 1 has no question in prompt or question"):
-        read_questions(path, None, tokenizer, 20, 4)
-
-
-def test_general_prompts_are_not_those_of_the_task() -> None:
-    config = parse_config({"name": "run"})
+def test_general_prompts_are_not_those_of_the_task(tmp_path: Path) -> None:
+    config = parse_config({"name": "run", "drafter": {"data": str(write_instructions(tmp_path))}})
     source = PromptSource(config, character_tokenizer(2048))
-    general = instructions(config, source.tokenizer, 6)
+    general = source.drafter_data(6)
     assert len({prompt.text for prompt in general}) == 6
     assert not {prompt.text for prompt in general} & {prompt.text for prompt in source.pretraining(6)}
+
+
+def test_every_round_asks_all_prompts_with_other_seeds_and_fills_a_batch() -> None:
+    options = DrafterOptions(None, (), None, 3, 8, (3,), (1.0,), (4,), 2, (), 1)
+    prompts = [Prompt(number, "", [number + 1], "") for number in range(3)]
+    first, second = workload(options, prompts, 4, 0.5).rounds
+    assert [request.prompt_tokens for request in first] == [[1], [2], [3], [1]]
+    assert len({request.seed for request in (*first, *second)}) == 8
+    assert {(request.max_tokens, request.temperature) for request in first} == {(8, 0.5)}
 
 
 def test_drafts_are_counted_by_the_length_of_their_context() -> None:

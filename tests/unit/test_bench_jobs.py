@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.bench_jobs import copy_results, join_rows
-from specrl.artifacts import write_json, write_text
+from flows.benchmark import join_rows
+from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
 from specrl.config import Config
-from specrl.tracking.benchmarks import row_metrics
+from specrl.tracking.runs import row_metrics
 from tasks.cells import CellJob, Size, cell_key, job_config, make_cell
 
 CONFIG = Config(name="r", resources={"memory_gib_per_rank": 2.0, "minutes": 7}, cluster={"partition": "cpu"})
-JOB = BenchJob("run", {}, "specrl bench run", Path(), Path("a.md"), Path("a.json"))
+JOB = BenchJob("run", {}, "specrl bench run", Path(), Path("a.md"))
 
 
 def cell(folder: Path, *overrides: str, job: BenchJob = JOB, label: str = "one") -> CellJob:
@@ -34,28 +34,28 @@ def test_a_cells_key_changes_with_all_that_its_rows_depend_on(tmp_path: Path) ->
     assert key(steps=8) == first
     drafter, data = tmp_path / "drafter", tmp_path / "prompts.jsonl"
     drafter.mkdir()
-    cells = [{"name": "a", "changes": [f'drafter.source="{drafter}"']}]
+    cells: list[dict[str, Any]] = [{"name": "a", "changes": [f'drafter.source="{drafter}"']}]
     others = [key(name="rollouts", steps=8), key(steps=9), key(cells=cells)]
     (drafter / "model.safetensors").write_text("weights")
     others.append(key(cells=cells))
     (tmp_path / "stages" / "train-1").rename(tmp_path / "stages" / "train-2")
     others.append(key(steps=8))
+    cells[0]["changes"].append(f'drafter.data="{data}"')
     for text in ("one", "another"):
         data.write_text(text)
-        others.append(key(None, "drafter", drafters=[str(drafter)], data=str(data)))
+        others.append(key(cells=cells))
     (drafter / "config.json").write_text("{}")
-    others.append(key(None, "drafter", drafters=[str(drafter)], data=str(data)))
+    others.append(key(cells=cells))
     assert len({first, *others}) == 9
 
 
 def test_a_cell_is_measured_again_where_the_machine_is_another_one_and_not_for_more_minutes(tmp_path: Path) -> None:
-    def key(*overrides: str, threads: int | None = None) -> str:
-        own = [f"stage_resources.bench.{override}" for override in overrides]
-        return cell(tmp_path, *own, job=replace(JOB, threads=threads)).context.key
+    def key(*overrides: str) -> str:
+        return cell(tmp_path, *[f"stage_resources.bench.{override}" for override in overrides]).context.key
 
     assert key() == key("minutes=90", "memory_gib_per_rank=3.0", 'account="mine"')
-    others = [key('backend="slurm"'), key('partition="fast"'), key("cpus_per_rank=9"), key(threads=2)]
-    assert len({key(), *others}) == 5
+    others = [key('backend="slurm"'), key('partition="fast"'), key("cpus_per_rank=9")]
+    assert len({key(), *others}) == 4
     changed = cell(tmp_path, job=replace(JOB, changes=("engine.kv_cache_gib=0.25",)))
     assert changed.context.key != key()
 
@@ -91,12 +91,3 @@ def test_rows_of_all_finished_cells_are_joined_and_that_of_a_baseline_comes_once
     rows = join_rows(cells)
     assert [(row["cell"], row["n"]) for row in rows] == [("plain", 0), ("k0", 0), ("k1", 1)]
     assert row_metrics({"k": "3", "a: b": 2, "same": True}) == {"bench/a_ b": 2.0, "bench/same": 1.0}
-
-
-def test_results_are_copied_to_where_the_user_wants_them(tmp_path: Path) -> None:
-    made = cell(tmp_path)
-    write_text(made.job.page, "# Page\n")
-    write_json(made.job.json_path, [])
-    wanted = replace(JOB, page=tmp_path / "mine.md", json_path=tmp_path / "mine.json")
-    copy_results(made, wanted)
-    assert wanted.page.read_text() == "# Page\n" and wanted.json_path.read_text().strip() == "[]"

@@ -11,17 +11,20 @@ from pathlib import Path
 from threading import Thread
 
 import httpx
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from flows import cli
 from flows.change import ChangeRequest, change_run
 from flows.cli import invoke
 from flows.commands.options import load
-from flows.execute import begin_run
+from flows.execute import begin_run, resume_with_own_code
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
-from flows.own_code import resume_with_own_code
 from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
 from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
@@ -31,6 +34,7 @@ from slurm.failures import last_error
 from slurm.trust import sources_digest
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
+from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
 from specrl.projection.memory import MASTER_AND_MOMENTS
 from tasks.run import begin
@@ -265,7 +269,7 @@ def test_a_draft_model_must_be_there_and_have_the_policys_vocabulary(tmp_path: P
 
 
 def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None:
-    """What can be told about a model without reading its weights."""
+    """A model whose weights are all 0, and a tokenizer with one token for each word."""
     directory.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -279,9 +283,11 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None
         "max_position_embeddings": 256,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    tokenizer = {"model": {"vocab": {token: index for index, token in enumerate(vocabulary)}}}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "model.safetensors").touch()
+    Tokenizer(WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=vocabulary[0])).save(
+        str(directory / "tokenizer.json")
+    )
+    weights = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    save_file(weights, directory / "model.safetensors")
 
 
 def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path) -> None:
@@ -383,7 +389,7 @@ def other_code(run_dir: Path) -> None:
     record = read_record(run_dir)
     assert record is not None
     code = record.code_dir(run_dir)
-    for name in ("flows/own_code.py", "specrl/loop.py"):
+    for name in ("flows/execute.py", "specrl/loop.py"):
         with (code / name).open("a") as file:
             file.write('print("the other code")\n' if name.startswith("flows") else "# edited\n")
     other = code.rename(code.with_name(sources_digest(code, names(code))))

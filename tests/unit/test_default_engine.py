@@ -12,6 +12,7 @@ import torch
 
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import KERNELS
+from specrl.rollout.requests import Request
 from specrl.rollout.vllm.default_engine import (
     DefaultEngine,
     DefaultEngineError,
@@ -56,29 +57,28 @@ def test_it_has_the_gpus_of_its_ranks_engine() -> None:
         engine_devices(["5"], local_rank=0, size=2)
 
 
-def test_without_a_trainer_it_gets_as_much_memory_as_the_ranks_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gets_the_memory_that_the_ranks_own_engine_would_or_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(name="default", engine=EngineConfig(gpu_memory_fraction=0.4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (98, 100))
-    beside, alone = GpuShare.beside(config, 0), GpuShare.beside(config, 0, alone=True)
-    assert beside is not None and alone is not None
-    assert (beside.share, alone.share) == (0.4, 0.9)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50, 100))
-    least = GpuShare.beside(config, 0, alone=True)
-    assert least is not None and least.share == pytest.approx(0.46)
+    beside = GpuShare.beside(config, 0)
+    assert beside is not None and beside.share == 0.4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40, 100))
+    least = GpuShare.beside(config, 0)
+    assert least is not None and least.share == pytest.approx(0.368)
 
 
 def test_an_engine_that_has_died_is_said_to_have(tmp_path: Path) -> None:
     engine = object.__new__(DefaultEngine)
-    engine._log, engine._asleep = tmp_path / "log", False
+    engine._log = tmp_path / "log"
     engine._log.write_text("out of memory\n")
     engine._process = subprocess.Popen(
         [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
     os.waitid(os.P_PID, engine._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(DefaultEngineError, match="out of memory"):
-        engine.sleep()
+        engine.generate([Request([1], 0, 1, 1.0)], [1], 1)
 
 
 def test_made_up_acceptance_has_the_length_that_is_asked_for() -> None:

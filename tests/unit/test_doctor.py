@@ -82,7 +82,6 @@ def test_a_machine_without_slurm_is_told_which_packages_bring_it(
     [slurm] = services.check_slurm()
     assert slurm.status == "warn"
     assert "apt-get install" in slurm.fix
-    assert "mariadb-server-core" in services.check_devcluster().fix
 
 
 def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

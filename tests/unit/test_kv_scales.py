@@ -26,7 +26,7 @@ from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.step_record import StepRecorder
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.manifest import read_manifest
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             policy=policy,
             drafter=None,
             engine=SimpleNamespace(precision=precision),
-            recorder=StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps"),
+            recorder=StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps"),
             generator=SimpleNamespace(restore=lambda *_: None),
             refit=SimpleNamespace(confirm_drafter=lambda _: None, take_events=list),
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),

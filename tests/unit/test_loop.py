@@ -21,7 +21,7 @@ from specrl.rollout.refit.drafter_guard import GuardReport
 from specrl.stages.train_results import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState
 from tests.unit.test_checkpoint import ToyPolicy, flip
@@ -31,7 +31,7 @@ LATE = {"timing/step_s": 1.0, "timing/checkpoint_s": 0.25}
 REPORTED: dict[str, float] = {"reward/mean": 0.5, "spec/acceptance_length": 2.0}
 
 
-class Collecting(Silent):
+class Collecting(Tracker):
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
 
@@ -191,7 +191,7 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
+    recorder = StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps")
     bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
     timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
     record = StepRecord(0, {"timing/step_s": 1.0}, 2, [1], [2], {"replay": SourceCounts(2, 9, 4)}, timelines)

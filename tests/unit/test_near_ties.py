@@ -1,22 +1,19 @@
-"""What counts as a near-tie, and the chi-squared test that `validate` uses."""
+"""What counts as a near-tie."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-from scipy import stats
 
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.exactness import Exactness, ExactnessError, Parity, at_high_temperature
-from specrl.rollout.requests import Request
-from specrl.rollout.sampling.chi_squared import ChiSquared, chi_squared, combined
+from specrl.rollout.exactness import Exactness, ExactnessError, Parity
 from specrl.rollout.sampling.near_ties import Noise, Pick, compare, measure_noise, worst
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
 LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)
 RIGHT = Pick(token=4, u=0.5, lower=0.4999, upper=0.9, gap=1.0, greedy=False)
+DRAFTS = SpeculationStats()
 SAME = Pick(token=7, u=0.3, lower=0.1, upper=0.4, gap=1.0, greedy=False)
 
 
@@ -66,44 +63,26 @@ def test_a_response_that_only_goes_on_is_an_error() -> None:
         compare([{5: SAME}], [{5: SAME, 6: LEFT}], NOISE)
 
 
-def test_chi_squared_pools_and_agrees_with_scipy() -> None:
-    exact = {0: 0.5, 1: 0.3, 2: 0.15, 3: 0.004}
-    generator = random.Random(0)
-    samples = generator.choices([0, 1, 2, 3, 4], [0.5, 0.3, 0.15, 0.004, 0.046], k=1000)
-    test = chi_squared(samples, exact)
-    observed = [samples.count(0), samples.count(1), samples.count(2), samples.count(3) + samples.count(4)]
-    wanted = stats.chisquare(observed, [500, 300, 150, 50])
-    assert test.degrees_of_freedom == 3
-    assert test.statistic == pytest.approx(wanted.statistic)
-    assert test.p_value == pytest.approx(wanted.pvalue)
-    both = combined([test, test])
-    assert (both.degrees_of_freedom, both.num_samples) == (6, 2000)
-    assert chi_squared(generator.choices([0, 1], k=1000), exact).p_value < 1e-9
-    assert chi_squared([0] * 900 + [9] * 100, {0: 1.0}).p_value == 1.0  # one cell only: nothing to choose between
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ({"first_tokens": ChiSquared(300.0, 20, 1000)}, "do not follow the policy: chi-squared 300.0 on 20"),
-        ({"sampled": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE)}, "sampled responses"),
-        ({"greedy": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE)}, "greedy responses"),
+        (
+            {"sampled": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE, DRAFTS)},
+            "sampled responses",
+        ),
+        (
+            {"greedy": Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE, DRAFTS)},
+            "greedy responses",
+        ),
     ],
 )
 def test_a_failed_gate_is_an_error_with_its_figures(broken: dict[str, object], message: str) -> None:
-    fine = Parity(compare([{5: SAME}], [{5: SAME}], NOISE), NOISE)
-    good = Exactness(ChiSquared(20.0, 20, 1000), SpeculationStats(), fine, fine)
+    fine = Parity(compare([{5: SAME}], [{5: SAME}], NOISE), NOISE, DRAFTS)
+    good = Exactness(fine, fine)
     good.check()
     assert good.metrics()["validate/unexplained_differences"] == 0
     with pytest.raises(ExactnessError, match=message):
         replace(good, **broken).check()  # type: ignore[arg-type]
-
-
-def test_every_second_prompt_is_tested_at_a_higher_temperature() -> None:
-    requests = [Request([prompt], seed, 4, 0.7) for prompt in (5, 6) for seed in (1, 2)]
-    assert [(request.temperature, request.top_p) for request in at_high_temperature(requests)] == [(0.7, 1.0)] * 2 + [
-        (2.0, 0.95)
-    ] * 2
 
 
 def test_noise_is_never_assumed_below_one_rounding_of_a_logit() -> None:

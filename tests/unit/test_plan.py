@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specrl.config import Config, ConfigError, load_config, parse_config
+from specrl.config import STAGES, Config, ConfigError, load_config, parse_config
 from specrl.config.rollout import batched_tokens
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.projection.budgets import Budget
@@ -31,7 +31,7 @@ def configured(**sections: object) -> Config:
 
 def printed(made: Plan) -> str:
     text = StringIO()
-    print_plan(made, Console(file=text))
+    print_plan(made, {}, {}, Console(file=text))
     return text.getvalue()
 
 
@@ -43,18 +43,19 @@ def needed(made: Plan, stage: str, place: str) -> float:
 def test_every_shipped_configuration_fits_and_its_plan_names_every_stage(path: Path) -> None:
     config = load_config(path)
     made = plan(config)
-    assert [job.stage for job in made.jobs] == ["prepare", "pretrain", "calibrate", "train", "validate", "export"]
     assert all(budget.needed_gib <= budget.available_gib for budget in made.budgets)
     text = printed(made)
-    assert all(word in text for word in ("policy weights", "KV cache", "train", config.name))
+    assert all(word in text for word in ("policy weights", "KV cache", config.name, *STAGES))
 
 
 def test_the_large_configurations_ask_for_the_gpus_they_name() -> None:
-    zero, think = (plan(load_config(ROOT / "configs" / f"qwen3-8b-rl-{name}.toml")) for name in ("zero", "think"))
-    jobs = {made.name: next(job for job in made.jobs if job.stage == "train") for made in (zero, think)}
-    assert (jobs[zero.name].gpus, jobs[zero.name].nodes) == (8, 1)
-    assert (jobs[think.name].gpus, jobs[think.name].nodes) == (32, 4)
-    assert jobs[zero.name].partition == "gpu"
+    plans = [plan(load_config(ROOT / "configs" / f"qwen3-8b-rl-{name}.toml")) for name in ("zero", "think")]
+    rows = [
+        next(line.split() for line in printed(made).splitlines() if line.split()[:1] == ["train"]) for made in plans
+    ]
+    nodes, gpus = zip(*((int(row[1]), int(row[3])) for row in rows), strict=True)
+    assert (nodes, gpus) == ((1, 4), (8, 32))
+    assert rows[0][-1] == "gpu"
 
 
 def test_known_shapes_have_the_published_number_of_parameters() -> None:
@@ -328,7 +329,7 @@ def test_235b_on_64_nodes_has_the_bytes_that_its_layout_gives() -> None:
     experts = 94 * 128 * 3 * 4096 * 1536
     assert shape.parameters == pytest.approx(235.1e9, rel=1e-3)
     assert shape.active_parameters == pytest.approx(22.2e9, rel=1e-2)
-    assert next(job.gpus for job in made.jobs if job.stage == "train") == 512
+    assert made.config.resources_of("train").ranks == 512
     own = experts / 2 / 32 + (shape.parameters - experts) / 2 / 4  # two stages; experts over 32 ranks, the rest over 4
     assert items["policy weights"] * 2**30 == pytest.approx(2 * own, rel=0.02)
     assert items["gradients"] == pytest.approx(2 * items["policy weights"])

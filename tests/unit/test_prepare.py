@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,18 @@ def test_prepare_says_what_is_odd_about_the_data(context: StageContext) -> None:
     assert (repeated.kind, overlong.kind) == ("data", "data")
     assert repeated.text.endswith("rows.jsonl: training rows that repeat an earlier prompt: 1")
     assert overlong.text.startswith("6 of the 41 prompts looked at have more than 144 tokens")
+
+
+def test_prepare_says_how_many_references_do_not_earn_1_themselves(
+    context: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "def strict(prompt, response, answer): return float('question 3 ' not in prompt)"
+    (tmp_path / "strict_rewards.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = context.config.data.model_copy(update={"reward": "strict_rewards:strict"})
+    prepare.main(replace(context, config=context.config.model_copy(update={"data": data})))
+    [line] = [event.text for event in read_events(context.stage_dir) if "references" in event.text]
+    assert re.match(r"1 of the \d+ references looked at do not earn 1 by data.reward = 'strict_rewards:strict'", line)
 
 
 def test_a_row_that_no_prompt_can_be_made_of_ends_the_run_in_prepare(context: StageContext) -> None:

@@ -27,7 +27,7 @@ from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.pretrain import answer_prompts, pretrain_drafter
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.pretraining import pretrain, windows
 from specrl.training.drafter.resume import TrainingCheckpoints
@@ -192,7 +192,7 @@ def test_the_stage_goes_on_with_its_responses_and_in_the_middle_of_the_training(
         context = StageContext(config, "pretrain", name, tmp_path / name, {"prepare": tmp_path / "prepare"}, "")
         progress = kind(context.stage_dir, enabled=False)
         found = RolloutBatch.gather(ranks, answer_prompts(context, ranks, context.stage_dir / "rollouts", progress))
-        return pretrain_drafter(context, ranks, found, context.stage_dir / "drafter", Silent(), progress)
+        return pretrain_drafter(context, ranks, found, context.stage_dir / "drafter", Tracker(), progress)
 
     for name in ("straight", "left"):
         write_rollouts(rollout_path(tmp_path / name / "rollouts", 0, 0), rows)
@@ -225,7 +225,7 @@ def test_padded_lengths_are_what_the_policy_asks_for(
     monkeypatch.setattr("specrl.stages.pretrain.pretrain", noted)
     monkeypatch.setattr("specrl.stages.pretrain.save_drafter", lambda *_, **__: None)
     progress = Progress(context.stage_dir, enabled=False)
-    pretrain_drafter(context, ranks, RolloutBatch.gather(ranks, rows), tmp_path / "drafter", Silent(), progress)
+    pretrain_drafter(context, ranks, RolloutBatch.gather(ranks, rows), tmp_path / "drafter", Tracker(), progress)
     assert widths and {width % 4 for width in widths} == {0}
 
 

@@ -17,7 +17,8 @@ from specrl.config import ConfigError, DrafterConfig, dump_config, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.keys import run_keys
-from specrl.models.drafters import NORM_FLAGS, check_source_drafter, rope_of, with_source_sizes
+from specrl.models.checks.config import rope_of
+from specrl.models.drafters import NORM_FLAGS, check_source_drafter, with_source_sizes
 from specrl.models.shapes import TINY_VOCAB_SIZE, model_shape
 from specrl.projection.memory import Rank, kv_bytes_per_token
 from specrl.projection.plan import plan

@@ -256,8 +256,8 @@ def test_a_continuation_has_the_whole_history_and_leaves_the_other_alone(tmp_pat
     assert len(list(old.rglob("step=*"))) == 9
 
 
-def test_the_readme_lists_every_setting_that_may_change() -> None:
-    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+def test_the_guide_lists_every_setting_that_may_change() -> None:
+    lines = (Path(__file__).parents[2] / "docs/guides/resume.md").read_text().splitlines()
     listed = [
         f"{section.strip(' `')}.{name.strip(' `')}"
         for line in lines[lines.index("| section | settings |") + 2 :]

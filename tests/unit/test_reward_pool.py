@@ -32,7 +32,8 @@ BODY = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 
-STRANGE = {"none": None, "nan": float("nan"), "inf": float("inf"), "text": "0.5", "list": [1, 2], "huge": 10**400}
+STRANGE = {"none": {"none": None}, "nan": float("nan"), "inf": float("inf"), "text": "0.5", "list": [1, 2]}
+STRANGE["huge"] = 10**400
 
 def score(prompt, response, answer):
     word, _, rest = response.partition(" ")
@@ -118,7 +119,7 @@ def test_each_failure_costs_its_own_response_alone_and_is_named(
         "hang": "took longer than data.reward_timeout_s = 8",
         "die": r"ended its process 2 times (exit code 3)",
         "crash": r"ended its process 2 times (signal 11, Segmentation fault)",
-        "none": "returned None, which is not a finite number",
+        "none": "returned {'none': None}, which is not a finite number",
         "nan": "returned nan, which is not a finite number",
         "inf": "returned inf",
         "text": "returned '0.5'",

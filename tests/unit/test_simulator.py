@@ -66,7 +66,7 @@ def step(efficiency: Efficiency | None = None, **fields: object) -> StepModel:
 
 
 def seconds(model: StepModel, speculation: Speculation) -> float:
-    return model.synchronous(speculation).generation
+    return model.step(speculation).generation
 
 
 def test_generation_takes_its_longest_response_where_iterations_cost_the_same() -> None:
@@ -80,13 +80,11 @@ def test_an_engine_that_cannot_run_all_responses_at_once_takes_longer() -> None:
     assert seconds(step(most_running=4), Speculation()) > seconds(step(), Speculation())
 
 
-def test_bubbles_shorten_generation_and_a_lag_never_makes_the_step_shorter_than_its_parts() -> None:
-    plain, bubbles = step().synchronous(Speculation()), step().synchronous(Speculation(bubbles="pregenerate"))
+def test_bubbles_shorten_generation_and_a_step_is_the_sum_of_its_parts() -> None:
+    plain, bubbles = step().step(Speculation()), step().step(Speculation(bubbles="pregenerate"))
     assert bubbles.generation < plain.generation and bubbles.update == plain.update
-    lagged = step().lagged(Speculation(), 1)
-    assert lagged.total == pytest.approx(
-        max(lagged.generation, lagged.logprob + lagged.update) + lagged.refit + step().other_s
-    )
+    parts = plain.generation + plain.logprob + plain.update + plain.refit
+    assert plain.total == pytest.approx(parts + step().other_s)
 
 
 @pytest.fixture(scope="module")
@@ -94,19 +92,18 @@ def rows() -> list[PublishedRow]:
     return published_rows()
 
 
-def test_published_speedups_are_within_five_percent_but_for_the_one_with_a_lag(rows: list[PublishedRow]) -> None:
+def test_published_speedups_are_within_five_percent(rows: list[PublishedRow]) -> None:
     chosen = [row for row in rows if row.chosen_on and row.k]
-    assert len(chosen) == 12
+    assert len(chosen) == 10
     errors = {(row.setting, row.quantity): abs((row.ratio or 0) - 1) for row in rows if row.chosen_on}
-    assert all(errors[row.setting, row.quantity] <= 0.05 for row in chosen if "lag" not in row.setting)
-    assert all(errors[row.setting, row.quantity] <= 0.15 for row in chosen)
+    assert all(errors[row.setting, row.quantity] <= 0.05 for row in chosen)
     assert all(error <= 0.17 for error in errors.values())
 
 
 def test_rows_that_are_predicted_are_named_and_those_that_cannot_be_are_empty(rows: list[PublishedRow]) -> None:
     predicted = [row for row in rows if not row.chosen_on and row.predicted]
     assert sorted(row.k or 0 for row in predicted) == [3] * 6 + [5, 5, 7, 7]
-    assert all("n-gram" in row.setting or "lag 1" in row.setting for row in rows if row.predicted is None)
+    assert all("n-gram" in row.setting or "lag" in row.setting for row in rows if row.predicted is None)
     assert all(row.as_json()["chosen_on"] is row.chosen_on for row in rows)
     # What the simulator does not know: the measured engine loses from k = 3 on.
     assert all((row.ratio or 0) > 1.2 for row in predicted if row.k in (5, 7))
@@ -129,7 +126,7 @@ def test_a_configuration_is_simulated_with_its_own_layout() -> None:
 
 
 def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
-    found = {choice.name: choice.time for choice in choices(step(longest_k=3), ACCEPTANCE)}
+    found = {choice.name: choice.time for choice in choices(step(), ACCEPTANCE)}
     for base in ("plain", "k = 3"):
         none, training, both = found[base], found[f"{base}, train_drafter"], found[f"{base}, both"]
         pregenerated = found[f"{base}, pregenerate"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.backend import StageRequest
+from slurm.backend import JobPlace, StageRequest
 from slurm.local.backend import LocalBackend
 from slurm.local.controller import END_AT
 from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
@@ -76,3 +76,17 @@ def test_a_first_rank_that_comes_up_too_late_begins_nothing(job: Job) -> None:
         first._begin()
     assert first._leave(left.value.stop) == 1
     assert job.ended() == [("7", 0, "killed")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "for_this_rank"), [(None, True), (600, True), (30, False)], ids=["silent", "as-before", "preempted"]
+)
+def test_a_sigterm_says_that_the_job_is_preempted_only_where_its_end_has_come_forward(
+    seconds: float | None, for_this_rank: bool, job: Job
+) -> None:
+    first = job.rank(0, "7")
+    first._begin()
+    end_at = first._end_at
+    assert end_at is not None
+    place = JobPlace("7", end_at if seconds == 600 else None if seconds is None else time.time() + seconds)
+    assert first._is_for_this_rank(place) == for_this_rank

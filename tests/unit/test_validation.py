@@ -24,7 +24,7 @@ from specrl.lineage.history import adopt_history, kept_checkpoints
 from specrl.lineage.record import Continuation, newest_step
 from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.tracking.tracker import check_names
 from specrl.validation.answering import held_out_sets
 from specrl.validation.scores import SetResponses, bootstrap, pass_at, score_set, wilson
@@ -233,7 +233,7 @@ def test_the_train_stage_depends_on_the_sets_only_where_it_validates(tmp_path: P
 
 def validation(config: Config, stage_dir: Path) -> Validation:
     engine: Any = None  # nothing is generated
-    return Validation(config, ALONE, engine, PromptSource(config, TOKENIZER), None, Silent(), stage_dir)
+    return Validation(config, ALONE, engine, PromptSource(config, TOKENIZER), None, Tracker(), stage_dir)
 
 
 def due(found: Validation) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
 from pathlib import Path
 
+from specrl.artifacts import write_text
 from specrl.bench.cells import Cell
-from specrl.bench.drafter.instructions import instructions
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
 from specrl.bench.subject import Subject
@@ -24,19 +26,24 @@ from specrl.training.megatron.policy import Policy
 
 PLAIN = Cell("plain", ("speculation.method=none", "speculation.k=0", "bubbles.use=none"))
 
+REQUESTS = ("Explain {}.", "Tell a story about {}.", "Give me three tips about {}.", "Write an e-mail about {}.")
+TOPICS = ("the ocean", "electric cars", "bread", "chess", "jazz", "remote work", "bees", "the moon", "sleep", "opera")
+
 
 def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folder: Path) -> dict[str, Path]:
     """Make a drafter for each initialisation, and return their folders.
 
     Each is trained on the policy's responses to as many prompts; one without training has the draft vocabulary of the
-    task's.
+    task's. General prompts are those of `drafter.data`, or else generic instructions.
     """
     config, policy_dir = subject.config, subject.first_policy_dir
+    drafter = config.drafter.model_copy(update={"data": config.drafter.data or write_instructions(folder)})
+    config = config.model_copy(update={"drafter": drafter})
     source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
     prompts = {
         "none": source.pretraining(options.prompts),
-        "general": instructions(config, source.tokenizer, options.prompts),
+        "general": source.drafter_data(options.prompts),
         "task": source.pretraining(options.prompts),
     }
     answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
@@ -44,17 +51,24 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, num_updates=1, seed=config.seed)
     settings, found = config.drafter, {}
     for name, rollouts in answers.items():
-        drafter = new_drafter(config, policy_dir, rollouts, ranks)
+        made = new_drafter(config, policy_dir, rollouts, ranks)
         if name != "none":
             sequences = [
                 TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
                 for index, rollout in enumerate(rollouts)
             ]
-            pretrain(policy, drafter, pack(sequences, settings.tokens_per_micro_batch, counts_repeated=True), settings)
+            pretrain(policy, made, pack(sequences, settings.tokens_per_micro_batch, counts_repeated=True), settings)
         found[name] = folder / name
-        drafter.save(found[name], policy_version=0)
+        made.save(found[name], policy_version=0)
         say(f"drafter {name}: {sum(len(rollout.response_tokens) for rollout in rollouts)} tokens")
     return found
+
+
+def write_instructions(folder: Path) -> Path:
+    """Write chat-like prompts that no task asks, as a file for `drafter.data`."""
+    texts = [request.format(topic) for request, topic in product(REQUESTS, TOPICS)]
+    write_text(folder / "general.jsonl", "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder / "general.jsonl"
 
 
 def _answer(engine: Engine, prompts: list[Prompt], config: Config) -> list[Rollout]:

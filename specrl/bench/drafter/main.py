@@ -1,54 +1,65 @@
-"""`specrl bench drafter`: measure, then write the rows and the page."""
+"""`specrl bench drafter`: any drafters on a file of prompts, or those of a run over its RL steps."""
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import partial
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
-from specrl.bench.drafter.evaluation import Evaluation
+from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, adopted, read_candidate
 from specrl.bench.drafter.initial import cells_of, make_drafters
-from specrl.bench.job import BenchJob
+from specrl.bench.job import BenchJob, say
 from specrl.bench.options import DrafterOptions, RunOptions
-from specrl.bench.pages import hardware, table, write_page, write_rows
+from specrl.bench.pages import hardware, table, write_results
+from specrl.bench.rollouts.engines import GPU_SHARE
+from specrl.bench.rollouts.rounds import Variant, Workload, compared, measure
 from specrl.bench.run.main import train_cells
+from specrl.config import Config
+from specrl.data.files import read_requests
+from specrl.data.problems import Prompt
+from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
+from specrl.models.checks.folder import check_directory
+from specrl.models.sources import load_tokenizer
+from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.vllm.engine.arguments import gpu_memory
 
+PROMPT_TOKENS = 1024
+"""The longest prompt of a file; of a longer one the end is asked."""
 HOW = """
-Policy `{policy}`, {prompts} prompts of `{data}` ({categories}), each answered to its natural end or to {max_tokens}
-tokens; {too_long} rows with longer prompts were left out. Every round runs every variant once on the same requests
-(same prompts, weights and seeds; the order changes by round); a batch holds prompts of one category, some of them asked
-twice where there are too few. The speedup of a round is the ratio of its tokens per second to those of plain decoding
-in that round, shown as the median of {repeats} rounds with the least and the greatest; n-gram lookup takes part in the
-same rounds. Plain decoding is specrl's engine without drafts. The acceptance length is 1 + accepted tokens per draft;
-rates by position are shares of the drafts that reach it. Drafts have full length whether they pay or not. At least
-{equal:.1%} of the responses of each variant are those of plain decoding, token for token; near-ties aside, which
-rounding decides, nothing else may change a token.
+Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every
+round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The
+speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the median
+of {repeats} rounds with the least and the greatest; n-gram lookup takes part in the same rounds. Plain decoding is
+specrl's engine without drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of
+the drafts that reach it. Drafts have full length whether they pay or not. {differing} of {responses} responses with
+drafts differ from those of plain decoding; near-ties aside, which rounding decides, nothing may change a token.
 """
 COLUMNS = {
     "drafter": "drafter",
     "kind": "kind",
+    "layers": "layers",
+    "trained with": "loss",
     "k": "k",
     "temperature": "temperature",
     "batch": "batch",
     "tokens/s": "tokens_per_s",
     "speedup": "speedup",
-    "over n-gram": "speedup_over_ngram",
     "acceptance length": "acceptance_length",
     "by position": "acceptance_rate_per_pos",
+    "notes": "notes",
 }
 
 
 def main(job: BenchJob) -> None:
     """Measure drafters on a file of prompts, or those of a run over its RL steps; write rows and page."""
-    options = DrafterOptions.load(job.options)
+    options = TypeAdapter(DrafterOptions).validate_python(job.options)
     ranks = join()
     if job.run_dir is None:
-        evaluation = Evaluation(options, job.folder)
-        evaluation.measure(partial(save, job, evaluation))
-        evaluation.shutdown()
+        measure_file(job, options)
         leave()
         return
     subject = job.subject
@@ -57,25 +68,104 @@ def main(job: BenchJob) -> None:
     train_cells(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0), subject)
 
 
-def save(job: BenchJob, evaluation: Evaluation, rows: list[dict[str, Any]]) -> None:
+def measure_file(job: BenchJob, options: DrafterOptions) -> None:
+    """Run all drafters at all temperatures and batch sizes; write rows and page after each of these."""
+    assert options.model is not None and options.data is not None
+    found = [read_candidate(drafter, options.model) for drafter in options.drafters]
+    drafters = [adopted(one, options.model, job.folder / str(index)) for index, one in enumerate(found)]
+    config = config_of(options, NGRAM_LOOKUP)
+    count = min(options.prompts, len(read_requests(options.data)))  # none is asked twice
+    prompts = PromptSource(config, load_tokenizer(options.model)).drafter_data(count)
+    engines = {one: start(options, one, GPU_SHARE / (1 + len(drafters))) for one in (NGRAM_LOOKUP, *drafters)}
+    variants = [
+        (NO_DRAFTS, Variant(NO_DRAFTS.kind, 0, engines[NGRAM_LOOKUP])),
+        *((one, Variant(one.kind, k, engine)) for one, engine in engines.items() for k in options.ks),
+    ]
+    rows: list[dict[str, Any]] = []
+    for batch in options.batches:
+        for temperature in options.temperatures:
+            load = workload(options, prompts, batch, temperature)
+            plain, *others = measure([variant for _, variant in variants], load)
+            rows += [
+                {
+                    **{name: getattr(one, name) for name in ("kind", "layers", "loss", "notes")},
+                    **{"drafter": one.name, "k": variant.k, "temperature": temperature, "batch": batch},
+                    **compared(own, plain),
+                }
+                for (one, variant), own in zip(variants, (plain, *others), strict=True)
+            ]
+            report(job, options, len(prompts), rows)
+            words = ", ".join(f"{row['drafter']} k={row['k']} {row['speedup']:.2f}x" for row in rows[-len(others) :])
+            say(f"batch {batch}, temperature {temperature:g}: {words}")
+    for engine in engines.values():
+        engine.shutdown()
+
+
+def workload(options: DrafterOptions, prompts: Sequence[Prompt], batch: int, temperature: float) -> Workload:
+    """Make rounds of all prompts, with other seeds in each; prompts that do not fill a batch are asked again."""
+    rounds = [
+        [
+            Request(
+                prompts[place % len(prompts)].tokens,
+                response_seed(0, turn, place, 0),
+                options.max_tokens,
+                temperature,
+            )
+            for place in range(max(batch, len(prompts)))
+        ]
+        for turn in range(options.repeats)
+    ]
+    return Workload(batch, rounds)
+
+
+def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> Engine:
+    """Start an engine that drafts with a candidate."""
+    assert options.model is not None
+    is_policy = candidate.folder is not None and candidate.folder.resolve() == options.model.resolve()
+    drafter_dir: Path | None = candidate.folder if candidate.kind in ("eagle3", "mtp") and not is_policy else None
+    overrides, config = gpu_memory(gpu_share), config_of(options, candidate)
+    return Engine(options.model, drafter_dir, config=config, seed=0, alone=True, overrides=overrides)
+
+
+def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
+    """Make the configuration of an engine that drafts with a candidate."""
+    assert options.model is not None
+    hf_config, cuda = check_directory(options.model, max_length=1), torch.cuda.is_available()
+    dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype"))
+    max_length = min(int(hf_config.get("max_position_embeddings", 2**20)), PROMPT_TOKENS + options.max_tokens)
+    return Config.model_validate(
+        {
+            "name": "bench-drafter",
+            "model": {
+                "source": str(options.model),
+                "dtype": dtype if dtype == "float32" else "bfloat16",
+                "max_length": max_length,
+            },
+            "drafter": {"data": options.data},
+            "sampling": {"max_response_tokens": options.max_tokens},
+            "speculation": {
+                "method": candidate.kind,
+                "k": max(options.ks),
+                "adaptive": False,
+                "draft_model": candidate.folder if candidate.kind == "draft_model" else None,
+            },
+            "engine": {"max_num_seqs": max(options.batches), "compile": cuda},
+            "resources": {"gpus_per_rank": int(cuda), "ranks_per_node": 1},
+        }
+    )
+
+
+def report(job: BenchJob, options: DrafterOptions, prompts: int, rows: list[dict[str, Any]]) -> None:
     """Write rows and page."""
-    options, counts = evaluation.options, Counter(question.category for question in evaluation.questions)
+    drafted = [row for row in rows if row["k"]]
     how = HOW.format(
         policy=options.model,
         data=options.data,
-        prompts=len(evaluation.questions),
-        categories=", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
+        prompts=prompts,
         max_tokens=options.max_tokens,
-        too_long=evaluation.too_long,
         repeats=options.repeats,
-        equal=min(row["responses_equal"] for row in rows),
+        differing=sum(row["responses_differing"] for row in drafted),
+        responses=sum(row["responses"] for row in drafted),
     )
-    drafters = [
-        {"drafter": one.name, "layers": one.layers, "loss": one.loss, "notes": list(one.notes)}
-        for one in evaluation.candidates
-    ]
-    sections = [how, table(drafters, {name: name for name in drafters[0]}), table(rows, COLUMNS)]
-    for name in sorted(counts) if len(counts) > 1 else []:
-        sections += [f"## {name}", table([{**row, **row["by_category"][name]} for row in rows], COLUMNS)]
-    write_rows(job.json_path, rows)
-    write_page(job, "Drafters on a file of prompts", sections, hardware(torch.get_num_threads()))
+    sections, machine = [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
+    write_results(job, rows, "Drafters on a file of prompts", sections, machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,25 @@ from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 LIKELY = tuple(range(8, 18))
 """The tokens that the sharp policy likes, so that even an untrained drafter of these is often right."""
 GIB = 2**30
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder of the Qwen3 family."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-    def hf_config(self, max_length: int, dtype: str = "bfloat16") -> Qwen3Config:
-        """Describe it as transformers does."""
-        fixed = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        sizes = dict(zip((*names, "head_dim", "vocab_size"), astuple(self), strict=True))
-        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        return Qwen3Config(**fixed, **sizes, **tokens, dtype=dtype, max_position_embeddings=max_length)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters without embeddings."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+def decoder(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> Qwen3Config:
+    """Describe a decoder of the Qwen3 family."""
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        tie_word_embeddings=False,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    )
 
 
 @dataclass(frozen=True)
@@ -53,10 +45,10 @@ class Scale:
     """The sizes of everything that is measured."""
 
     name: str
-    served: Shape
+    served: Qwen3Config
     """The policy whose generation is timed, with dummy weights."""
     draft_vocab: int
-    trained: Shape
+    trained: Qwen3Config
     """The policy that is trained for a few steps."""
     sequences: int
     length: int
@@ -68,12 +60,11 @@ class Scale:
     """The number of requests that exactness is checked on."""
 
 
-SHARP = Shape(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
-_SMALL, _LEAST = Shape(128, 256, 6, 4, 2, 32, 1024), Shape(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
+SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
+_SMALL, _LEAST = decoder(128, 256, 6, 4, 2, 32, 1024), decoder(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
 SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (1, 4), 12, 1, 8)
-_LARGE, _MEDIUM = Shape(4096, 12288, 36, 32, 8, 128, 151936), Shape(2048, 6144, 28, 16, 8, 128, 32768)
+_LARGE, _MEDIUM = decoder(4096, 12288, 36, 32, 8, 128, 151936), decoder(2048, 6144, 28, 16, 8, 128, 32768)
 FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 64)
-SCALES = {scale.name: scale for scale in (SHORT, FULL)}
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
@@ -91,15 +82,16 @@ def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> C
     )
 
 
-def write_config(shape: Shape, max_length: int, directory: Path) -> Path:
+def write_config(model: Qwen3Config, max_length: int, directory: Path) -> Path:
     """Write a model's directory without weights, for engines that make up their own; return the directory."""
-    shape.hf_config(max_length).save_pretrained(directory)
+    model.max_position_embeddings, model.dtype = max_length, "bfloat16"
+    model.save_pretrained(directory)
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
 
 
 def write_policy(
-    shape: Shape, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
+    model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
 ) -> Path:
     """Write a random policy; return its directory.
 
@@ -108,14 +100,15 @@ def write_policy(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(shape.hf_config(max_length, dtype))
+        model.max_position_embeddings, model.dtype = max_length, dtype
+        policy = Qwen3ForCausalLM(model)
     if sharp:
-        embeddings, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
+        embeddings, head = policy.model.embed_tokens.weight.data, policy.lm_head.weight.data
         embeddings.mul_(10)[:, 0] = 3.0
-        model.model.norm.weight.data[0] = 1.0
+        policy.model.norm.weight.data[0] = 1.0
         head.mul_(2)[:, 0] = -3.0
         head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
-    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
+    policy.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
 

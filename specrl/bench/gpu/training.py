@@ -1,9 +1,8 @@
-"""The section of `specrl bench gpu` on training: the policy's update in BF16 and in FP8, and its memory."""
+"""The section `training` of `specrl bench gpu`."""
 
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.arithmetic import Row
-from specrl.bench.gpu.models import Scale, bench_config, write_policy
+from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_policy
 from specrl.distributed import Ranks, join, leave
 from specrl.models.shapes import model_shape
 from specrl.precision import native
 from specrl.projection.budgets import rank_of
-from specrl.projection.memory import GIB, HOST_RUNTIME_GIB, peak_gib, policy_items
+from specrl.projection.memory import peak_gib, policy_items
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 
-def training(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Train a random model for a few steps in BF16 and in FP8, on one rank with the whole optimizer.
+def measure(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Train a random model for a few steps in BF16 and in FP8, on one rank, and compare its memory with the plan.
 
     A step is forward, backward and the optimizer's; the first one is not counted.
     """
@@ -32,8 +30,8 @@ def training(scale: Scale, folder: Path) -> Iterator[Row]:
     directory = write_policy(scale.trained, length, folder / "trained")
     micro_batch = min(length * 2, 8192)
     config = bench_config(directory, length, policy={"tokens_per_micro_batch": micro_batch, "recompute": False})
-    rank = rank_of(config, "train", model_shape(config.model))
-    tokens = scale.sequences * length
+    shape = model_shape(config.model)
+    rank, tokens = rank_of(config, "train", shape), scale.sequences * length
     for fp8 in (False, True):
         precision = LinearPrecision() if fp8 else None
         if precision is not None and precision.is_native:
@@ -46,17 +44,16 @@ def training(scale: Scale, folder: Path) -> Iterator[Row]:
         seconds = _step_seconds(policy, scale, micro_batch, ranks)
         if precision is not None:
             precision.assert_quantised(trained=True)
-        # torch does not count the CUDA context in its own peak
-        planned = peak_gib(policy_items(rank, trainable=True, fp8=fp8)) + (0.0 if rank.gpu else HOST_RUNTIME_GIB[0])
-        measured = _peak_gib(ranks)
+        planned = peak_gib(policy_items(rank, trainable=True, fp8=fp8))
+        measured = torch.cuda.max_memory_allocated() / GIB if rank.gpu else None
         yield {
             "layers": f"fp8, {precision.mode}" if precision is not None else "bf16",
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
-            "tflops": 6 * scale.trained.parameters * tokens / seconds / 1e12,
+            "tflops": 6 * shape.num_layers * shape.parameters_per_layer * tokens / seconds / 1e12,
             "peak_gib": measured,
             "planned_gib": planned,
-            "of_plan": measured / planned,
+            "of_plan": measured and measured / planned,
         }
         del policy
     leave()
@@ -64,7 +61,7 @@ def training(scale: Scale, folder: Path) -> Iterator[Row]:
 
 def _step_seconds(policy: Policy, scale: Scale, micro_batch: int, ranks: Ranks) -> float:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, scale.trained.vocab, (scale.sequences, scale.length), generator=generator).tolist()
+    rows = torch.randint(3, scale.trained.vocab_size, (scale.sequences, scale.length), generator=generator).tolist()
     sequences = [TokenSequence(row, max(scale.length // 8, 1), index) for index, row in enumerate(rows)]
     batches, seconds = pack(sequences, micro_batch, policy.pad_multiple), []
     for _ in range(scale.repeats + 1):
@@ -80,9 +77,3 @@ def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Ten
     """Return the negative mean log-prob of the response tokens."""
     del entropy
     return -logprobs[batch.mask].sum() / max(batch.num_tokens, 1), {}
-
-
-def _peak_gib(ranks: Ranks) -> float:
-    if ranks.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specrl.bench.job import say
-from specrl.bench.options import ADAPTIVE, TAIL, RolloutOptions
-from specrl.bench.rollouts.rounds import TAIL_SIZE, StockVariant, Variant, Workload
+from specrl.bench.options import ADAPTIVE, RolloutOptions
+from specrl.bench.rollouts.rounds import StockVariant, Variant
 from specrl.bench.subject import Subject
 from specrl.config import Config, SpeculationConfig
 from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
-from specrl.rollout.matched import LOG_FILE
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 
 PLAIN = "none"
+LOG_FILE = "stock.log"
+"""The file with what stock vLLM prints."""
 GPU_SHARE = 0.85
 """The share of a GPU's memory that all engines have together."""
 KV_CACHE_GIB = 0.5
@@ -34,13 +35,12 @@ class Engines:
         self.drafting: dict[str, Engine] = {}
         self.stock: StockVariant | None = None
 
-    def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> StockVariant:
-        """Start stock vLLM.
+    def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> None:
+        """Start stock vLLM; its log lies in the folder.
 
         Args:
-            lengths: The length of the response to each request of the workloads, by the request's seed.
+            lengths: The length of the natural response to each request, by the request's seed.
             local_rank: The number of this rank's GPU among those that it sees.
-            folder: The folder for what the engine prints.
 
         Raises:
             DefaultEngineError: It did not start.
@@ -50,32 +50,22 @@ class Engines:
         engine = DefaultEngine(self.subject.policy_dir, config, folder / LOG_FILE, gpu=gpu)
         say(f"stock vLLM: started ({engine.facts})")
         self.stock = StockVariant(engine, lengths)
-        return self.stock
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods.
-
-        Args:
-            stored: Responses by prompt, from which methods with replay draft.
-        """
+        """Start the engines of the draft methods; those with replay draft from stored responses, by prompt."""
         for method in self.methods:
             self.drafting[method] = self._engine(method)
             if self.drafting[method].replays:
                 self.drafting[method].set_replay(stored)
 
-    def variants(self, workload: Workload) -> list[Variant]:
-        """List what is compared with plain decoding on a workload."""
+    def variants(self) -> list[Variant]:
+        """List what is compared with plain decoding: every k for a drafter, and `adaptive` alone for stored text."""
+        only = (ADAPTIVE,) if ADAPTIVE in self.options.ks else self.options.ks
         return [
             Variant(method, k, engine)
             for method, engine in self.drafting.items()
-            for k in self._lengths(method, workload)
+            for k in (only if METHODS[method].replays else self.options.ks)
         ]
-
-    def _lengths(self, method: str, workload: Workload) -> Sequence[int | str]:
-        """Choose every k for a drafter, and `adaptive` alone where stored text or the long tail makes runs costly."""
-        row = METHODS[method]
-        costly = row.replays or (workload.name == TAIL and not row.has_weights)
-        return (ADAPTIVE,) if costly and ADAPTIVE in self.options.ks else self.options.ks
 
     def _engine(self, method: str) -> Engine:
         started = time.monotonic()
@@ -86,15 +76,11 @@ class Engines:
 
     def _config(self, method: str) -> Config:
         config = self.subject.config
-        speculation = speculation_of(
-            config.speculation,
-            method,
-            max([k for k in self.options.ks if isinstance(k, int)], default=3) if method != PLAIN else 0,
-        )
-        largest = max(TAIL_SIZE if batch == TAIL else int(batch) for batch in self.options.batches)
+        longest = max([k for k in self.options.ks if isinstance(k, int)], default=3)
+        speculation = speculation_of(config.speculation, method, longest if method != PLAIN else 0)
         engine = config.engine.model_copy(
             update={
-                "max_num_seqs": max(config.engine.max_num_seqs, largest),
+                "max_num_seqs": max(config.engine.max_num_seqs, *self.options.batches),
                 "gpu_memory_fraction": self._share,
                 "kv_cache_gib": min(config.engine.kv_cache_gib, KV_CACHE_GIB),
             }

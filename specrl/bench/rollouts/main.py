@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import hardware, table, write_page, write_rows
+from specrl.bench.pages import hardware, table, write_results
 from specrl.bench.rollouts.engines import Engines, stored_responses
-from specrl.bench.rollouts.rounds import TAIL_SIZE, Measurement, Variant, Workload, compared, differing, measure
-from specrl.bench.rollouts.workloads import pool, workloads
+from specrl.bench.rollouts.rounds import LEAST_REQUESTS, Workload, compared, measure
 from specrl.bench.spread import Spread, ratios
+from specrl.config import Config
+from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
 from specrl.models.sources import load_tokenizer
+from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.engine import Request
 
+POOL_SIZE = 64
 HOW = """
 Run `{run}`. Every round runs every variant once on the same requests (same prompts, weights and seeds; the order
 changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in that
@@ -26,12 +32,11 @@ without a drafter. *over stock* is the ratio to stock vLLM, in a process of its 
 limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the row
 of plain decoding (k = 0) this is the ratio of the two baselines. {wrong} of {total} speculative responses differ from
 those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a near-tie
-differently. At a fixed batch size the requests are held-out prompts whose
-responses have at least {max_tokens} tokens and are cut there, so that the batch keeps its size; each round has other
-prompts, and below batch 8 there are eight of them, one batch after another. `tail64` is 64 held-out prompts on one
-rank, each to its natural end. Prefill is part of the time. k is the longest draft; `adaptive` leaves it to the engine,
-after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the same
-policy with other seeds.
+differently. The requests are held-out prompts whose responses have at least {max_tokens} tokens (or the longest there
+are) and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are
+eight of them, one batch after another. Prefill is part of the time. k is the longest draft; `adaptive` leaves it to the
+engine, after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the
+same policy with other seeds.
 """
 COLUMNS = {
     "batch": "batch",
@@ -47,68 +52,76 @@ COLUMNS = {
 
 
 def main(job: BenchJob) -> None:
-    """Measure every variant on every workload, and write the rows and the page after each of these."""
-    ranks = join()
-    lists = {key: tuple(job.options[key]) for key in ("methods", "ks", "batches")}
-    options, subject = RolloutOptions(**{**job.options, **lists}), job.subject
+    """Measure every variant at every batch size, and write the rows and the page after each of these."""
+    ranks, subject = join(), job.subject
+    options = TypeAdapter(RolloutOptions).validate_python(job.options)
     engines = Engines(subject, options)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), problems_dir=subject.config.problems_dir)
-    prompts = source.held_out(min(TAIL_SIZE, subject.config.validate_.num_prompts))
+    prompts = source.held_out(min(POOL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)
     answers = engines.plain.engine.generate(requests).responses
     lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
     engines.add_stock(lengths, ranks.local_rank, job.folder)
     engines.add_methods(stored_responses(engines.plain.engine, pool(prompts, subject.config, "bench replay")))
     rows: list[dict[str, Any]] = []
-    for load in workloads(requests, answers, options.batches, options.repeats, options.max_tokens):
-        rows += measure_load(engines, load)
+    for batch in options.batches:
+        lasting = longest(requests, lengths, max(batch, LEAST_REQUESTS), options.max_tokens)
+        rows += measure_load(engines, Workload.of(lasting, batch, options.repeats))
         report(job, options, rows)
     engines.shutdown()
     leave()
 
 
+def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
+    """Make 64 requests of natural length. If there are fewer prompts, they are repeated with other seeds."""
+    origin, count = Origin(derive_seed(config.seed, stream), step=0), len(prompts)
+    return [make_request(prompts[index % count], index // count, config, origin) for index in range(POOL_SIZE)]
+
+
+def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, max_tokens: int) -> list[Request]:
+    """Choose the requests whose responses reach `max_tokens`, and cut them there; at least `count`, the longest first.
+
+    Args:
+        lengths: The length of the natural response to each request, by the request's seed.
+    """
+    order = sorted(requests, key=lambda request: -min(lengths[request.seed], max_tokens))
+    lasting = sum(length >= max_tokens for length in lengths.values())
+    return [replace(request, max_tokens=max_tokens) for request in order[: max(count, lasting)]]
+
+
 def measure_load(engines: Engines, load: Workload) -> list[dict[str, Any]]:
     """Run all variants on a workload; return their rows, plain decoding's first."""
-    started = time.monotonic()
     assert engines.stock is not None
-    variants = [engines.plain, *engines.variants(load)]
+    variants = [engines.plain, *engines.variants()]
     *measured, stock = measure([*variants, engines.stock], load)
-    rows = [row_of(load, variant, found, measured[0], stock) for variant, found in zip(variants, measured, strict=True)]
+    rows = [
+        {
+            "method": variant.method,
+            "k": variant.k,
+            "batch": load.batch,
+            **compared(found, measured[0]),
+            "speedup_over_stock": ratios(found.rates, stock.rates).median,
+            "stock_tokens_per_s": Spread.of(stock.rates).median,
+            "decode_steps": found.stats.decode_steps,
+        }
+        for variant, found in zip(variants, measured, strict=True)
+    ]
+    plain, stock_rate = rows[0]["tokens_per_s"], rows[0]["stock_tokens_per_s"]
     words = ", ".join(f"{row['method']} k={row['k']} {row['speedup']:.2f}x" for row in rows[1:])
-    stock_rate = rows[0]["stock_tokens_per_s"]
-    say(
-        f"batch {load.name}: plain {rows[0]['tokens_per_s']:.0f} tokens/s, stock vLLM {stock_rate:.0f}; {words} "
-        f"({time.monotonic() - started:.0f} s)"
-    )
+    say(f"batch {load.batch}: plain {plain:.0f} tokens/s, stock vLLM {stock_rate:.0f}; {words}")
     return rows
-
-
-def row_of(
-    load: Workload, variant: Variant, found: Measurement, plain: Measurement, stock: Measurement
-) -> dict[str, Any]:
-    """Return the figures of a variant, with the ratios to plain decoding and to stock vLLM in the same rounds."""
-    return {
-        "method": variant.method,
-        "k": variant.k,
-        "batch": load.name,
-        **compared(found, plain),
-        "speedup_over_stock": ratios(found.rates, stock.rates).median,
-        "stock_tokens_per_s": Spread.of(stock.rates).median,
-        "decode_steps": found.stats.decode_steps,
-        "responses": len(found.tokens),
-        "responses_differing": differing(found, plain),
-    }
 
 
 def report(job: BenchJob, options: RolloutOptions, rows: list[dict[str, Any]]) -> None:
     """Write rows and page."""
     assert job.run_dir is not None
     fast = [row for row in rows if row["k"] != 0]
-    wrong, total = sum(row["responses_differing"] for row in fast), sum(row["responses"] for row in fast)
     how = HOW.format(
-        run=job.run_dir.name, repeats=options.repeats, max_tokens=options.max_tokens, wrong=wrong, total=total
+        run=job.run_dir.name,
+        repeats=options.repeats,
+        max_tokens=options.max_tokens,
+        wrong=sum(row["responses_differing"] for row in fast),
+        total=sum(row["responses"] for row in fast),
     )
-    write_rows(job.json_path, rows)
-    write_page(
-        job, "Speculative against plain rollouts", [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
-    )
+    sections, machine = [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
+    write_results(job, rows, "Speculative against plain rollouts", sections, machine)

@@ -6,23 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.spread import Spread, order_of, ratios
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine
 
-TAIL_SIZE = 64
-"""The largest number of uncounted runs in which an engine learns how far to draft."""
+LEAST_REQUESTS = 8
+"""The least number of requests in a round, which are generated one batch after another; fewer would say little."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Requests that are generated `batch` at a time, with other requests in each round."""
 
-    name: int | str
-    """The batch size, or `tail64`."""
     batch: int
     rounds: list[list[Request]]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], batch: int, repeats: int) -> Workload:
+        """Go through the requests in turn, a batch or `LEAST_REQUESTS` in each round, and begin again at their end."""
+        count = max(batch, LEAST_REQUESTS)
+        places = [[(start * count + i) % len(requests) for i in range(count)] for start in range(repeats)]
+        return cls(batch, [[requests[place] for place in round] for round in places])
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,14 @@ class Measurement:
 def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
     """Run each variant once in each round, after uncounted runs of the first round that warm up.
 
-    All variants of a round do the same work, since drafts change no token. The order begins with another variant in
-    each round and is reversed in every second one, so that a machine that slows down or speeds up favours none of them.
+    All variants of a round do the same work, since drafts change no token. The order changes, so that a machine that
+    slows down or speeds up favours none of them.
     """
     measured = [Measurement(variant) for variant in variants]
     for variant in variants:
         warm_up(variant, workload)
-    for requests, order in zip(workload.rounds, orders(len(variants), len(workload.rounds)), strict=True):
-        for index in order:
+    for number, requests in enumerate(workload.rounds):
+        for index in order_of(len(variants), number):
             measured[index].generations.append(variants[index].generate(requests, workload.batch))
     return measured
 
@@ -106,19 +111,8 @@ def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
         variant.generate(workload.rounds[0], workload.batch)
 
 
-def orders(variants: int, rounds: int) -> list[list[int]]:
-    """Return the order of the variants in each round."""
-    turned = [[(start + offset) % variants for offset in range(variants)] for start in range(rounds)]
-    return [order if index % 2 == 0 else order[::-1] for index, order in enumerate(turned)]
-
-
-def differing(left: Measurement, right: Measurement) -> int:
-    """Return how many responses of two variants differ in a token."""
-    return sum(a != b for a, b in zip(left.tokens, right.tokens, strict=True))
-
-
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
-    """Return the columns of acceptance, and of the speed beside that of plain decoding in the same rounds."""
+    """Return the columns of acceptance and equal tokens, and of the speed beside plain decoding in the same rounds."""
     speedup, stats = ratios(own.rates, plain.rates), own.stats
     return {
         "tokens_per_s": Spread.of(own.rates).median,
@@ -127,4 +121,6 @@ def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
         "speedup_max": speedup.greatest,
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+        "responses": len(own.tokens),
+        "responses_differing": sum(a != b for a, b in zip(own.tokens, plain.tokens, strict=True)),
     }

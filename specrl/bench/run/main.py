@@ -6,9 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
-from specrl.bench.pages import hardware, write_rows
+from specrl.bench.pages import hardware
 from specrl.bench.run.page import write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import make_training, train_in_turn
@@ -20,7 +22,7 @@ from specrl.projection.budgets import rank_of, stage_budgets
 
 def main(job: BenchJob) -> None:
     """Train every cell, and write the rows and the page."""
-    train_cells(job, RunOptions.load(job.options), job.subject)
+    train_cells(job, TypeAdapter(RunOptions).validate_python(job.options), job.subject)
 
 
 def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
@@ -50,8 +52,7 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
         known = {(row["cell"], row.get("seed")) for row in rows}
         found = [{**results.row(baseline), **machine} for results in (baseline, *others)]
         rows += [row for row in found if (row["cell"], row.get("seed")) not in known]
-        write_rows(job.json_path, rows)  # what is measured stays if the next group fails
-        write_run_page(job, rows)
+        write_run_page(job, rows)  # what is measured stays if the next group fails
 
 
 def check_memory(configs: Sequence[Config]) -> None:

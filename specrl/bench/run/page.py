@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specrl.bench.job import BenchJob
-from specrl.bench.pages import Rows, table, write_page
+from specrl.bench.pages import Rows, table, write_results
 
 HOW = """
 Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
@@ -28,7 +28,6 @@ SPEED = {
 LEARNED = {
     "mean reward": "reward_mean",
     "difference": "reward_difference",
-    "p (paired, random signs)": "reward_p_value",
     "accuracy": "accuracy",
     "token_mult_prob_error": "token_mult_prob_error",
     "KL": "kl",
@@ -47,7 +46,7 @@ SECONDS = {
 
 
 def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None = None) -> None:
-    """Write the page.
+    """Write rows and page.
 
     Args:
         failed: The errors of the cells that failed, by their labels.
@@ -63,4 +62,4 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
         lines = [f"- {label}: {error}" for label, error in failed.items()]
         sections.append("\n".join(["These cells failed; the same command tries them again:\n", *lines]))
     machines = "; ".join(dict.fromkeys(row["hardware"] for row in rows))
-    write_page(job, "Whole trainings", sections, machines)
+    write_results(job, rows, "Whole trainings", sections, machines)

@@ -13,7 +13,7 @@ from specrl.distributed import join, leave
 from specrl.processes import end_with_parent
 from specrl.progress import Progress
 from specrl.stages import train
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 
 
 def run_rank(path: Path, parent: int) -> None:
@@ -28,7 +28,7 @@ def run_rank(path: Path, parent: int) -> None:
     context = StageContext.load(path)
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
-        trainer = train.build(context, ranks, Silent())
+        trainer = train.build(context, ranks, Tracker())
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         trainer.refit_engine(version=first_step)
         turns.done()

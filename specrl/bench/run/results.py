@@ -1,25 +1,20 @@
-"""What `specrl bench run` has measured, as rows: ratios to the baseline, and a paired test of the rewards."""
+"""What `specrl bench run` has measured, as rows with ratios to the baseline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
-
 from specrl.artifacts import read_curve
-from specrl.bench.cells import parameters
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import Spread, ratios
 from specrl.schemas import Rollout, read_folder
 
-FLIPS = 10_000
-"""The number of random sign patterns of the paired test."""
 ResponseKey = tuple[int, int, int]
 """The step, the prompt and the number of the response among those to it."""
 MEANS = {
@@ -85,13 +80,13 @@ class Results:
         step = _ratios(self, baseline, step_seconds)
         decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
         rewards, before = self.rewards(), baseline.rewards()
-        test = paired_test([rewards[key] - before[key] for key in before if key in rewards])
+        differences = [rewards[key] - before[key] for key in before if key in rewards]
         same = self.same_responses(baseline)
         scores = read_curve(self.training.folder)
         counted = self.metrics[self.warm_up :]
         rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
         return {
-            **parameters(self.training.cell),
+            **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
             **_columns("generation", generation),
             **_columns("step", step),
@@ -102,8 +97,7 @@ class Results:
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
             "start_s": self.training.start_s,
             "reward_mean": fmean(rewards.values()),
-            "reward_difference": test.difference,
-            "reward_p_value": test.p_value,
+            "reward_difference": fmean(differences),
             "accuracy": scores[-1].accuracy if scores else None,
             "tokens_equal": same == 1 and len(self.responses) == len(baseline.responses),
             "same_responses": same,
@@ -124,24 +118,3 @@ def _ratios(own: Results, baseline: Results, seconds: Callable[[Metrics], float]
 
 def _columns(name: str, spread: Spread) -> dict[str, float]:
     return {f"{name}_ratio": spread.median, f"{name}_min": spread.least, f"{name}_max": spread.greatest}
-
-
-@dataclass(frozen=True)
-class PairedTest:
-    """A two-sided test by random signs of whether paired differences have a mean other than 0."""
-
-    difference: float
-    """The mean difference."""
-    p_value: float
-    """The share of sign patterns whose mean is at least as far from 0; 1 where no pair differs."""
-
-
-def paired_test(differences: Sequence[float]) -> PairedTest:
-    """Test paired differences. Pairs without a difference say nothing about its sign and change no mean."""
-    different = np.array([value for value in differences if value])
-    mean = float(np.sum(different) / max(1, len(differences)))
-    if not len(different):
-        return PairedTest(0.0, 1.0)
-    signs = np.random.default_rng(0).choice((-1.0, 1.0), (FLIPS, len(different)))
-    as_far = np.abs(signs @ different) >= abs(different.sum()) - 1e-9
-    return PairedTest(mean, float((as_far.sum() + 1) / (FLIPS + 1)))

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specrl.artifacts import PretrainResult, read_result, write_result
-from specrl.bench.cells import Cell, config_of, in_folder
+from specrl.bench.cells import Cell, config_of
 from specrl.bench.job import say
 from specrl.bench.run.turns import Worker, await_all
+from specrl.bench.spread import order_of
 from specrl.bench.subject import Subject
 from specrl.config import ConfigError
 from specrl.context import StageContext
@@ -99,7 +100,7 @@ def make_training(
         inputs["pretrain"] = folder / "pretrain"
         write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
     context = StageContext(
-        config=in_folder(config, folder),
+        config=config.model_copy(update={"name": folder.name, "runs_dir": folder.parent}),
         stage="train",
         key=f"train-{folder.name}",
         stage_dir=folder / "stage",
@@ -122,15 +123,8 @@ def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:
         for training in reversed(list(trainings.values())):
             training.start(stack)
         for step in range(steps):
-            for name in order_of(list(trainings), step):
-                trainings[name].step()
+            for place in order_of(len(trainings), step):
+                list(trainings.values())[place].step()
             say(f"step {step}: " + ", ".join(f"{name} {one.walls[-1]:.1f} s" for name, one in trainings.items()))
         for worker in (worker for training in trainings.values() for worker in training.workers):
             worker.end()  # all ranks of a training leave together
-
-
-def order_of(names: list[str], step: int) -> list[str]:
-    """Order a round: each begins with the next name, and after all have begun one, the order is reversed."""
-    first = step % len(names)
-    order = [*names[first:], *names[:first]]
-    return order[::-1] if step // len(names) % 2 else order

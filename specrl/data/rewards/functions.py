@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import re
 import reprlib
 import threading
 from collections.abc import Callable
@@ -10,13 +12,13 @@ from typing import Any
 
 from specrl.config import ConfigError, DataConfig
 from specrl.config.importing import import_function
-from specrl.data.answers import extract_answer, normalise
+from specrl.data.answers import after_thoughts, as_latex, extract_answer, final_part, is_text, references, same
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
 from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
-Reward = Callable[[Prompt, str], float]
-"""(prompt, response) -> reward; whatever a user's function returns, `judge` checks it."""
+Reward = Callable[[Prompt, str], Any]
+"""(prompt, response) -> reward; whatever a user's function returns, `judge` makes a number of it."""
 RewardFunction = Callable[[str, str, str], float]
 """(prompt, response, answer) -> reward; all three are text."""
 
@@ -24,6 +26,8 @@ MATH_VERIFY_SECONDS = 5
 """The time limit for each step of the comparison of two mathematical expressions."""
 LARGEST = 3.4e38
 """The largest reward, by its size: rollouts keep rewards as 32-bit numbers."""
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
+"""A word, which a mathematical expression has not."""
 _REGISTERED: dict[str, RewardFunction] = {}
 
 
@@ -56,8 +60,11 @@ def make_reward(config: DataConfig) -> Reward:
                 f"{', '.join(_REGISTERED)}, or an import path package.module:function"
             )
         return _task_reward(config)
-    function = _REGISTERED.get(config.reward) or _imported(config.reward)
-    return lambda prompt, response: function(prompt.text, response, prompt.answer)
+    function = _REGISTERED.get(config.reward)
+    if function is None:
+        return _imported(config)
+    part = final_part if config.answer_from == "final_part" else str
+    return lambda prompt, response: function(prompt.text, part(response), prompt.answer)
 
 
 def warm_up(config: DataConfig, reward: Reward) -> None:
@@ -74,10 +81,11 @@ def warm_up(config: DataConfig, reward: Reward) -> None:
 def _task_reward(config: DataConfig) -> Reward:
     """Return the reward that each generator's own scorer gives."""
     generators = [make_generator(generator) for generator in config.generators]
+    part = after_thoughts if config.answer_from == "final_part" else str
 
     def reward(prompt: Prompt, response: str) -> float:
         index: int = prompt.metadata["generator"]
-        return generators[index].score(response, prompt.answer, prompt.metadata["entry"])
+        return generators[index].score(part(response), prompt.answer, prompt.metadata["entry"])
 
     return reward
 
@@ -87,15 +95,19 @@ def is_built_in(config: DataConfig) -> bool:
     return ":" not in config.reward
 
 
-def judge(reward: Reward, prompt: Prompt, response: str) -> float | str:
-    """Return the reward of a response or, where it fails, one line that says why.
+def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
+    """Return the reward of a response, None where it leaves that out or, where it fails, one line that says why.
 
-    It fails where it raises or returns what is not a finite number.
+    It fails where it raises or returns what is neither a finite number nor a table with one as `score`.
     """
     try:
-        value: Any = reward(prompt, response)
+        value = _resolved(reward(prompt, response))
+        if isinstance(value, dict) and "score" in value:
+            value = value["score"]
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
         return f"raised {shortened(type(error).__name__)}: {_text(error)}"
+    if value is None:
+        return None
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
     except Exception:  # of whatever it has returned
@@ -123,40 +135,99 @@ def shortened(text: str, limit: int = 120) -> str:
 
 @register_reward("math_verify")
 def math_verify(_: str, response: str, answer: str) -> float:
-    """Return 1 if the stated answer equals the true one as a mathematical expression, else 0.
+    """Return 1 if the stated answer equals the true one as text or as a mathematical expression, else 0.
 
-    Only the stated answer is judged, so that numbers on the way to it do not count.
+    Only the stated answer is judged, so that numbers on the way to it do not count. Both are read as LaTeX, in a box; a
+    sentence without LaTeX is read for its last number too. A reference in words is compared as text alone.
     """
     from math_verify import parse, verify
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
+    stated, wanted = references(extract_answer(response))[0], references(answer)[0]
+    if stated and same(stated, wanted):
+        return 1.0
+    if not stated or is_text(wanted):
+        return 0.0
     try:
-        stated = bounded_latex(extract_answer(response))
+        latex = bounded_latex(as_latex(stated))
     except NotAnAnswerError:
         return 0.0
-    gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
-    return float(verify(gold, parse(stated, parsing_timeout=seconds), timeout_seconds=seconds))
+    forms = [f"\\boxed{{{latex}}}"]
+    if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex):
+        forms.append(latex)
+    gold = parse(f"\\boxed{{{as_latex(wanted)}}}", parsing_timeout=seconds)
+    return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
 
 
 @register_reward("exact_match")
 def exact_match(_: str, response: str, answer: str) -> float:
-    """Return 1 if the stated answer is the true one, else 0; case, spaces and thousands separators do not count."""
-    return float(normalise(extract_answer(response)) == normalise(answer))
+    """Return 1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0."""
+    stated = references(extract_answer(response))[0]
+    return float(any(same(stated, reference) for reference in references(answer)))
 
 
-def _imported(path: str) -> RewardFunction:
-    """Return the function behind an import path.
+def _imported(config: DataConfig) -> Reward:
+    """Return the function behind an import path, called as its parameters say: as specrl's, TRL's or verl's rewards.
 
     Raises:
         ConfigError: It is no import path, nothing is there, or it is not callable with (prompt, response, answer).
     """
+    path = config.reward
     if ":" not in path:
         known = ", ".join(["task", *_REGISTERED])
         raise ConfigError(f'data.reward = "{path}": it must be {known} or package.module:function')
-    function: RewardFunction = import_function("data.reward", path)
+    function = import_function("data.reward", path)
     try:
-        inspect.signature(function).bind("prompt", "response", "answer")
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+        if "completions" not in parameters and "solution_str" not in parameters:
+            signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
-    return function
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def taken(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if takes_all or name in parameters}
+
+    def as_trl(prompt: Prompt, response: str) -> Any:
+        asked: Any = prompt.text
+        said: Any = response
+        if config.template == "chat":  # as TRL has conversations
+            asked = [{"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
+            said = [{"role": "assistant", "content": response}]
+        columns = {name: [value] for name, value in _columns(config, prompt).items()}
+        found = _resolved(function(**taken({**columns, "prompts": [asked], "completions": [said]})))
+        return found[0] if isinstance(found, list | tuple) and len(found) == 1 else found
+
+    def as_verl(prompt: Prompt, response: str) -> Any:
+        columns = _columns(config, prompt)
+        values = {
+            "solution_str": response,
+            "ground_truth": prompt.answer,
+            "extra_info": columns.get("extra_info", columns),
+        }
+        return function(**taken({"data_source": columns.get("data_source", str(config.path)), **values}))
+
+    def as_own(prompt: Prompt, response: str) -> Any:
+        positional = set(list(parameters)[:3])
+        others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
+        return function(prompt.text, response, prompt.answer, **taken(others))
+
+    return as_trl if "completions" in parameters else as_verl if "solution_str" in parameters else as_own
+
+
+def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:
+    """Return all columns of a prompt's row by name, its answer as text."""
+    return {**(prompt.metadata.get("entry") or {}), config.answer_column: prompt.answer}
+
+
+def _resolved(value: Any) -> Any:
+    """Return what a reward returns, awaited where it is an `async def`."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import pickle
 import shutil
 import signal
@@ -107,11 +108,26 @@ class Scores:
     """The rewards of the responses of one generation."""
 
     rewards: list[float]
-    """The reward of each response, in the order of their numbers."""
+    """The reward of each response, in the order of their numbers; NaN where the reward leaves the response out."""
     failures: list[RewardFailure]
     """The responses on which the reward failed, in the same order; their reward is `data.reward_on_failure`."""
     waited_s: float
     """The time that was waited for them, in seconds."""
+
+    def in_groups(self, groups: Sequence[int]) -> list[float]:
+        """Return the rewards with the mean of a response's group in place of one that is left out, so that it has no
+        advantage; 0 where the whole group is.
+
+        Args:
+            groups: The group of each response.
+        """
+        known: dict[int, list[float]] = {}
+        for group, reward in zip(groups, self.rewards, strict=True):
+            known.setdefault(group, []).extend([] if math.isnan(reward) else [reward])
+        means = {group: math.fsum(rewards) / max(1, len(rewards)) for group, rewards in known.items()}
+        return [
+            means[group] if math.isnan(reward) else reward for group, reward in zip(groups, self.rewards, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -219,8 +235,11 @@ class Scoring:
         self._submitted += 1
         self._pool.jobs.put(_Job(number, self._section, replace(prompt, tokens=[]), response, self._results))
 
-    def wait(self) -> Scores:
+    def wait(self, *, logs: bool = True) -> Scores:
         """Wait until all responses have their reward.
+
+        Args:
+            logs: Whether to log failures.
 
         Raises:
             RewardError: The reward cannot be imported, or has lost too many processes.
@@ -235,9 +254,9 @@ class Scoring:
         ordered = [results[number] for number in sorted(results)]
         failures = [result for result in ordered if isinstance(result, RewardFailure)]
         on_failure = self._pool.config.reward_on_failure
-        for failure in failures[:LOGGED]:
+        for failure in failures[:LOGGED] if logs else ():
             logger.warning("data.reward failed and counts as %g: it %s", on_failure, failure)
-        if len(failures) > LOGGED:
+        if logs and len(failures) > LOGGED:
             logger.warning("data.reward failed on %d more responses", len(failures) - LOGGED)
         rewards = [on_failure if isinstance(result, RewardFailure) else result for result in ordered]
         return Scores(rewards, failures, time.perf_counter() - started)
@@ -309,6 +328,8 @@ class _Worker:
                 ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
+            if outcome.left_out:
+                return math.nan
             return job.failed(outcome.failure or "") if outcome.score is None else outcome.score
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 

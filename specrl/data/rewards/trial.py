@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,8 +26,8 @@ class Trial:
     problem: int
     question: str
     answer: str
-    score: float
-    """The score that a run takes: `data.reward_on_failure` where the reward failed."""
+    score: float | None
+    """The score that a run takes: `data.reward_on_failure` where the reward failed, None where it returned that."""
     error: str | None
     """Why the reward failed, or None."""
     seconds: float
@@ -41,7 +43,8 @@ class Trial:
         return [
             f"problem {self.problem}: {shortened(self.question, SHOWN)}",
             f"answer: {shortened(self.answer, SHOWN)}",
-            f"score: {self.score:g} in {self.seconds:.3f} s",
+            f"score: {'none, it leaves the response out,' if self.score is None else format(self.score, 'g')} in "
+            f"{self.seconds:.3f} s",
             *failed,
         ]
 
@@ -67,14 +70,36 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
     return Trial(number, problem.question, problem.answer, score, error, seconds)
 
 
-def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float, str | None, float]:
+def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
+    """Return a line if references do not earn 1 when a response states them word by word."""
+    found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
+    pool = RewardPool(config.data)
+    try:
+        scoring = pool.begin(config.data)
+        for number, (prompt, text) in enumerate(found):
+            scoring.submit(number, prompt, text)
+        rewards = scoring.wait(logs=False).rewards
+    finally:
+        pool.close()
+    lost = [prompt.answer for (prompt, _), reward in zip(found, rewards, strict=True) if reward != 1]
+    if not lost:
+        return []
+    return [
+        f"{len(lost)} of the {len(found)} references looked at do not earn 1 by data.reward = {config.data.reward!r} "
+        f"when they are stated as the answer: no response can be right, or the reward asks for another form; the first "
+        f"one: {shortened(lost[0])!r}"
+    ]
+
+
+def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float | None, str | None, float]:
     """Return score, reason of a failure and seconds."""
     pool.wait_until_ready()
     started = time.perf_counter()
     scoring = pool.begin(pool.config)
     scoring.submit(0, prompt, response)
-    scores = scoring.wait()
-    return scores.rewards[0], next((failure.reason for failure in scores.failures), None), time.perf_counter() - started
+    scores = scoring.wait(logs=False)
+    score = None if math.isnan(scores.rewards[0]) else scores.rewards[0]
+    return score, next((failure.reason for failure in scores.failures), None), time.perf_counter() - started
 
 
 def _prompt(config: Config, problem: Problem) -> Prompt:

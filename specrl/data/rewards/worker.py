@@ -38,7 +38,7 @@ CHECK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one response: exactly one of the first three is set, or `late`."""
+    """What came of one response: exactly one of the first three is set, or `late` or `left_out`."""
 
     score: float | None = None
     failure: str | None = None
@@ -47,6 +47,8 @@ class Outcome:
     """The exit code of a fork that ended without an answer; minus the signal's number if one ended it."""
     late: bool = False
     """The fork was ended at `data.reward_timeout_s`."""
+    left_out: bool = False
+    """The reward returned None."""
 
     @classmethod
     def parse(cls, message: bytes) -> Outcome:
@@ -64,7 +66,8 @@ class Outcome:
         numbers = isinstance(score, float | None) and (score is None or math.isfinite(score))
         if not (numbers and isinstance(failure, str | None) and isinstance(ended, int | None)):
             raise ValueError("no outcome")
-        if sum((score is not None, failure is not None, ended is not None, outcome.late is True)) != 1:
+        flags = outcome.late is True, outcome.left_out is True
+        if sum((score is not None, failure is not None, ended is not None, *flags)) != 1:
             raise ValueError("no outcome")
         return outcome
 
@@ -188,7 +191,7 @@ class Scorer:
                 os.close(listener)
             prompt, response = pickle.loads(message)
             found = judge(self._rewards[section], prompt, response)
-            outcome = Outcome(failure=found) if isinstance(found, str) else Outcome(score=found)
+            outcome = Outcome(failure=found) if isinstance(found, str) else Outcome(score=found, left_out=found is None)
             answer.send(outcome.json())
             code = 0
         finally:

@@ -13,6 +13,7 @@ from specrl.projection.refit import Layout
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
 from specrl.projection.simulator.step import (
+    LONGEST_K,
     REPLAYED_TOKENS,
     Speculation,
     StepModel,
@@ -82,13 +83,13 @@ def model_of(
 
 def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
     """Simulate every k, and each use of idle time without drafts and with the best k."""
-    plain = model.synchronous(Speculation())
+    plain = model.step(Speculation())
 
     def choice(name: str, speculation: Speculation) -> Choice:
-        time = model.synchronous(speculation)
+        time = model.step(speculation)
         return Choice(name, speculation, time, plain.generation / time.generation, plain.total / time.total)
 
-    drafting = [Speculation(k, acceptance_length(rates, k)) for k in range(1, model.longest_k + 1)]
+    drafting = [Speculation(k, acceptance_length(rates, k)) for k in range(1, LONGEST_K + 1)]
     found = [choice("plain", Speculation()), *(choice(f"k = {item.k}", item) for item in drafting)]
     best = min(found[1 : MEASURED_K + 1], key=lambda item: item.time.total)
     for base in (found[0], best):
@@ -104,6 +105,7 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
         f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
         "measured (--published)",
+        "each drafted position is a pass of the drafter (one that drafts in parallel, drafter.parallel, has only one)",
         f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text; training the drafter makes no draft better",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),

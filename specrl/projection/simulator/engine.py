@@ -87,5 +87,5 @@ class EngineModel:
         parameters = self._drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16
         products = 2 * running * parameters / self._bf16_flops
-        each = (parameters * BF16 + cache) / self._bandwidth + products
-        return self.k * (each + self.efficiency.draft_pass_s) + (self.k + 1) * products
+        each = (parameters * BF16 + cache) / self._bandwidth + products + self.efficiency.draft_pass_s
+        return self.k * each + (self.k + 1) * products

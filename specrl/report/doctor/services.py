@@ -14,7 +14,6 @@ from specrl.checks import Check
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
-DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
 PROBE_SECONDS = 5
 """How long each service may take to answer."""
@@ -22,7 +21,7 @@ PROBE_SECONDS = 5
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
     """Return the findings about Slurm, MLflow and Prefect."""
-    return [*check_slurm(), check_devcluster(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
+    return [*check_slurm(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
 def missing(commands: Iterable[str]) -> list[str]:
@@ -61,24 +60,15 @@ def _check_munge() -> Check:
         return Check("munge", "warn", "no munge command", f"{APT} munge")
     if _succeeds("munge", "-n"):
         return Check("munge", "ok", "creates credentials")
-    return Check("munge", "warn", "munged is not running", "systemctl start munge, or specrl devcluster up")
+    return Check("munge", "warn", "munged is not running", "systemctl start munge")
 
 
 def _check_cluster() -> Check:
     nodes = _output("sinfo", "-h", "-o", "%D %P")
     if nodes:
         return Check("Slurm cluster", "ok", "nodes and partition: " + ", ".join(nodes.split("\n")))
-    fix = "set SLURM_CONF to your cluster's slurm.conf, or run specrl devcluster up for a cluster on this machine"
+    fix = "set SLURM_CONF to your cluster's slurm.conf"
     return Check("Slurm cluster", "warn", "no controller answers", fix)
-
-
-def check_devcluster() -> Check:
-    """Check the daemons that `specrl devcluster up` starts. Users of a real cluster do not need them."""
-    absent = missing(DAEMONS)
-    if not absent:
-        return Check("devcluster", "ok", "can be started")
-    packages = "slurm-wlm munge slurm-wlm-basic-plugins slurmdbd mariadb-server-core mariadb-client-core"
-    return Check("devcluster", "warn", f"missing {', '.join(absent)}", f"only for the tests: {APT} {packages}")
 
 
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:

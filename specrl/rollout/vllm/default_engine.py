@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from specrl.config import Config
-from specrl.config.rollout import ALONE_FRACTION
 from specrl.distributed.ranks import KERNELS
 from specrl.processes import cpu_seconds, end_with_parent
 from specrl.rollout.requests import Request
@@ -74,7 +73,6 @@ class DefaultEngine:
             DefaultEngineError: The engine did not start; the message has the last line of the log.
         """
         self._log = log
-        self._asleep = False
         environment = default_environment(os.environ)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu.devices
@@ -121,7 +119,7 @@ class DefaultEngine:
             }
             for request, length in zip(requests, lengths, strict=True)
         ]
-        answer = self._ask({"do": "generate", "requests": asked, "fresh": fresh})
+        answer = self._ask({"requests": asked, "fresh": fresh})
         if answer["tokens"] != sum(lengths):
             raise DefaultEngineError(f"vLLM's default engine made {answer['tokens']} tokens instead of {sum(lengths)}")
         return float(answer["seconds"])
@@ -138,18 +136,6 @@ class DefaultEngine:
             if now - before < QUIET_SHARE * QUIET_SECONDS:
                 return
             before = now
-
-    def sleep(self) -> None:
-        """Give the GPU memory back until `wake`; only for an engine with `enable_sleep_mode`."""
-        if not self._asleep:
-            self._ask({"do": "sleep"})
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Take the memory again. An engine that is awake stays as it is."""
-        if self._asleep:
-            self._ask({"do": "wake"})
-        self._asleep = False
 
     def shutdown(self) -> None:
         """End the process; after an error it is killed."""
@@ -204,12 +190,8 @@ class GpuShare:
         """The fraction of a GPU's memory."""
 
     @classmethod
-    def beside(cls, config: Config, local_rank: int, *, alone: bool = False) -> GpuShare | None:
+    def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
         """Return the share that the GPUs of this rank's engine have free at the moment; None on a CPU.
-
-        Args:
-            alone: Whether neither a trainer nor an engine that is awake shares the GPU, so that the engine can take
-                most of its memory, as this rank's own does then.
 
         Raises:
             DefaultEngineError: This rank does not see all GPUs of its engine.
@@ -219,8 +201,7 @@ class GpuShare:
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
-        fraction = config.engine.gpu_memory_fraction
-        share = min(max(fraction, ALONE_FRACTION) if alone else fraction, FREE_SHARE * free / total)
+        share = min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         return cls(engine_devices(visible.split(","), local_rank, config.engine.tensor_parallel), share)
 
@@ -264,7 +245,7 @@ def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) ->
         "generation_config": "vllm",
     }
     if gpu is not None:
-        return arguments | {"gpu_memory_utilization": gpu.share, "enable_sleep_mode": True}
+        return arguments | {"gpu_memory_utilization": gpu.share}
     cache = int(config.engine.kv_cache_gib * 2**30)
     return arguments | {"kv_cache_memory_bytes": cache, "enforce_eager": not config.engine.compile}
 
@@ -282,11 +263,7 @@ def serve(parent: int, channel: IO[str]) -> None:
     _answer(channel, _facts(llm))
     for line in sys.stdin:
         order = json.loads(line)
-        if order["do"] == "generate":
-            _answer(channel, _generate(llm, order["requests"], fresh=order["fresh"]))
-        else:
-            llm.sleep(1) if order["do"] == "sleep" else llm.wake_up()
-            _answer(channel, {})
+        _answer(channel, _generate(llm, order["requests"], fresh=order["fresh"]))
 
 
 def _start(arguments: dict[str, Any]) -> Any:

@@ -12,9 +12,6 @@ from specrl.rollout.sampling.inverse_cdf import Picked, uniforms, weights
 from specrl.rollout.sampling.near_ties import Pick
 from specrl.rollout.sampling.verification import Verified
 
-LIKELY = 1e-3
-"""The least probability of a token that is recorded in `Recorder.likely`."""
-
 
 @dataclass
 class Recorder:
@@ -27,8 +24,6 @@ class Recorder:
     sampler: Any
     traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
     """The picks, by seed and then by position in the sequence, prompt included."""
-    likely: dict[int, dict[int, float]] = field(default_factory=dict)
-    """The distribution of each response's first token, by seed: the probabilities of at least `LIKELY`, by token."""
 
     def __enter__(self) -> Recorder:
         self.sampler.pick, self.sampler.output = self._pick, self._output
@@ -45,20 +40,16 @@ class Recorder:
     def _output(self, batch: Any, positions: Tensor, picked: Picked, *others: Any) -> Any:
         output = type(self.sampler).output(self.sampler, batch, positions, picked, *others)
         states, numbers = self.sampler.sampling_states, batch.idx_mapping
-        prompts = self.sampler.req_states.prompt_len.gpu[numbers].tolist()
         values = (states.seeds, states.temperature, states.top_k, states.top_p)
         settings = zip(*(value.gpu[numbers].tolist() for value in values), strict=True)
         firsts, counts = batch.cu_num_logits_np.tolist(), output.num_sampled.tolist()
-        for first, count, prompt, setting in zip(firsts, counts, prompts, settings, strict=False):
-            start = int(positions[first]) + 1
+        for first, count, setting in zip(firsts, counts, settings, strict=False):
             if count:
-                tokens = picked.tokens[first : first + count].tolist()
-                self._record(setting, start, self._logits[first : first + count], tokens, is_first=start == prompt)
+                rows = slice(first, first + count)
+                self._record(setting, int(positions[first]) + 1, self._logits[rows], picked.tokens[rows].tolist())
         return output
 
-    def _record(
-        self, setting: tuple[Any, ...], start: int, logits: Tensor, tokens: list[int], *, is_first: bool
-    ) -> None:
+    def _record(self, setting: tuple[Any, ...], start: int, logits: Tensor, tokens: list[int]) -> None:
         (seed, temperature, top_k, top_p), rows = setting, len(tokens)
         probs = weights(
             logits, torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p)
@@ -72,9 +63,6 @@ class Recorder:
             upper = float(cdf[row, token])
             lower, gap = upper - float(probs[row, token]), float(best[row, 0] - best[row, 1])
             trace[start + row] = Pick(token, u[row], lower, upper, gap, temperature == 0)
-        if is_first:
-            likely = torch.nonzero(probs[0] >= LIKELY)[:, 0]
-            self.likely[seed] = dict(zip(likely.tolist(), probs[0, likely].tolist(), strict=True))
 
 
 class SyntheticAcceptance:

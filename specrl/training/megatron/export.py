@@ -20,8 +20,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from specrl.models.buckets import buckets
+from specrl.models.checks.headers import EMBEDDINGS, HEAD
 from specrl.training.megatron.parallel import from_stage
-from specrl.training.megatron.weights import EMBEDDINGS, HEAD, Parameter, WeightMap, join
+from specrl.training.megatron.weights import Parameter, WeightMap, join
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from specrl.models.checks.config import check_config, llama3_factor
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
 from specrl.training.gather import rows_of
 from specrl.training.megatron.attention.kernel import PackedAttention
@@ -185,19 +186,7 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
     Raises:
         ValueError: The line names what the model's configuration asks for and what is supported.
     """
-    family = family_of_model(hf)
-    allowed = {"attention_bias": family.qkv_bias, "attention_out_bias": False, "mlp_bias": False, "use_bias": False}
-    for key, value in allowed.items():
-        if getattr(hf, key, value) != value:
-            raise ValueError(
-                f"{family.architecture} with {key} = {str(not value).lower()} is not supported: use a checkpoint with "
-                f"{key} = {str(value).lower()}"
-            )
-    if hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act = {hf.hidden_act!r} is not supported: only silu (SwiGLU) is")
-    if getattr(hf, "use_sliding_window", False):
-        raise ValueError("use_sliding_window = true is not supported: use a checkpoint with full attention")
-    rope_scaling_factor(hf)
+    family = check_config({**hf.to_dict(), "architectures": [family_of_model(hf).architecture]})
     experts = expert_shape_of_model(hf)
     if experts is None and expert_parallel > 1:
         raise ValueError(f"policy.expert_parallel = {expert_parallel}: a {family.architecture} has no experts; use 1")
@@ -211,27 +200,6 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
     ):
         if size % parts:
             raise ValueError(f"policy.{kind}_parallel = {parts} does not divide the model's {name} = {size}")
-
-
-def rope_scaling_factor(hf: Any) -> float | None:
-    """Return the factor of Llama 3's rotary scaling, or None for a model without scaling.
-
-    Raises:
-        ValueError: The model scales in another way, or with other constants than Megatron-core has built in.
-    """
-    rope = hf.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported: rotary embeddings must cover the whole head")
-    if kind == "default":
-        return None
-    built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "llama3" or any(rope.get(key) != value for key, value in built_in.items()):
-        raise ValueError(
-            f"rope scaling {dict(rope)} is not supported: only none, or rope_type llama3 with {built_in}; "
-            "a model without rope_parameters scaling in its config.json works up to its original context length"
-        )
-    return float(rope["factor"])
 
 
 def transformer_config(
@@ -312,7 +280,7 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
     """Return this rank's part of the network; nothing has initialised its parameters."""
-    scaling = rope_scaling_factor(hf)
+    scaling = llama3_factor(hf.to_dict())
     rope = {
         "rotary_base": hf.rope_parameters["rope_theta"],
         "rope_scaling": scaling is not None,

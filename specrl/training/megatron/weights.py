@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
+from specrl.models.directory import read_model_config
 from specrl.models.families import (
     ExpertShape,
     Family,
@@ -30,7 +32,6 @@ from specrl.models.hf_io import TensorReader
 
 Split = Layout | Literal["none", "vocabulary"]
 """How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,9 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     hold it, so that each byte is read once. The others receive it.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape than `config.json` says; every rank raises it.
+        ValueError: The files do not hold the model of `config.json`, whole and nothing else; every rank raises it.
     """
+    check_weights(directory, read_model_config(directory))
     own = dict(model.named_parameters())
     reader = TensorReader(directory)
     here = [parameter for parameter in weights.parameters if parameter.is_here]

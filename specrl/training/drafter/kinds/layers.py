@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from specrl.models.drafters import rope_of
+from specrl.models.checks.config import rope_of
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 

@@ -1,0 +1,68 @@
+"""The section `exactness` of `specrl bench gpu`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
+from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.exactness import measure_parity, noise_of_shapes, traces
+
+K = 3
+MAX_LENGTH = 192
+
+
+def measure(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Compare plain with speculative responses to the same requests, with and without CUDA graphs.
+
+    A difference must be a near-tie: closer to the edge of the CDF than plain decoding itself moves between two batch
+    sizes. Unexplained differences must be 0.
+    """
+    for dtype in ("float32", "bfloat16"):
+        policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
+        drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
+        for method in ("eagle3", "ngram"):
+            for graphs in (False, True) if torch.cuda.is_available() else (False,):
+                config = bench_config(
+                    policy,
+                    MAX_LENGTH,
+                    model={"dtype": dtype},
+                    speculation={"method": method, "k": K, "adaptive": False},
+                    engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3, "compile": graphs},
+                )
+                engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
+                requests = mixed_requests(scale.requests)
+                noise = noise_of_shapes(engine, requests, traces(engine, requests, len(requests), 0), K)
+                comparison = measure_parity(engine, requests, K, noise).comparison
+                engine.set_k(K)
+                accepted = engine.generate(requests).stats.num_accepted_tokens
+                engine.shutdown()
+                yield {
+                    "type": dtype,
+                    "drafts": method,
+                    "graphs": graphs,
+                    "tokens": comparison.num_tokens,
+                    "accepted": accepted,
+                    "near_ties": len(comparison.divergences) - comparison.num_unexplained,
+                    "unexplained": comparison.num_unexplained,
+                    "noise": noise.cdf,
+                }
+
+
+def mixed_requests(count: int) -> list[Request]:
+    """Return requests with random prompts of likely tokens, at several temperatures, top-p and top-k."""
+    generator = random.Random(0)
+    settings = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.0, 1.0, 0), (1.0, 1.0, 5), (1.3, 0.8, 8))
+    return [
+        Request(
+            generator.choices(LIKELY, k=generator.randint(1, 64)),
+            response_seed(0, 0, index, 0),
+            48,
+            *settings[index % len(settings)],
+        )
+        for index in range(count)
+    ]

@@ -1,0 +1,83 @@
+"""Where a run comes from: its command, user, code and data, as tags and data sets of MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import specrl
+from specrl.artifacts import digest, write_json
+from specrl.config import Config, dump_config
+from specrl.config.text import redacted
+from specrl.keys import files_digest
+from specrl.lineage.record import read_record
+
+SOURCE_FILE = "tracking/source.json"
+"""The file of a run with the tags that say where it comes from."""
+GIT_SECONDS = 10
+
+
+def source_tags(config: Config) -> dict[str, str]:
+    """Return the tags that say who started the run with which command, and the git revision of the code, if any.
+
+    What looks like a secret is left out of the command, with all that follows it in its word.
+
+    Called where the run is started: the jobs, and a run that is resumed, import a copy of the code without revision.
+    """
+    command = shlex.join([Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])])
+    record = read_record(config.run_dir)
+    tags = {
+        "mlflow.source.name": command,
+        "mlflow.source.type": "LOCAL" if config.cluster.backend == "local" else "JOB",
+        "mlflow.user": os.environ.get("USER") or str(os.getuid()),
+        "specrl.host": os.uname().nodename,
+        **{f"specrl.data.{name}": value for name, value in data_digests(config).items()},
+        **({"specrl.origin": record.origin.words} if record is not None and record.origin is not None else {}),
+    }
+    return tags | git_tags(Path(specrl.__file__).parents[1])
+
+
+def git_tags(root: Path) -> dict[str, str]:
+    """Return the revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
+        return {
+            "mlflow.source.git.commit": _git(root, "rev-parse", "HEAD"),
+            "mlflow.source.git.branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD"),
+            "specrl.code.changed": str(bool(_git(root, "status", "--porcelain", "--untracked-files=no"))).lower(),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout.strip()
+
+
+def data_digests(config: Config) -> dict[str, str]:
+    """Return a digest of each data file, or of the section `data` where the prompts come from generators."""
+    files = {"training": config.data.path, "validation": config.data.validation_path}
+    found = {name: files_digest([(path, "")]) for name, path in files.items() if path is not None and path.is_file()}
+    if found:
+        return found
+    return {"training": digest(json.loads(dump_config(config))["data"])}
+
+
+def write_source(run_dir: Path, tags: Mapping[str, str]) -> None:
+    """Write the run's tags, unless it has some: they are of its first start."""
+    path = run_dir / SOURCE_FILE
+    if not path.exists():
+        write_json(path, dict(tags))
+
+
+def read_source(run_dir: Path) -> dict[str, str]:
+    """Return the run's tags; none for a folder that no flow has started."""
+    path = run_dir / SOURCE_FILE
+    return dict(json.loads(path.read_text())) if path.exists() else {}

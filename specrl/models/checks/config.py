@@ -1,0 +1,176 @@
+"""What a model's `config.json` may ask for: what trainer, engine and exporter all compute alike. No torch here.
+
+`check_config` decides it for `--dry-run`, for `prepare` and for the trainer. The engine reads the same keys, so what is
+not known to mean the same to both is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specrl.config import ConfigError
+from specrl.models.families import LLAMA, Family, expert_shape, family_of
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""The positive numbers that every `config.json` has."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Tokens that programs send through the embeddings."""
+ROPE_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3's rotary scaling that Megatron-core has built in."""
+
+
+def check_config(config: Mapping[str, Any]) -> Family:
+    """Return the family of a model, given the contents of its `config.json`.
+
+    Raises:
+        ConfigError: Trainer, engine or exporter would refuse the model or compute something else; the line names the
+            key, its value and what is supported.
+    """
+    family = family_of(config)
+    for problem in (*_size_problems(config, family), *_setting_problems(config, family)):
+        raise ConfigError(problem)
+    expert_shape(config)  # refuses layers without experts among those with
+    llama3_factor(config)
+    return family
+
+
+def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
+    lines = []
+    for key in SIZES if family is LLAMA else (*SIZES, "num_key_value_heads"):  # others have defaults of their own
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            lines.append(f"{key} = {_json(value)}: it must be a whole number above 0")
+    if lines:
+        return lines
+    hidden, heads, vocabulary = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
+    if heads % (groups := config.get("num_key_value_heads") or heads):
+        lines.append(f"num_key_value_heads = {groups} must divide num_attention_heads = {heads}")
+    if not config.get("head_dim") and hidden % heads:
+        lines.append(f"num_attention_heads = {heads} must divide hidden_size = {hidden}, or head_dim must be given")
+    for key in TOKEN_IDS:
+        ids = config.get(key)
+        lines += [
+            f"{key} = {token} lies beyond the embeddings, which have vocab_size = {vocabulary} rows"
+            for token in (ids if isinstance(ids, list) else [ids])
+            if isinstance(token, int) and token >= vocabulary
+        ]
+    return lines
+
+
+def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    of = f"is not supported in a {family.architecture}"
+    if config.get("quantization_config") or config.get("compression_config"):
+        method = (config.get("quantization_config") or {}).get("quant_method", "a method that is not named")
+        yield (
+            f"quantization_config with quant_method = {_json(method)} {of}: weights must be in F32, BF16 or F16; "
+            "use the checkpoint that it was made from, or dequantise it"
+        )
+    listed = dict(family.every_layer)
+    if "layer_types" not in listed and config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        yield f"sliding_window = {_json(config['sliding_window'])} {of}: use a checkpoint with full attention (null)"
+    for key, entry in ({"layer_types": "full_attention"} | listed).items():
+        found = config.get(key) or (["none given"] if key in listed else [])
+        if other := [value for value in found if value != entry]:
+            where = f"in {len(other)} of {len(found)} layers"
+            yield f'{key} = "{other[0]}" {where} {of}: it must be "{entry}" in all of them'
+    if config.get("tie_word_embeddings") and not family.can_tie:
+        yield f"tie_word_embeddings = true {of}: vLLM needs its output layer in the checkpoint"
+    layers = config["num_hidden_layers"]
+    if (start_key := family.experts_from) is not None and (start := config.get(start_key) or 0) < layers:
+        must = f"no layer may have experts, so it must be at least num_hidden_layers = {layers}"
+        yield f"{start_key} = {start} {of}: {must}"
+    for key, allowed in _settings(family).items():
+        if (value := config.get(key)) is not None and value != allowed:
+            yield f"{key} = {_json(value)} {of}: use a checkpoint with {key} = {_json(allowed)}"
+    if family.mtp is not None and rope_of(config)["rope_type"] != "default":
+        yield f"{_rope_key(config)} {of}: remove the scaling, with which vLLM and the trainer would draft differently"
+    if not family.ignored_keys and config.get("model_type") != family.model_type:
+        yield f"model_type = {_json(config.get('model_type'))} {of}: it must be {_json(family.model_type)}"
+
+
+def _settings(family: Family) -> dict[str, Any]:
+    """Return what fixes the arithmetic of a family, and the only value of each key; an absent key means this one."""
+    return {
+        "hidden_act": "silu",
+        "attention_bias": family.qkv_bias,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "use_bias": False,
+        "use_sliding_window": False,
+        "partial_rotary_factor": 1.0,
+        "dual_chunk_attention_config": None,
+        "is_causal": True,
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=str)[:80]
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's rotary embedding as transformers 5 writes it in `rope_parameters`.
+
+    Args:
+        config: The contents of the model's `config.json`, of any version of transformers.
+    """
+    found = rope_keys(config)
+    kind = found.get("rope_type") or found.get("type") or "default"
+    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
+    rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
+    if kind not in ("default", "linear"):
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that a `config.json` says of rotary embeddings in tables; where both speak, the older one counts."""
+    older = config.get("rope_scaling") or {}
+    kind = {"rope_type": older["type"]} if older.get("type") else {}
+    return {**(config.get("rope_parameters") or {}), **kind, **older}
+
+
+def _rope_key(config: Mapping[str, Any]) -> str:
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    return f"{key} with rope_type = {_json(rope_of(config)['rope_type'])}"
+
+
+def llama3_factor(config: Mapping[str, Any]) -> float | None:
+    """Return the factor of Llama 3's rotary scaling, or None for a model without scaling.
+
+    Raises:
+        ConfigError: The model scales in another way, or with other constants than Megatron-core has built in.
+    """
+    if rope_keys(config).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor is not supported: rotary embeddings must cover the whole head")
+    rope = rope_of(config)
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "llama3" or any(rope.get(key) != value for key, value in LLAMA3_ROPE.items()):
+        raise ConfigError(
+            f"{_rope_key(config)}: this rope scaling is not supported, only none, or llama3 with "
+            f"{json.dumps(LLAMA3_ROPE)}; without it the model works up to its original length"
+        )
+    return float(rope["factor"])

@@ -1,0 +1,209 @@
+"""Send what a run and its stages have logged to MLflow: from the flow, `specrl sync`, and a thread of a stage.
+
+`sent.json` beside each log says what has arrived, so that every call sends what is missing and no more. What one log
+cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import shorten
+
+from filelock import FileLock, Timeout
+
+from specrl.config import Config
+from specrl.tracking.log import Entry, Log, Sent
+from specrl.tracking.sender import BATCH_METRICS, MlflowSender, RefusedError
+from specrl.tracking.store import connect, tracking_uri
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+"""How often the thread looks for new entries."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
+"""The pause after a failed attempt, which doubles with every further one."""
+LAST_PAUSE_SECONDS = 2.0
+"""The longest pause while someone waits for the end."""
+REASON_LENGTH = 200
+"""The number of characters of an error that a warning quotes."""
+LOCK_FILE = ".sending.lock"
+FILES = ("artifact", "model")
+"""The kinds of entries that upload files, to a store that may be away although MLflow answers."""
+
+
+class Syncing:
+    """Sends a log from now on until `close`, in a thread. It neither raises nor waits in the threads that log."""
+
+    def __init__(self, config: Config, log: Log) -> None:
+        self._config, self._sent = config, Sent(log)
+        self._sender: MlflowSender | None = None
+        self._retries = True
+        """Whether what has been refused before is still to be tried again, which each `Syncing` does once."""
+        self._store_is_away = False
+        self._single = 0
+        """The position up to which metrics are sent one by one, since some of them are refused."""
+        self._closing = threading.Event()
+        self._stopping = threading.Event()
+        self._failed_at: float | None = None
+        """When MLflow was first found away; None while it answers."""
+        self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+        self._thread.start()
+
+    def close(self, patience_s: float, limit_s: float | None = None) -> bool:
+        """Send what waits and end; return whether nothing waits any more. See `send` for the arguments."""
+        closed_at = time.monotonic()
+        self._closing.set()
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            now = time.monotonic()
+            is_away = self._failed_at is not None and now - max(self._failed_at, closed_at) > patience_s
+            if is_away or (limit_s is not None and now - closed_at > limit_s):
+                break
+        self._stopping.set()  # the thread is a daemon: an attempt that hangs ends with the process
+        return not self._sent.waits()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether MLflow did not answer the last time."""
+        return self._failed_at is not None
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._stopping.is_set():
+            last = self._closing.is_set()
+            if self._attempt():
+                if last:
+                    return
+                pause = FIRST_PAUSE_SECONDS
+                self._closing.wait(IDLE_SECONDS)
+            else:
+                (self._stopping if last else self._closing).wait(min(pause, LAST_PAUSE_SECONDS) if last else pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _attempt(self) -> bool:
+        folder = self._sent.log.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Two senders of one log would send everything twice: a job, and `specrl sync` at the same time.
+            with FileLock(folder / LOCK_FILE, timeout=0):
+                self._send_all()
+        except Timeout:
+            self._away(f"another process sends {self._sent.log.path}")
+            return False
+        except Exception as error:  # artifact stores raise errors of many libraries; none may end a training run
+            self._away(str(error).partition("\n")[0])
+            return False
+        self._back()
+        return True
+
+    def _send_all(self) -> None:
+        """Send what is missing and what waits, in order.
+
+        Raises:
+            Exception: MLflow is away or does not take the start of the run; or its artifact store is away, after
+                everything that is no file has been sent.
+        """
+        self._sent.refresh()
+        failed: Exception | None = None
+        for entries in self._batches():
+            if self._stopping.is_set():
+                return
+            is_file = entries[0].kind in FILES
+            if is_file and failed is not None:
+                self._sent.note(entries, "")
+                continue
+            self._sent.log.flush()
+            self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent.log)
+            try:
+                self._sender.send(entries, self._sent.now.versions)
+            except RefusedError as error:
+                if entries[0].kind == "start":  # without its run, nothing else can be sent
+                    raise
+                self._refused(entries, str(error))
+            except FileNotFoundError as error:
+                logger.warning("%s: an entry is left out: %s", self._sent.log.path, error)
+                self._sent.note(entries)
+            except Exception as error:
+                if not is_file:
+                    raise
+                failed, self._store_is_away = error, True
+                self._sent.note(entries, "")
+            else:
+                self._store_is_away = self._store_is_away and not is_file
+                if not self._store_is_away:
+                    self._back()
+                self._sent.note(entries)
+        if failed is not None:
+            raise failed
+
+    def _batches(self) -> Iterator[list[Entry]]:
+        """Yield what is sent together: one entry, or metrics that follow one another for the same run."""
+        missing, again = self._sent.now.missing, self._retries
+        self._retries = False
+        yield from ([entry] for entry in self._sent.retried() if again or not missing[entry.begin])
+        while first := next(self._sent.waiting(), None):
+            batch: list[Entry] = []
+            total = 0
+            for entry in self._sent.waiting():
+                total += len(entry.values["metrics"]) if entry.kind == "metrics" else 0
+                is_same = entry.kind == first.kind == "metrics" and entry.values["run"] == first.values["run"]
+                if batch and (not is_same or total > BATCH_METRICS or entry.begin < self._single):
+                    break
+                batch.append(entry)
+            yield batch
+
+    def _refused(self, entries: Sequence[Entry], reason: str) -> None:
+        if len(entries) > 1:  # one of them is refused; the others are not to be lost with it
+            self._single = entries[-1].end
+            return
+        if not any(self._sent.now.missing.values()):
+            logger.warning(
+                "MLflow refuses what %s logs (%s); that is sent again by the next job, the flow, or specrl sync",
+                self._sent.log.owner.name,
+                reason,
+            )
+        self._sent.note(entries, reason)
+
+    def _away(self, reason: str) -> None:
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+            logger.warning(
+                "MLflow at %s is away (%s): what is logged waits in %s and is sent later; nothing else is affected",
+                tracking_uri(self._config),
+                shorten(reason, REASON_LENGTH, placeholder=" ..."),
+                self._sent.log.folder,
+            )
+
+    def _back(self) -> None:
+        if self._failed_at is not None:
+            logger.warning(
+                "MLflow is back after %.0f s; what has waited is sent now", time.monotonic() - self._failed_at
+            )
+            self._failed_at = None
+
+
+def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: float | None = None) -> list[Path]:
+    """Send what these folders have logged, in order, and return those of which something still waits.
+
+    Args:
+        patience_s: For how long a store that is away is tried again.
+        limit_s: How long a store that answers may take for one folder; by default as long as it needs.
+    """
+    waiting = [folder for folder in folders if not Sent(Log(folder)).is_complete()]
+    late: list[Path] = []
+    for number, folder in enumerate(waiting):
+        syncing = Syncing(config, Log(folder))
+        syncing.close(patience_s, limit_s)
+        if syncing.is_away:
+            return [*late, *waiting[number:]]  # the others would wait for the same store
+        late += [folder] if Sent(Log(folder)).waits() else []
+    return late
+
+
+def refusals(folders: Sequence[Path]) -> list[str]:
+    """Return why MLflow refuses entries of these folders, a reason for each."""
+    return [reason for folder in folders for reason in Sent(Log(folder)).now.missing.values() if reason]

@@ -1,0 +1,22 @@
+"""One task for each stage, under the stage's name: it finishes the stage, whose inputs are other finished stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from specrl.config import STAGES, StageName
+from tasks.run import Finished, Run, run_stage
+
+
+def _task_of(stage: StageName) -> Any:
+    @task(name=stage, task_run_name=stage, cache_policy=NO_CACHE)
+    def finish(run: Run, *inputs: Finished) -> Finished:
+        return run_stage(run, stage, *inputs)
+
+    return finish
+
+
+prepare, pretrain, calibrate, train, validate, export = map(_task_of, STAGES)

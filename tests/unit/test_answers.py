@@ -1,0 +1,152 @@
+"""Which answer of a response counts, and when it is the reference, as common data sets and models write both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specrl.config import DataConfig
+from specrl.data.answers import format_answer
+from specrl.data.problems import Prompt
+from specrl.data.rewards.functions import make_reward
+
+GSM8K = "She packs 4*6=<<4*6=24>>24 jars.\nThen 24-5=<<24-5=19>>19 are left.\n#### {}"
+RUN_ON = "Answer: 73\n\nQuestion: What is 2+2?\nAnswer: 4"
+INSIDE = "<think>\nAnswer: 73\n</think>\nI give up."
+
+
+def earned(reward: str, reference: str, response: str, **settings: str) -> float:
+    config = DataConfig.model_validate({"source": "file", "path": Path("x.jsonl"), "reward": reward} | settings)
+    return float(make_reward(config)(Prompt(1, "", [], reference), response))
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("<think>maybe Answer: 5, no</think>\nSo the result is \\boxed{73}.", True),
+        (INSIDE, False),
+        ("<think>Answer: 73", False),
+        ("so 70 + 3</think>\nAnswer: 73", True),
+        (RUN_ON, True),
+        ("Answer: 4\n\nQ: 70+3?\nA: 73\nAnswer: 73", False),
+        ("Answer: 73<|im_end|>\n<|im_start|>user\nAnswer: 4", True),
+        ("<answer>73</answer>\nHuman: next one\n<answer>4</answer>", True),
+        ("Question: how many?\nAnswer: 73", True),
+        ("Answer: 4. Wait.\nAnswer: 73", True),
+        ("Answer: 4, or rather \\boxed{73}", True),
+        ("\\boxed{4}, no: \\boxed{73}", True),
+        ("\\boxed{73} and \\boxed{4", True),
+        ("$\\boxed{ 73 }$", True),
+        ("\\fbox{73}", True),
+        ("**Answer:** 73", True),
+        ("**Answer**: 73", True),
+        ("**Final Answer: 73**", True),
+        ("**Final Answer**\n\nThe final answer is $\\boxed{73}$. I hope it is correct.", True),
+        ("### Answer\n73", True),
+        ("Answer:\n\n$$73$$", True),
+        ("The answer is 73.", True),
+        ("The answer is 73. Is the answer right?", True),
+        ("The final answer is \\(73\\)", True),
+        ("Answer：73", True),
+        ("答案：73", True),
+        ("Antwort: 73", True),
+        ("Answer (in apples): 73", True),
+        ("Answer: 73 apples", True),
+        ("Answer: $73", True),
+        ("Answer: $73.00", True),
+        ("Answer: 73%", True),
+        ("<<70+3=73>>\n#### 73", True),
+        ("Answer: 73 million", False),
+        ("Answer: 73 or 74", False),
+        ("Answer: 7", False),
+        ("Answer: 730", False),
+        ("Answer: -73", False),
+        ("", False),
+    ],
+)
+def test_the_answer_that_counts_is_the_last_one_after_the_thoughts_and_before_a_run_on(
+    reward: str, response: str, right: bool
+) -> None:
+    assert earned(reward, "73", response) == right
+
+
+def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
+    for response, final in ((RUN_ON, 1), (INSIDE, 0)):
+        assert earned("exact_match", "73", response) == final
+        assert earned("exact_match", "73", response, answer_from="response") == 1 - final
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"2\sqrt{3}", r"so it is \boxed{2\sqrt{3}}", "Answer: 2"),
+        (r"6\pi", r"\boxed{6\pi}", "Answer: 6"),
+        ("6π", r"\boxed{6\pi}", "Answer: 6"),
+        ("2√3", r"\boxed{2\sqrt{3}}", "Answer: 2"),
+        ("x²", r"\boxed{x^2}", r"\boxed{x}"),
+        ("3+4i", r"\boxed{3+4i}", "Answer: 3"),
+        (r"1 - \sqrt{2}", r"Answer: $1-\sqrt{2}$", "Answer: 1"),
+        ("(1, 2)", r"\boxed{(1,2)}", "Answer: 2"),
+        (r"(-\infty, 3]", r"\boxed{(-\infty, 3]}", "Answer: 3"),
+        ("[2, 4]", r"\boxed{[2,4]}", "Answer: 4"),
+        ("2^{10}", "Answer: 1024", "Answer: 2"),
+        ("2**10", "Answer: 1024", "Answer: 2"),
+        ("5 million", "Answer: 5,000,000", "Answer: 5"),
+        ("1e5", "Answer: 100000", "Answer: 5"),
+        ("5!", r"\boxed{5!}", "Answer: 5"),
+        ("y = 2x+3", r"\boxed{y = 2x+3}", "Answer: 3"),
+        ("x=3 or x=5", r"\boxed{x=5 or x=3}", "Answer: 5"),
+        ("12:30", "Answer: 12:30", "Answer: 12"),
+        ("1,2,3", "Answer: 3, 2, 1", "Answer: 3"),
+        (r"\{1,2\}", r"\boxed{1, 2}", "Answer: 2"),
+        ("[1, 2, 3]", "Answer: 1, 2, 3", "Answer: 3"),
+        ('["18"]', "Answer: 18", "Answer: 1"),
+        ('["3", "5"]', r"\boxed{3, 5}", "Answer: 5"),
+        ("2 1/2", r"\boxed{2.5}", "Answer: 2"),
+        (r"$\frac{1}{2}$", "Answer: 0.5", "Answer: 2"),
+        (r"\(\frac{1}{2}\)", r"\boxed{\frac{2}{4}}", "Answer: 1"),
+        (r"We see that it is $\boxed{\frac{1}{2}}$.", "Answer: 1/2", "Answer: 1"),
+        ("18.0", "Answer: 18", "Answer: 180"),
+        ("1,234.50", "Answer: 1234.5", "Answer: 1"),
+        (r"3,\!000", "Answer: 3000", "Answer: 3"),
+        ("50%", r"\boxed{50\%}", "Answer: 5"),
+        (r"10^\circ", "Answer: 10", "Answer: 1"),
+        (r"3\text{ cm}", "Answer: 3", "Answer: 4"),
+        (GSM8K.format("1,750"), "Answer: 1750", "Answer: 750"),
+        ("Paris", "Answer: Paris", "Answer: Pairs"),
+        (r"\text{Paris}", r"\boxed{Paris}", r"\boxed{\text{Lyon}}"),
+        ("no solution", r"\boxed{\text{No solution}}", "Answer: 0"),
+        ("B", "Answer: (B) Lyon", "Answer: (A) B"),
+        ("(B)", r"\boxed{B}", "Answer: C"),
+        ("Yes", "Answer: Yes", "Answer: No"),
+    ],
+)
+def test_math_verify_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:
+    assert earned("math_verify", reference, right) == 1
+    assert earned("math_verify", reference, wrong) == 0
+    assert earned("math_verify", reference, format_answer(reference)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (GSM8K.format("19"), "Answer: 19", "Answer: 24"),
+        (GSM8K.format("1,750"), r"so \boxed{1750}", "Answer: 1"),
+        ("18.0", "Answer: 18", "Answer: 180"),
+        ("3 hours", "Answer: 3", "Answer: 3 days"),
+        ('["NYC", "New York"]', "The answer is New York.", "Answer: York"),
+        ("True", "**Answer:** true", "Answer: false"),
+        ("The answer is 5.", "5", "4"),
+        ("0.5", "Answer: .50", "Answer: 5"),
+        ("-3", "Answer: −3", "Answer: 3"),
+        ("D", "The answer is option D", "The answer is definite"),
+        ("E. coli", "Answer: E. coli", "Answer: E. faecalis"),
+        ("C", r"\boxed{\text{C}}", "Answer: Carbon"),
+    ],
+)
+def test_exact_match_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:
+    assert earned("exact_match", reference, right) == 1
+    assert earned("exact_match", reference, wrong) == 0
+    assert earned("exact_match", reference, format_answer(reference)) == 1

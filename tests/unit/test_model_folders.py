@@ -1,0 +1,242 @@
+"""Folders as downloads, merges, converters and other trainers leave them: each is one line that says how to mend it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flows.preflight import check_model
+from specrl.config import Config, ConfigError, ModelConfig, PolicyConfig
+from specrl.distributed import join, leave
+from specrl.models.checks.folder import check_model_folder
+from specrl.models.checks.headers import HEAD, read_headers, tensor_shapes
+from specrl.models.directory import read_model_config
+from specrl.models.families import FAMILIES
+from specrl.models.sources import materialise_model
+from specrl.training.megatron.policy import Policy
+
+# isort: split
+from megatron.core import parallel_state
+
+EMBEDDINGS, Q_PROJ = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+Change = Callable[[Path], object]
+
+
+def tiny(family: str = "llama", *, tied: bool | None = None) -> ModelConfig:
+    shape = {"family": family, "tie_embeddings": tied}
+    return ModelConfig.model_validate({"source": "tiny", "dtype": "float32", "max_length": 64, "tiny": shape})
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return materialise_model(tiny(), 7, tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_model_folder(folder, 64)
+    line = str(error.value)
+    assert "\n" not in line and str(folder) in line
+    return line
+
+
+def config(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        found = read_model_config(folder) | changes
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value != "-"}))
+
+    return change
+
+
+def tensors(**changes: torch.Tensor | None) -> Change:
+    """Change tensors, whose names have `__` in place of dots; None leaves one out."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        found = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, path)
+
+    return change
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def renamed(name: str, *also: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / name)
+        for other in also:
+            (folder / other).write_text("{}")
+
+    return change
+
+
+def cut(size: int) -> Change:
+    return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+INDEX = "model.safetensors.index.json"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (config(max_position_embeddings=None), "max_position_embeddings = null: it must be a whole number"),
+        (config(num_attention_heads="-"), "num_attention_heads = null"),
+        (config(hidden_size="128"), 'hidden_size = "128"'),
+        (config(num_key_value_heads=3), "num_key_value_heads = 3 must divide num_attention_heads = 4"),
+        (config(architectures="LlamaForCausalLM"), "unsupported architecture: none given; supported: Llama"),
+        (config(model_type="mistral"), 'model_type = "mistral" is not supported in a LlamaForCausalLM: it must be'),
+        (config(quantization_config=FP8), 'quantization_config with quant_method = "fp8" is not supported'),
+        (config(attention_bias=True), "use a checkpoint with attention_bias = false"),
+        (config(mlp_bias=True), "use a checkpoint with mlp_bias = false"),
+        (config(hidden_act="gelu"), 'hidden_act = "gelu"'),
+        (config(sliding_window=4096), "sliding_window = 4096 is not supported"),
+        (config(layer_types=["full_attention", "sliding_attention"]), 'layer_types = "sliding_attention" in 1 of 2'),
+        (config(rope_scaling=YARN), 'rope_scaling with rope_type = "yarn"'),
+        (config(rope_scaling={"type": "linear", "factor": 2.0}), 'rope_type = "linear"'),
+        (
+            config(dual_chunk_attention_config={"chunk_size": 8}),
+            "use a checkpoint with dual_chunk_attention_config = null",
+        ),
+        (config(is_causal=False), "is_causal = false"),
+        (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+        (config(eos_token_id=[2, 4000]), "eos_token_id = 4000 lies beyond the embeddings"),
+        (
+            config(vocab_size=256),
+            "has model.embed_tokens.weight of shape [128, 128], and its config.json says [256, 128]",
+        ),
+        (config(num_hidden_layers=4), "num_hidden_layers = 4 is too small for it"),
+        (config(num_hidden_layers=8), "lacks tensors of a LlamaForCausalLM of its config.json (model.layers.6."),
+        (config(tie_word_embeddings=False), "where that is the embeddings' matrix, set true"),
+        (text("config.json", "[]"), "no JSON object, but list"),
+        (text("config.json", "\ufeff{}"), "BOM"),
+        (text("config.json", LFS), "git lfs pull"),
+        (lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xff"}'), "not JSON in UTF-8"),
+        (text("generation_config.json", "{"), "has a generation_config.json that is not JSON"),
+        (text(INDEX, '{"weight_map": {"a": "mod'), f"has a {INDEX} that is not JSON"),
+        (text(INDEX, "{}"), "without weight_map"),
+        (text(INDEX, '{"weight_map": {"a": "../model.safetensors"}}'), "without weight_map of files beside it"),
+        (text(INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'), f"remove {INDEX}"),
+        (text(INDEX, '{"weight_map": {"a": "model.safetensors"}}'), f"has not in its files what {INDEX} says (a)"),
+        (renamed("model-00001-of-00001.safetensors"), "rename a single shard model.safetensors"),
+        (renamed("pytorch_model.bin"), "from_pretrained(FOLDER).save_pretrained(NEW)"),
+        (renamed("model.gguf"), "gguf_file"),
+        (renamed("adapter_model.safetensors", "adapter_config.json"), "merge_and_unload() of peft"),
+        (text("adapter_config.json", "{}"), "merge_and_unload() of peft"),
+        (text("model.safetensors", LFS), "git lfs pull"),
+        (text("model.safetensors", "<!DOCTYPE html>" + 200 * "x"), "that is no safetensors file"),
+        (text("model.safetensors", ""), "0 bytes"),
+        (cut(1000), "no safetensors file, or its beginning"),
+        (cut(-1), "it is not downloaded whole"),
+        (lambda folder: shutil.copy(folder / "model.safetensors", folder / "other.safetensors"), "other.safetensors"),
+        (text("tokenizer.json", "{"), "has a tokenizer.json that is not JSON"),
+        (text("tokenizer.json", "{}"), "has a tokenizer.json that is no tokenizer"),
+        (text("tokenizer.json", LFS), "git lfs pull"),
+        (tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(128)), "the trainer has no such bias"),
+        (tensors(model__norm__weight_scale=torch.ones(1)), "it is quantised"),
+        (tensors(v_head__weight=torch.ones(1)), "reward or value model"),
+        (tensors(base_model__model__x__lora_A__weight=torch.ones(1)), "merge_and_unload() of peft"),
+        (tensors(model__norm__weight=None), "lacks tensors of a LlamaForCausalLM"),
+        (tensors(model__norm__weight=torch.ones(128, dtype=torch.int8)), "has model.norm.weight in I8"),
+        (tensors(lm_head__weight=torch.ones(128, 128)), "set tie_word_embeddings = false"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_line_that_says_how_to_mend_it(
+    folder: Path, change: Change, words: str
+) -> None:
+    change(folder)
+    assert words in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter_config.json", "merge_and_unload() of peft"),
+        ("model_world_size_8_rank_0.pt", "verl.model_merger merge"),
+        ("global_step100", "zero_to_fp32.py"),
+        ("snapshots", "give the folder within snapshots"),
+        ("model.gguf", "gguf_file"),
+        ("model.safetensors", "download the folder again"),
+    ],
+)
+def test_a_folder_without_a_configuration_says_what_it_is_instead(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    line = refusal(tmp_path)
+    assert "has no config.json: " in line and words in line
+
+
+def test_tokens_beyond_the_embeddings_are_named(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        {"id": 128, "content": "<new>", "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    )
+    tokenizer["model"]["vocab"] |= {f"t{number}": number for number in range(len(tokenizer["model"]["vocab"]), 128)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "token '<new>' = 128, beyond the embeddings' vocab_size = 128 rows" in refusal(folder)
+
+
+def test_a_vocabulary_without_merges_and_a_lost_link_are_named(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    assert "vocab.json without merges.txt" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/gone")
+    assert "links to files that are not there" in refusal(folder)
+
+
+def test_a_head_that_equals_tied_embeddings_and_what_is_derived_are_no_obstacles(folder: Path) -> None:
+    embeddings = load_file(folder / "model.safetensors")[EMBEDDINGS]
+    tensors(lm_head__weight=embeddings.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(16))(
+        folder
+    )
+    check_model_folder(folder, 64)
+
+
+def test_the_trainer_loads_no_head_of_its_own_beside_tied_embeddings(folder: Path) -> None:
+    tensors(lm_head__weight=torch.ones(128, 128))(folder)
+    try:
+        with pytest.raises(ConfigError, match="set tie_word_embeddings = false"):
+            Policy(folder, PolicyConfig(), dtype="float32", ranks=join(), seed=0, trainable=False)
+    finally:
+        parallel_state.destroy_model_parallel()
+        leave()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_expected_tensors_are_those_that_the_model_of_each_family_has(family: str, tmp_path: Path) -> None:
+    for tied in (False, True) if FAMILIES[family].can_tie else (False,):
+        made = materialise_model(tiny(family, tied=tied), 0, tmp_path / str(tied))
+        found = {name: tensor.shape for name, tensor in read_headers(made).items()}
+        assert tensor_shapes(read_model_config(made)) == found
+        assert (HEAD in found) != tied
+
+
+def test_a_dry_run_says_that_a_chat_template_is_missing(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    values = {"name": "x", "model": {"source": str(folder), "dtype": "float32", "max_length": 64}}
+    values |= {"data": {"template": "chat"}, "sampling": {"max_response_tokens": 32}}
+    values |= {"speculation": {"method": "none", "k": 0}}
+    [line] = check_model(Config.model_validate(values))
+    assert "has no chat template; put one there as chat_template.jinja" in line
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert check_model(Config.model_validate(values)) == []

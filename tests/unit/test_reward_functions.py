@@ -1,0 +1,182 @@
+"""What a reward of one's own may be and return, as users of TRL and verl have them, and what it gets of its row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from specrl.config import Config, DataConfig
+from specrl.data.files import read_problems
+from specrl.data.problems import Prompt, fit_all
+from specrl.data.rewards.functions import judge, make_reward
+from specrl.data.rewards.pool import RewardPool, Scores
+from specrl.data.rewards.trial import doubtful_references
+from specrl.models.tiny import character_tokenizer
+from specrl.rollout.collect import rewarded_text
+from specrl.rollout.requests import Response
+
+BODY = """
+import asyncio
+import numpy as np
+import torch
+
+def numpy_scalar(prompt, response, answer): return np.float32(0.5)
+def numpy_bool(prompt, response, answer): return np.bool_(True)
+def tensor(prompt, response, answer): return torch.tensor(0.5)
+def boolean(prompt, response, answer): return response == answer
+def table(prompt, response, answer): return {"score": 0.5, "acc": True}
+def table_without_score(prompt, response, answer): return {"acc": True}
+def left_out(prompt, response, answer): return None if response == "skip" else 1.0
+def columns(prompt, response, answer, level, *, source="none"): return level + (source == "amc")
+def all_columns(prompt, response, answer, **columns): return len(columns)
+
+async def judged(prompt, response, answer):
+    await asyncio.sleep(0)
+    return {"score": 0.25}
+
+def trl(prompts, completions, answer, level, **kwargs):
+    assert len(prompts) == len(completions) == len(answer) == len(level) == 1
+    return [float(text == right) + number for text, right, number in zip(completions, answer, level)]
+
+def trl_without_prompts(completions, **kwargs): return [1.0 if "x" in text else None for text in completions]
+async def trl_async(completions, **kwargs): return [0.5 for _ in completions]
+def trl_chat(prompts, completions, **kwargs):
+    [[asked]], [[said]] = prompts, completions
+    return [float(asked["content"] == "Q" and said["content"] == "x")]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["index"] == 3
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+class Scorer:
+    def __call__(self, prompt, response, answer): return 0.75
+
+scorer = Scorer()
+"""
+ENTRY = {"level": 2, "source": "amc", "data_source": "openai/gsm8k", "extra_info": {"index": 3}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module_of_rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "rewards_of_users.py").write_text(BODY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def data(name: str, **settings: Any) -> DataConfig:
+    own = {"source": "file", "path": "x.jsonl", "reward": f"rewards_of_users:{name}"}
+    return DataConfig.model_validate(own | settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("numpy_scalar", 0.5),
+        ("numpy_bool", 1.0),
+        ("tensor", 0.5),
+        ("boolean", 1.0),
+        ("table", 0.5),
+        ("left_out", 1.0),
+        ("columns", 3.0),
+        ("all_columns", 4.0),
+        ("judged", 0.25),
+        ("trl", 3.0),
+        ("trl_without_prompts", 1.0),
+        ("trl_async", 0.5),
+        ("verl", 1.0),
+        ("scorer", 0.75),
+    ],
+)
+def test_a_reward_is_called_as_its_parameters_say_and_may_return_what_has_a_number(name: str, expected: float) -> None:
+    prompt = Prompt(0, "Q", [], "x", {"question": "Q", "entry": ENTRY})
+    assert judge(make_reward(data(name)), prompt, "x") == expected
+
+
+def test_a_reward_of_trl_sees_conversations_where_the_template_is_a_chat() -> None:
+    prompt = Prompt(0, "<|user|>Q", [], "x", {"question": "Q"})
+    assert judge(make_reward(data("trl_chat", template="chat")), prompt, "x") == 1
+
+
+def test_what_has_no_number_and_a_column_that_is_not_there_are_failures() -> None:
+    prompt = Prompt(0, "Q", [], "x", {"question": "Q"})
+    assert judge(make_reward(data("table_without_score")), prompt, "x") == (
+        "returned {'acc': True}, which is not a finite number"
+    )
+    assert "missing 1 required positional argument: 'level'" in str(judge(make_reward(data("columns")), prompt, "x"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_the_other_columns_of_a_file_reach_the_reward(ending: str, tmp_path: Path) -> None:
+    row = {"prompt": "Q", "answer": "x", "level": 2, "source": "amc"}
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    config = data("columns", path=path)
+    [problem] = read_problems(path, config, fit_all)
+    prompt = Prompt(0, "Q", [], problem.answer, {"question": "Q", "entry": problem.entry})
+    assert make_reward(config)(prompt, "x") == 3
+    [problem] = read_problems(path, config.model_copy(update={"reward": "exact_match"}), fit_all)
+    assert problem.entry == {}
+
+
+def test_a_response_that_is_left_out_has_no_advantage() -> None:
+    pool = RewardPool(data("left_out"))
+    try:
+        scoring = pool.begin(pool.config)
+        for number, response in enumerate(["a", "skip", "b", "skip"]):
+            scoring.submit(number, Prompt(number // 3, "Q", [], "x"), response)
+        scores = scoring.wait()
+    finally:
+        pool.close()
+    assert scores.in_groups([0, 0, 0, 1]) == [1.0, 1.0, 1.0, 0.0] and not scores.failures
+    nan = float("nan")
+    assert Scores([1.0, 0.0, nan, 0.5], [], 0.0).in_groups([7, 7, 7, 8]) == [1.0, 0.0, 0.5, 0.5]
+
+
+def config_file(folder: Path, reward: str, rows: list[dict[str, Any]]) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "config.toml"
+    path.write_text(f'name = "x"\n[data]\nsource = "file"\npath = "{folder}/rows.jsonl"\nreward = "{reward}"\n')
+    return path
+
+
+def test_special_tokens_reach_the_reward_that_asks_for_them() -> None:
+    tokenizer = character_tokenizer(64)
+    tokens = [*tokenizer.encode("4</s>")]
+    response = Response(tokens, [0.0] * len(tokens), None, "4", "stop", 0, 0, 0, 0.0, 0.0)
+    assert rewarded_text(response, tokenizer, data("boolean")) == "4"
+    assert rewarded_text(response, tokenizer, data("boolean", reward_special_tokens=True)) == "4</s>"
+
+
+def test_references_that_no_response_can_match_are_counted(tmp_path: Path) -> None:
+    values = {"name": "x", "data": {"source": "file", "path": str(tmp_path / "r.jsonl"), "reward": "math_verify"}}
+    stated = {"2\\sqrt{3}": "Answer: 2\\sqrt{3}", "5": "Answer: 5", "6": "Answer: 7"}
+    found = [(Prompt(0, answer, [], answer), text) for answer, text in stated.items()]
+    [line] = doubtful_references(Config.model_validate(values), [*found, *found])
+    assert line.startswith("1 of the 3 references looked at do not earn 1 by data.reward = 'math_verify'")
+    assert line.endswith("the first one: '6'") and "\n" not in line
+    assert doubtful_references(Config.model_validate(values), found[:2]) == []
+
+
+def test_a_reward_that_fails_is_said_once_and_by_the_exit_code(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Q{number}", "answer": "x"} for number in range(3)]
+    (tmp_path / "response.txt").write_text("x")
+    for name, code, words in (
+        ("table_without_score", 1, "returned {'acc': True}, which is not a finite number"),
+        ("left_out", 0, "score: 1 in"),
+    ):
+        path = config_file(tmp_path, f"rewards_of_users:{name}", rows)
+        found = CliRunner().invoke(app, ["reward", str(path), "--response", str(tmp_path / "response.txt")])
+        assert found.exit_code == code and found.output.count(words) == 1
