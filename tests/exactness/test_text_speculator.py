@@ -18,7 +18,6 @@ from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
 from specrl.rollout.engine import Engine, Request
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests, running
-from tests.exactness.test_token_for_token import count_preemptions
 from tests.exactness.toy import policy_weights, toy_config, write_policy
 from tests.mtp_models import write_mtp_model
 from tests.text_drafting import Ask, Compared, follow
@@ -28,7 +27,8 @@ REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
 K = 5
 WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
 """The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
-TIGHT = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": False}
+CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+"""Prompts are read in pieces, beside requests that decode."""
 BESIDE_TEXT = {
     "replay": DraftMethod("replay", replays=True),
     "eagle3": DraftMethod("eagle3+replay", EAGLE3, "drafter", replays=True),
@@ -115,7 +115,7 @@ def right(counts: Counts, first: int, last: int) -> int:
     ("method", "k", "overrides"),
     [
         ("replay", K, {}),
-        ("replay", K, TIGHT),
+        ("replay", K, CHUNKED),
         ("eagle3", 3, {}),
         ("draft_model", 2, {"async_scheduling": False}),
         ("ngram", 3, {}),
@@ -141,20 +141,19 @@ def test_text_changes_no_token_and_is_compared(
         Stored(recent=[older[index - 1] for index in range(len(older))]),
     ]
     with running(policy, drafter, config_of(method, k, draft_model=model), **overrides) as engine:
-        preempted = count_preemptions(engine)
         found = [answers(engine, REQUESTS, stored) for stored in offered]
     assert all(tokens == plain for tokens, _ in found)
-    assert (len(preempted) > 0) == (overrides is TIGHT)
     nothing, same, changed, others, recent = (counts for _, counts in found)
     assert (right(nothing, DRAFTERS, DRAFTERS) > 30) == (method != "replay")
     assert right(nothing, OWN, DRAFTERS - 1) == 0
     num_tokens = sum(map(len, plain))
     assert right(same, OWN, OWN) > 0.7 * num_tokens
-    assert same.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
+    # While a prompt is read in pieces, its first token is predicted several times.
+    assert overrides is CHUNKED or same.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
     assert 0 < right(changed, OWN, OWN) < right(same, OWN, OWN)
     assert right(others, OWN, OWN) == 0 < right(others, STORED, RECENT_TEXT - 1)
     assert right(recent, OWN, RECENT_TEXT - 1) == 0 < right(recent, RECENT_TEXT, DRAFTERS - 1)
-    if method == "replay" and not preempted:
+    if method == "replay" and overrides is not CHUNKED:
         for (_, counts), stored in zip(found, offered, strict=True):
             wanted = expected(stored, plain)
             assert (counts.seen == wanted.seen).all()

@@ -126,7 +126,10 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
     assert store.number_of([4]) == UNKNOWN_PROMPT
     index = store.index("cpu")
     assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 7, 8, 4, 5, 6]
+    store.remember([1])
     assert store.index("cpu") is index
+    store.remember([2] * 6)
+    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, *[2] * 6]
     store.forget_recent()
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
 

@@ -12,6 +12,8 @@ from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
 
 UNKNOWN_PROMPT = ANY_PROMPT - 1
 """The number of a prompt for which nothing is stored."""
+NOTEWORTHY = 8
+"""The index is made anew once what it lacks is one part of so many."""
 Tokens = tuple[int, ...]
 
 
@@ -29,6 +31,8 @@ class TextStore:
         self._stored: list[Text] = []
         self._recent: list[NDArray[np.int32]] = []
         self._index: TextIndex | None = None
+        self._unindexed = 0
+        """The tokens of responses that the index lacks."""
 
     def store(
         self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
@@ -48,7 +52,7 @@ class TextStore:
         """Add a response, which may be drafted from in the next generation."""
         if self._most:
             self._recent.append(np.asarray(response, np.int32))
-            self._index = None
+            self._unindexed += len(response)
 
     def forget_recent(self) -> None:
         """Drop all responses that were remembered."""
@@ -65,8 +69,12 @@ class TextStore:
         return len(found), next((len(text.tokens) for text in found if text.seed == seed), 0)
 
     def index(self, device: torch.device | str) -> TextIndex:
-        """Return an index of all texts, the latest responses before older ones."""
-        if self._index is None:
+        """Return an index of all texts, the latest responses before older ones.
+
+        It may lack some of the latest ones, as long as they are few beside what it has: a bubble generates many times.
+        """
+        if self._index is None or NOTEWORTHY * self._unindexed >= len(self._index.tokens):
+            self._unindexed = 0
             kept, total = 0, 0
             for response in reversed(self._recent):
                 total += len(response)
