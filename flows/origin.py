@@ -102,9 +102,7 @@ def find_origin(place: str, config: Config) -> Origin:
         step=int(wanted),
         stage_dir=ORIGIN,
         counts_on=False,
-        has_drafter=own.has_weights
-        and own.same_model(METHODS[theirs.speculation.method])
-        and (own.is_policy_layer or theirs.drafter.parallel == config.drafter.parallel),
+        has_drafter=own.has_weights and own.same_model(METHODS[theirs.speculation.method]),
     )
     return Origin(
         start,

@@ -155,7 +155,7 @@ class BestPolicy(Artifact):
 
 
 class SpeedupEstimate(Artifact):
-    """What drafts gained in the RL steps, estimated from the controller's trials of plain decoding: no matched pair."""
+    """What drafts gained in the RL steps, estimated by the cost model: no matched pair."""
 
     generation: float
     """The ratio of the time of generation without drafts to that with them, median over the steps."""
@@ -190,7 +190,7 @@ class TrainResult(Artifact):
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     speedup_estimate: SpeedupEstimate | None = None
-    """What drafts gained by the controller's own trials; None where it tried nothing without drafts."""
+    """What drafts gained by the cost model; None where it knows no times."""
     mismatch: dict[str, float]
     """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()

@@ -26,15 +26,7 @@ from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import (
-    StepParts,
-    StepRecord,
-    StepRecorder,
-    controller_metrics,
-    recent_seconds,
-    recorded_metrics,
-    step_path,
-)
+from specrl.step_record import StepParts, StepRecord, StepRecorder, recent_seconds, recorded_metrics, step_path
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, TrainState, load_newest
@@ -188,7 +180,8 @@ class Trainer:
                 update.features.clear()  # or they would still be held beside the next step's
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
             parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
-            others = self.generator.metrics() | controller_metrics(self.engine.controller)
+            drafting = self.engine.drafting
+            others = self.generator.metrics() | (drafting.metrics() if drafting is not None else {})
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):

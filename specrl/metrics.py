@@ -103,23 +103,17 @@ _DEFINITIONS = (
     Metric(
         "spec/k",
         "tokens",
-        "Longest draft that the first rank's controller allowed, mean over the step's iterations; only with "
-        "speculation.adaptive.",
+        "Longest draft of the first rank's engine, mean over the step's decoding iterations.",
     ),
     Metric(
         "spec/chosen_k_batch_I",
         "tokens",
-        "Draft length of the drafter that the controller has settled on for batch sizes from I/2 to I.",
-    ),
-    Metric(
-        "spec/chosen_replay_k_batch_I",
-        "tokens",
-        "Draft length from stored text that the controller has settled on for batch sizes from I/2 to I.",
+        "Draft length that is chosen for I running requests; only with speculation.adaptive.",
     ),
     Metric(
         "spec/chosen_tokens_per_s_batch_I",
         "tokens/s",
-        "Tokens generated per second with these draft lengths in the latest iterations.",
+        "Tokens per second that are expected with this draft length.",
     ),
     Metric(
         "bubble/idle_s",
@@ -307,8 +301,8 @@ _DEFINITIONS = (
         "speedup/generation_estimate",
         "",
         "Estimated ratio of timing/generation_s without drafts to that with them: plain decoding needs an iteration "
-        "for each token of a request, and its iterations take as long, in proportion, as in the controller's trials "
-        "without drafts. No matched pair; only with speculation.adaptive, once every rank has had such a trial.",
+        "for each token of a request, and its iterations take as long as the cost model expects without drafts. No "
+        "matched pair; only with speculation.adaptive.",
     ),
     Metric(
         "speedup/step_estimate",
@@ -345,17 +339,11 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 SYSTEM = Metric("system/NAME", "", "Load of the first rank's machine, as MLflow measures NAME.")
 BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
-TEXT_SOURCE = {
-    "draft": Metric("spec/NAME_draft_tokens", "tokens", "The part of spec/num_draft_tokens from the text source NAME."),
-    "accepted": Metric(
-        "spec/NAME_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from the text source NAME."
-    ),
-}
 TOKEN_SHARE = Metric(
     "validate/NAME_token_share_batch_I",
     "",
-    "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay, recent or a text "
-    "source) drafted and that were accepted.",
+    "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay or recent) "
+    "drafted and that were accepted.",
 )
 VALIDATION = {
     metric.name.removeprefix("validation/NAME/"): metric
@@ -402,9 +390,9 @@ assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 def find_metric(name: str) -> Metric | None:
     """Return the definition of a metric, or None for a name that has no definition.
 
-    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the drafts of a text source
-    without metrics of its own by `TEXT_SOURCE`, the tokens of a source in matched pairs by `TOKEN_SHARE`, the scores of
-    a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`, and the load of a machine by `SYSTEM`.
+    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the tokens of a source in
+    matched pairs by `TOKEN_SHARE`, the scores of a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`,
+    and the load of a machine by `SYSTEM`.
     """
     of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
     if of_set is not None:
@@ -416,7 +404,4 @@ def find_metric(name: str) -> Metric | None:
     if re.fullmatch(r"validate/\w+_token_share_batch_\d+", name):
         return TOKEN_SHARE
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
-    of_text = re.fullmatch(r"spec/\w+_(draft|accepted)_tokens", name)
-    if found is None and of_text is not None:
-        return TEXT_SOURCE[of_text[1]]
     return found or (POLICY if name.startswith("policy/") else None)

@@ -19,7 +19,6 @@ from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
-from specrl.rollout.drafts.controller import Controller
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
@@ -233,19 +232,6 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
             counters |= {f"{source}_accepted_tokens": counts.num_accepted_tokens}
     per_position = {f"acceptance_rate_pos_{i}": rate for i, rate in enumerate(stats.acceptance_rate_per_pos, start=1)}
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
-
-
-def controller_metrics(controller: Controller | None) -> dict[str, float]:
-    """Return what this rank's controller did in the step, and what it has settled on for each running batch size."""
-    if controller is None:
-        return {}
-    mean = controller.take_mean_length()
-    metrics = {"spec/k": mean} if mean is not None else {}
-    for point in controller.curve():
-        if point.chosen:
-            chosen = {"k": float(point.k), "replay_k": float(point.replay_k), "tokens_per_s": point.tokens_per_s}
-            metrics |= {f"spec/chosen_{name}_batch_{point.batch}": value for name, value in chosen.items()}
-    return metrics
 
 
 def write_step(steps_dir: Path, record: StepRecord) -> None:

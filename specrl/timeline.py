@@ -108,7 +108,7 @@ class Bubble:
     pace: list[tuple[int, int, float]] = field(default_factory=list)
     """The pace of its own share, `Pace.rows`."""
     saved_s: float | None = None
-    """An estimate of the seconds that drafts saved in its own share, by the controller's trials of plain decoding; None
+    """An estimate of the seconds that drafts saved in its own share, by the cost model's plain iterations; None
     where there is none."""
 
     @property

@@ -58,11 +58,8 @@ class LiteralDrafter:
         return all_logits
 
     def go_on(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """The slot after another one of the drafter's own; a parallel drafter reads the same mask in all of them."""
-        if self.shape.mask_token is None:
-            return self.feed(token, hidden, position)
-        fed = self.weights["fc.weight"] @ self._normed_features(self.weights["mask_hidden"][0])
-        return self.feed(self.shape.mask_token, fed, position)
+        """The slot after another one of the drafter's own."""
+        return self.feed(token, hidden, position)
 
     def prefill(self, tokens: list[int], features: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """Slots 0..start from the policy's features `[seq, layers * hidden]`."""

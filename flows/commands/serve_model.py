@@ -57,7 +57,7 @@ def serve_model(
     chosen = _checked(port) if port is not None else free_port()
     address = ["--host", LOOPBACK, "--port", str(chosen)]
     k = config.speculation.k
-    drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config, parallel=config.drafter.parallel)
+    drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config)
     command = [*drafting, *address]
     print(shlex.join(command), flush=True)
     with _log() as log, ModelServer(command[1:], chosen, log) as server:

@@ -90,7 +90,7 @@ class DrafterOptions:
             method = config.speculation.draft_method
             if any(given.values()):
                 raise ConfigError("bench drafter: give either --run, or --model, --drafter and --data")
-            if method.model != "drafter" or method.texts or config.adopts_drafter:
+            if method.model != "drafter" or method.replays or config.adopts_drafter:
                 raise ConfigError(
                     f'bench drafter makes EAGLE-3 drafters; this run has speculation.method = "{method.name}" and '
                     f'drafter.source = {config.drafter.source}; use one with "eagle3" and without drafter.source'

@@ -222,17 +222,6 @@ class Config(Section):
                 f'drafter.source = "{self.drafter.source}" with speculation.method = "{method.name}": a layer of the '
                 "policy drafts; use a method with an EAGLE-3 drafter, such as eagle3"
             )
-        if self.drafter.parallel and method.is_policy_layer:
-            raise ValueError(
-                f'drafter.parallel = true with speculation.method = "{method.name}": a layer of the policy drafts one '
-                "position after another; set it to false, or use a method with an EAGLE-3 drafter, such as eagle3"
-            )
-        if self.drafter.parallel and method.model == "drafter" and self.speculation.k > self.drafter.ttt_steps:
-            raise ValueError(
-                f"speculation.k = {self.speculation.k} with drafter.parallel = true and drafter.ttt_steps = "
-                f"{self.drafter.ttt_steps}: a parallel drafter never learns positions beyond ttt_steps; k must be at "
-                "most as large"
-            )
         if not self.drafter.epochs and method.model == "drafter" and self.drafter.source is None:
             raise ValueError("drafter.epochs = 0: a new drafter must be trained; set it above 0, or set drafter.source")
 

@@ -10,17 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-STORED_TEXT = "specrl.rollout.drafts.text_sources:StoredTextSource"
-"""Stored responses to the same prompt, such as those generated ahead in bubbles."""
-RECENT_TEXT = "specrl.rollout.drafts.text_sources:RecentTextSource"
-"""The engine's latest responses to any prompt."""
-
 
 @dataclass(frozen=True)
 class DraftMethod:
     """Where drafts come from.
 
-    A method drafts with one of vLLM's own proposers (`vllm`), from text (`texts`), or with both; in that case text
+    A method drafts with one of vLLM's own speculators (`vllm`), from text (`replays`), or with both; in that case text
     drafts where it is expected to get more tokens accepted. A method that has neither decodes without speculation.
     """
 
@@ -33,13 +28,14 @@ class DraftMethod:
     """The model that drafts inside vLLM: a `drafter` in a directory of its own, trained along with the policy; a
     `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, which is trained as well; or the
     `draft_model` of the configuration, which stays as it is. None if vLLM drafts without a model."""
-    texts: tuple[str, ...] = ()
-    """The text sources, as import paths `module:Class` of `TextSource` classes."""
+    replays: bool = False
+    """Whether text serves as drafts: stored responses to the same prompt, such as those generated ahead in bubbles, and
+    the engine's latest responses to any prompt."""
 
     @property
     def drafts(self) -> bool:
         """Whether anything is drafted at all."""
-        return self.vllm is not None or bool(self.texts)
+        return self.vllm is not None or self.replays
 
     @property
     def has_weights(self) -> bool:
@@ -51,16 +47,6 @@ class DraftMethod:
         """Whether the drafter is a layer of the policy's checkpoint, with the policy's head and vocabulary."""
         return self.model == "policy_layer"
 
-    @property
-    def reads_every_token(self) -> bool:
-        """Whether a model drafts, whose KV cache would have holes if it did not read every token of every request."""
-        return self.model is not None
-
-    @property
-    def replays(self) -> bool:
-        """Whether stored responses to the same prompt serve as drafts."""
-        return STORED_TEXT in self.texts
-
     def same_model(self, other: DraftMethod) -> bool:
         """Return whether this method can draft with the model that was made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
@@ -68,20 +54,18 @@ class DraftMethod:
 
 
 EAGLE3 = {"method": "eagle3"}
-NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""
-TEXTS = (STORED_TEXT, RECENT_TEXT)
-"""The text sources of the methods with replay."""
 
 METHODS: dict[str, DraftMethod] = {
     row.name: row
     for row in (
         DraftMethod("none"),
         DraftMethod("eagle3", vllm=EAGLE3, model="drafter"),
-        DraftMethod("eagle3+replay", vllm=EAGLE3, model="drafter", texts=TEXTS),
+        DraftMethod("eagle3+replay", vllm=EAGLE3, model="drafter", replays=True),
         DraftMethod("mtp", vllm={"method": "mtp"}, model="policy_layer"),
         DraftMethod("ngram", vllm=NGRAM),
-        DraftMethod("replay", texts=TEXTS),
+        DraftMethod("replay", replays=True),
         DraftMethod("draft_model", vllm={"method": "draft_model"}, model="draft_model"),
     )
 }

@@ -82,8 +82,8 @@ class SpeculationConfig(Section):
     """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`. Methods that draft
     from text alone have no use for it."""
     adaptive: Adjustable[bool] = True
-    """Whether the controller chooses the draft length, from 0 upwards, for each running batch size, and how much of
-    each draft is verified; if not, drafts always have the full length, and all of it is verified."""
+    """Whether the draft length is chosen for each running batch size, from 0 upwards, by the tokens and seconds that
+    are expected of an iteration; if not, drafts always have the full length."""
     replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
@@ -102,7 +102,7 @@ class SpeculationConfig(Section):
     def draft_lengths(self) -> tuple[int, int]:
         """The longest draft of vLLM's proposer and the longest from text, in tokens; 0 where the method has none."""
         method = self.draft_method
-        return self.k if method.vllm is not None else 0, self.replay_k if method.texts else 0
+        return self.k if method.vllm is not None else 0, self.replay_k if method.replays else 0
 
     @model_validator(mode="after")
     def _options_match_method(self) -> Self:
@@ -152,16 +152,14 @@ class RefitConfig(Section):
     and before a checkpoint, and its tensors are compared at every refit."""
 
 
-def batched_tokens(max_num_seqs: int, longest_draft: int, *, parallel: bool = False) -> int:
+def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
     """Return the largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
 
     Args:
         max_num_seqs: `engine.max_num_seqs`.
         longest_draft: The longest draft in tokens; 0 where nothing is drafted.
-        parallel: Whether the drafter reads all of a draft but its first token behind the tokens that were verified.
     """
-    masks = longest_draft - 1 if parallel and longest_draft else 0
-    return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1 + masks))
+    return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 
 BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]

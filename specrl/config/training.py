@@ -98,9 +98,6 @@ class DrafterConfig(Section):
     """Width of EAGLE-3's MLPs; the policy's by default."""
     sliding_window: Annotated[int, Field(ge=16)] | None = None
     """Number of positions that EAGLE-3's attention sees, its own among them; all by default."""
-    parallel: bool = False
-    """Whether EAGLE-3 drafts all positions in one forward pass (P-EAGLE), and not each from the one before it. Such
-    drafts take less time and are right less often. It drafts no further than the `ttt_steps` that it is trained for."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
     ttt_growth: Annotated[float, Field(ge=0, le=1)] = 0.0

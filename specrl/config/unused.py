@@ -14,12 +14,12 @@ from typing import Any
 
 from specrl.config.algorithms import LOSSES
 from specrl.config.base import Section
-from specrl.config.methods import METHODS, TEXTS
+from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig
 from specrl.config.rollout import SpeculationConfig
 from specrl.config.training import DrafterConfig, TrainConfig
 from specrl.config.validation import ValidateConfig, suggest_metric
-from specrl.metrics import METRICS, POLICY, TEXT_SOURCE, find_metric
+from specrl.metrics import METRICS, POLICY, find_metric
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
         )
     rows = METHODS.values()
     drafters = [row.name for row in rows if row.model == "drafter"], [row.name for row in rows if row.has_weights]
-    for name, allowed in (("source", drafters[0]), ("parallel", drafters[0]), ("data", drafters[1])):
+    for name, allowed in (("source", drafters[0]), ("data", drafters[1])):
         if not method.has_weights and _is_given(drafter, name):
             yield Unused(
                 (f"drafter.{name}",),
@@ -106,9 +106,6 @@ def _why_never_measured(metric: str, train: TrainConfig, speculation: Speculatio
         near = suggest_metric(metric, [f"policy/{name}" for name in names])
         loss = f"train.loss = {train.loss.name}"
         return "train.loss.name", f"neither specrl/metrics.py nor {loss} has a metric of this name{near}"
-    if definition in TEXT_SOURCE.values() and set(speculation.draft_method.texts) <= set(TEXTS):
-        method = f'speculation.method = "{speculation.method}"'
-        return "speculation.method", f"{method} has no text source of this name{suggest_metric(metric)}"
     return None
 
 

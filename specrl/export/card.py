@@ -9,7 +9,7 @@ from pathlib import Path
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
 from specrl.models.directory import CONFIG_FILE as MODEL_CONFIG
-from specrl.models.drafters import PARALLEL, has_window
+from specrl.models.drafters import has_window
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
@@ -22,7 +22,6 @@ def serve_arguments(
     k: int,
     config: Config | None = None,
     *,
-    parallel: bool = False,
     files: Path | None = None,
 ) -> list[str]:
     """Return the words of the `vllm serve` command that uses the drafter.
@@ -36,12 +35,11 @@ def serve_arguments(
         drafter_dir: The drafter's directory; the same as `policy` where a layer of the policy drafts.
         k: The number of tokens drafted per iteration.
         config: The run's configuration; None leaves the rest to vLLM.
-        parallel: Whether the drafter drafts all positions in one pass.
         files: Where the drafter's files are now, if they are not in `drafter_dir` yet.
     """
-    speculative: dict[str, str | int | bool] = {"method": "mtp"}
+    speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:
-        speculative = {"method": "eagle3", "model": str(drafter_dir), **({PARALLEL: True} if parallel else {})}
+        speculative = {"method": "eagle3", "model": str(drafter_dir)}
     speculative["num_speculative_tokens"] = k
     words = ["vllm", "serve", str(policy), "--speculative-config", json.dumps(speculative)]
     words += window_options(files or drafter_dir)
@@ -69,7 +67,7 @@ def _options(config: Config) -> list[str]:
 
 def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config, *, files: Path | None = None) -> str:
     """Return the same as one line for a shell, for the drafter of a run."""
-    return shlex.join(serve_arguments(policy, drafter_dir, k, config, parallel=config.drafter.parallel, files=files))
+    return shlex.join(serve_arguments(policy, drafter_dir, k, config, files=files))
 
 
 def model_card(

@@ -14,7 +14,6 @@ from specrl.export.exported import ExportedDrafter
 from specrl.export.sglang import sglang_command, write_sglang
 from specrl.export.speculators import write_speculators
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import MASK_TOKEN
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ def _write_eagle3(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def _eagle3_command(drafter: ExportedDrafter, directory: Path) -> str:
-    parallel = MASK_TOKEN in drafter.config
-    return shlex.join(serve_arguments(drafter.policy, directory, drafter.k, parallel=parallel))
+    return shlex.join(serve_arguments(drafter.policy, directory, drafter.k))
 
 
 def _speculators_command(_: ExportedDrafter, directory: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.export.exported import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import LAYERS, MASK_TOKEN
+from specrl.models.drafters import LAYERS
 from specrl.models.hf_io import TensorReader, write_tensors
 
 
@@ -69,7 +69,6 @@ def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """
     layers = eagle3[LAYERS]
     reasons = {
-        "all positions in one pass": MASK_TOKEN in eagle3,
         "norm_before_residual = true": eagle3["norm_before_residual"],
         "a single feature layer": len(layers) == 1,
         "the embeddings as a feature (layer 0)": layers[0] == 0,

@@ -14,7 +14,7 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.export.exported import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import LAYERS, MASK_HIDDEN, MASK_TOKEN, NORM_FLAGS
+from specrl.models.drafters import LAYERS, NORM_FLAGS, SPECULATORS_KIND
 from specrl.models.hf_io import TensorReader, write_tensors
 
 # Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
@@ -56,8 +56,6 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
     tensors = {
         name.replace("midlayer.", "layers.0."): tensor for name, tensor in TensorReader(drafter.directory).items()
     }
-    if MASK_HIDDEN in tensors:
-        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].view(1, 1, -1)  # as the library has it
     embeddings = TensorReader(drafter.policy_dir).read(f"model.{EMBEDDINGS}")
     tensors[EMBEDDINGS] = embeddings.to(tensors["lm_head.weight"].dtype)
     write_tensors(directory / WEIGHTS_FILE, tensors)
@@ -66,22 +64,16 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
 
 def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
     """Return the contents of the library's `config.json`; the errors are those of `write_speculators`."""
-    eagle3, parallel = drafter.config, MASK_TOKEN in drafter.config
-    if parallel and eagle3["fc_norm"]:
-        raise ValueError(
-            "vLLM reads no fc_norm of a drafter of all positions in one pass from the format of speculators; take "
-            "--format eagle3"
-        )
+    eagle3 = drafter.config
     if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
         raise ValueError(
             "speculators refuses a drafter with both norm_before_fc and fc_norm; take --format eagle3 or sglang"
         )
-    kind = "peagle" if parallel else "eagle3"
     return {
-        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
-        "speculators_model_type": kind,
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": SPECULATORS_KIND,
         "speculators_config": {
-            "algorithm": kind,
+            "algorithm": SPECULATORS_KIND,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.k}],
             "verifier": {
@@ -96,5 +88,4 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
         LAYERS: eagle3[LAYERS],
         "embed_requires_grad": False,
         **{key: eagle3[key] for key in DRAFTER_KEYS},
-        **({"mask_token_id": eagle3[MASK_TOKEN]} if parallel else {}),
     }

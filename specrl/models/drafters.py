@@ -35,6 +35,7 @@ MUST_BE = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
+    "parallel_drafting": False,
     "quantization_config": None,
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -57,14 +58,8 @@ POSITIONS_KEY = "specrl_position_weights"
 """The key of the measured weights of draft positions in that loss, from which more training goes on."""
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 """The key of the layers whose inputs are the features."""
-PARALLEL = "parallel_drafting"
-"""The key that says whether a drafter drafts all positions in one pass."""
-MASK_TOKEN = "ptd_token_id"
-"""The key of the token that stands for those not known yet in such a drafter; no other drafter has it."""
-MASK_HIDDEN = "mask_hidden"
-"""The name of the hidden states that stand for those not known yet in such a drafter."""
-SPECULATORS_KINDS = ("eagle3", "peagle")
-"""What `speculators` calls EAGLE-3 drafters, and those of all positions in one pass."""
+SPECULATORS_KIND = "eagle3"
+"""What `speculators` calls EAGLE-3 drafters."""
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
 """The keys of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
@@ -175,12 +170,6 @@ def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> N
             suited(published, read_model_config(policy_dir), directory)
     except ConfigError as error:
         raise ConfigError(f"drafter.source: {error}") from error
-    if (published.config[MASK_TOKEN] is not None) != config.drafter.parallel:
-        how, other = ("one after another", "false") if config.drafter.parallel else ("in one pass", "true")
-        raise ConfigError(
-            f"drafter.parallel = {str(config.drafter.parallel).lower()}: the drafter of drafter.source in {directory} "
-            f"drafts its positions {how}; set drafter.parallel = {other}"
-        )
 
 
 def read_published(directory: Path) -> PublishedDrafter:
@@ -226,17 +215,12 @@ def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
 
 def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
     kind = found["speculators_model_type"]
-    if kind not in SPECULATORS_KINDS:
-        allowed = " or ".join(f'"{name}"' for name in SPECULATORS_KINDS)
-        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be {allowed}')
+    if kind != SPECULATORS_KIND:
+        raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be "{SPECULATORS_KIND}"')
     layer = found.get("transformer_layer_config") or {}
     own = {key: value for key, value in found.items() if key not in ("transformer_layer_config", "speculators_config")}
     config = {**layer, **{key: value for key, value in own.items() if key in OWN_KEYS}}
-    if kind == "peagle":
-        if found.get("mask_token_id") is None:
-            raise ConfigError(f"{path} lacks mask_token_id, the token at the positions that are not known yet")
-        config[MASK_TOKEN] = found["mask_token_id"]
-    filled = _filled(config, found.get(LAYERS), norm_before_residual=kind == "eagle3")
+    filled = _filled(config, found.get(LAYERS), norm_before_residual=True)
     verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     return PublishedDrafter("speculators", filled, (f"it was trained for {verifier.get('name_or_path')}",))
 
@@ -256,7 +240,6 @@ def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_res
     filled["partial_rotary_factor"] = rope_keys(config).get("partial_rotary_factor", partial)
     filled["rope_parameters"] = rope_of(config)
     filled |= {flag: bool(filled.get(flag)) for flag in NORM_FLAGS}
-    filled[MASK_TOKEN] = filled.get(MASK_TOKEN)
     if layers:
         filled[LAYERS] = list(layers)
     return filled
@@ -269,11 +252,6 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
         if value is not None and value != wanted:
             found = "{...}" if isinstance(value, dict) else repr(value)
             raise ConfigError(f"{path}: {key} = {found}: specrl computes drafters with {wanted!r} only")
-    if config.get(PARALLEL) not in (None, config[MASK_TOKEN] is not None):
-        raise ConfigError(
-            f"{path}: {PARALLEL} = {config[PARALLEL]!r} and {MASK_TOKEN} = {config[MASK_TOKEN]!r}: a drafter of all "
-            "positions in one pass has both, and no other has one of them"
-        )
     if missing := [key for key in SIZES if not config.get(key)]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}")
     if len(types := set(config.get("layer_types") or ())) > 1:

@@ -330,8 +330,7 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
     if rank.gpu and config.engine.compile:
         items.append(_item(GRAPHS, GRAPHS_GIB * GIB, "assumed"))
     longest = max(config.speculation.draft_lengths) if speculate else 0
-    masked = config.drafter.parallel and config.speculation.draft_method.model == "drafter"
-    batched = batched_tokens(config.engine.max_num_seqs, longest, parallel=masked)
+    batched = batched_tokens(config.engine.max_num_seqs, longest)
     verified = config.engine.max_num_seqs * (longest + 1)
     hidden = batched * (4 * shape.hidden_size + 3 * shape.active_mlp_size / parallel) * size
     scores = max(verified * shape.vocab_size * 3 * FP32, PROBE_TOKENS * shape.vocab_size * SCORED_BYTES)

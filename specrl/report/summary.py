@@ -59,7 +59,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
     those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the
     training step that would come next, and draft from what that step would find: `text` says how much text that is, and
     `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
-    `speedup_estimate` has the medians over the steps of what the controller's own trials of plain decoding say.
+    `speedup_estimate` has the medians over the steps of what the cost model says of plain decoding.
     """
     config = readable_config(run_dir)
     prepare = readable(stages, "prepare", PrepareResult)
@@ -279,7 +279,7 @@ def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if not estimate:
         return []
     ratios = f"generation {estimate['generation']:.2f}x, step {estimate['step']:.2f}x"
-    how = f"medians of {_count(estimate['steps'], 'step')}, by trials of plain decoding in them; no matched pairs"
+    how = f"medians of {_count(estimate['steps'], 'step')}, against expected times of plain decoding; no matched pairs"
     return [("speedup, estimate", f"{ratios} ({how})")]
 
 

@@ -11,26 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """The constants of the draft-length controller, of its estimates, of drafts from text and of sharing idle time."""
+    """The constants of the choice of draft lengths, and of sharing idle time."""
 
-    # What is tried, and when.
-    trial_iterations: int = 4
-    """The number of iterations that a trial measures with other draft lengths, and with the chosen ones before and
-    after."""
-    trial_window: int = 12
-    """The number of latest trials of the same draft lengths over which their time is averaged."""
-    trial_error: float = 0.05
-    """The standard error of the log of the time that a trial finds, where times before and after it are equal."""
-    exploration: float = 0.1
-    """The probability of a trial after every `trial_iterations` iterations, if all candidates were as good as the
-    chosen lengths."""
-    plausible: float = 0.2
-    """The difference in log tokens per second from which on worse lengths are not tried. Up to it the probability of a
-    trial falls as (1 - difference / plausible)^2."""
+    time_window: float = 8.0
+    """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
 
     # What is expected of drafts.
     guessed_acceptance: float = 0.6
-    """The assumed probability that the next token of a draft is accepted too, before the controller has seen any."""
+    """The assumed probability that the next token of a draft is accepted too, before any was seen."""
     prior_requests: float = 25.0
     """The weight, in requests x iterations, of a guess of the tokens per iteration, and, in the estimate for one batch
     size, of what all batch sizes together have shown."""
@@ -41,16 +29,8 @@ class ControlSettings:
     text_window: int = 500
     """The number of drafts after which an observation of a draft from text has a weight of 1/e, and over which the
     accepted tokens of the drafter's drafts are averaged."""
-    least_probability: float = 0.25
-    """A draft from text is made as long as it can be while all of it is right with at least this probability."""
     worthwhile: float = 0.01
     """The share by which tokens per second must be expected to rise for drafted tokens to be left unverified."""
-
-    # Where text is found.
-    longest_suffix: int = 8
-    """The number of last tokens of a response that are compared with text; longer agreement counts as this much."""
-    most_places: int = 64
-    """The most places in text that are compared, and then followed, at once."""
 
     # What is kept from one training step to the next, and how idle time is shared out.
     kept_on_refit: float = 0.1

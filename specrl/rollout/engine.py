@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.estimates import DraftLengths
-from specrl.rollout.drafts.text_sources import StoredTextSource
+from specrl.rollout.drafts.acceptance import DraftOutcome, SpeculationStats
+from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
-from specrl.rollout.vllm.drafting.drafting import Drafting, GreedyDrafts
-from specrl.rollout.vllm.drafting.recorder import DraftLog, Recorder, SyntheticAcceptance
+from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,
@@ -35,9 +32,10 @@ from specrl.rollout.vllm.engine.arguments import (
     without_weights,
 )
 from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, set_environment
+from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.sampler import InvariantSampler
+from specrl.rollout.vllm.recorder import Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_drafter_is
 from specrl.rollout.vllm.weights.load import (
@@ -102,7 +100,7 @@ class Engine:
             drafter_dir: The drafter's directory, for methods that train a drafter. If that is the policy's own layer,
                 it is a directory of this policy with another such layer, or None for the one in `policy_dir`.
             config: The configuration, of which the model, engine, speculation and precision sections are read.
-            seed: The seed of vLLM's own generators and of the controller; no response depends on it.
+            seed: The seed of vLLM's own generators; no response depends on it.
             speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
             alone: Whether there is no trainer: the engine can take most of the GPU's memory, and keeps no routes.
@@ -120,38 +118,31 @@ class Engine:
         require_version()
         self.config = config
         self.max_length = config.model.max_length
-        self.max_k, self.max_replay_k = config.speculation.draft_lengths if speculate else (0, 0)
-        longest = max(self.max_k, self.max_replay_k)
+        longest = max(config.speculation.draft_lengths) if speculate else 0
         self.precision = EnginePrecision(config.precision, recipe)
-        arguments = engine_arguments(config, policy_dir, drafter_dir, seed, longest, self.precision, alone=alone)
-        if not reads_policy:
-            arguments = without_weights(arguments)
         self._family = family_of(read_model_config(policy_dir))
         keeps_routes = self._family.router is not None and not alone
-        self._vllm = VllmEngine({**arguments, **(overrides or {})}, keeps_routes=keeps_routes)
-        self._runner = self._vllm.runner
+        arguments = engine_arguments(
+            config, policy_dir, drafter_dir, seed, longest, self.precision, alone=alone, keeps_routes=keeps_routes
+        )
+        if not reads_policy:
+            arguments = without_weights(arguments)
+        self._vllm = VllmEngine({**arguments, **(overrides or {})}, SOURCES)
         self.precision.loaded(self._vllm.policy, None)
-        self._sampler = InvariantSampler(self._runner)
-        self._sampler.install()
-        self._drafting = self._install_drafting(seed, control or ControlSettings()) if longest else None
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
+        self._drafting = Drafting(self._vllm, config, control or ControlSettings()) if longest else None
         self._stopped = False
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
-        self.set_k(None if config.speculation.adaptive else self.longest_k)
+        self.set_k(self.longest_k)
         self.self_test()
-
-    def _install_drafting(self, seed: int, settings: ControlSettings) -> Drafting:
-        controller = Controller(self.max_k, self.max_replay_k, seed, settings)
-        greedy = GreedyDrafts.install(self._runner)
-        drafting = Drafting(self._runner, self._sampler, self.config, controller, settings, greedy)
-        drafting.install()
-        return drafting
+        if self._drafting is not None and config.speculation.adaptive:
+            self.set_k(None)
 
     @cached_property
     def _policy_names(self) -> frozenset[str]:
@@ -194,7 +185,7 @@ class Engine:
                 responses. It is meant for rollouts: a probe, which repeats the same requests, would find its own
                 earlier responses, word for word.
             learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
-                controller has settled on, and nothing about later drafts changes; it is meant for validation between
+                cost model has chosen, and nothing about later drafts changes; it is meant for validation between
                 steps and for probes of the drafter.
             routes: Whether to return the experts that the tokens were sent to, for a policy that has any. Every rank of
                 a tensor-parallel engine copies them from its own device, so that none need be sent to a trainer there.
@@ -204,16 +195,18 @@ class Engine:
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
-        with self._generation(recall, learn) as running:
+        with self._generation(len(requests), recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
-                name, internal = self._vllm.add(asked.prompt_tokens, parameters)
-                running[name] = (index, internal)
+                running[self._vllm.add(asked.prompt_tokens, parameters)] = index
+            decode_steps = self._vllm.decode_steps
             while running:
                 finished = self._vllm.step()
+                if self._drafting is not None:
+                    self._drafting.follow(self._vllm.last)
                 for request in finished:
-                    index, internal = running.pop(request.name)
-                    responses[index] = self._response(internal, request.tokens, request.finish_reason, routes=routes)
+                    index = running.pop(request)
+                    responses[index] = self._response(requests[index], request, routes=routes)
                     if on_response is not None:
                         on_response(index, responses[index])
                 if finished and on_progress is not None:
@@ -222,16 +215,17 @@ class Engine:
                     on_iteration()
                 if running and stop is not None and self.agreed(stop())[0]:
                     break
-            responses |= self._cut_off(running)
-            stats = self._sampler.stats  # each iteration has replaced it by a sum
+            responses |= {index: self._response(requests[index], request) for request, index in running.items()}
         ordered = [responses[index] for index in range(len(requests))]
+        outcomes = [DraftOutcome(d.source, d.drafted, d.accepted) for response in ordered for d in response.drafts]
+        stats = SpeculationStats.of(outcomes, self._vllm.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
     def set_k(self, k: int | None) -> None:
-        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the controller.
+        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the cost model.
 
-        For a method whose drafts are vLLM's, `k` is their length: text beside them keeps its own, `replay_k`, but
+        For a method with a drafter `k` is the length of its drafts: text beside it keeps its own, `replay_k`, but
         `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
         After `stop_speculating` the engine stays at 0.
 
@@ -244,12 +238,7 @@ class Engine:
         k = 0 if self._stopped else k
         self.k = k
         if self._drafting is not None:
-            self._drafting.fixed = self._draft_lengths(k) if k is not None else None
-
-    def _draft_lengths(self, k: int) -> DraftLengths:
-        if self.max_k:
-            return DraftLengths(k, self.max_replay_k if k else 0)
-        return DraftLengths(0, k)
+            self._drafting.set_length(k)
 
     def set_replay(
         self,
@@ -266,9 +255,10 @@ class Engine:
         Raises:
             ValueError: `speculation.method` has no replay.
         """
-        if self._stored is None:
+        if not self.replays:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        self._stored.store(texts, seeds)
+        assert self._drafting is not None
+        self._drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
         """Replace what is remembered of generations with `recall`, for methods that draft from text.
@@ -277,18 +267,25 @@ class Engine:
             generations: The tokens of the responses of each generation; in both, the oldest first.
         """
         assert self._drafting is not None, "an engine that does not draft"
-        self._drafting.replace_remembered(generations)
+        self._drafting.texts.forget_recent()
+        for responses in generations:
+            for response in responses:
+                self._drafting.texts.remember(response)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
 
         Either number is 0 where there is none.
         """
-        return self._stored.index.stored(request.prompt_tokens, request.seed) if self._stored is not None else (0, 0)
+        if self._drafting is None:
+            return 0, 0
+        found: tuple[int, int] = self._drafting.texts.stored(request.prompt_tokens, request.seed)
+        return found
 
     @property
-    def _stored(self) -> StoredTextSource | None:
-        return self._drafting.stored if self._drafting is not None else None
+    def replays(self) -> bool:
+        """Whether the engine takes stored responses to the same prompt as drafts."""
+        return self._drafting is not None and self.config.speculation.draft_method.replays
 
     @property
     def speculates(self) -> bool:
@@ -298,17 +295,12 @@ class Engine:
     @property
     def longest_k(self) -> int:
         """The largest `k` that `set_k` takes."""
-        return self.max_k or self.max_replay_k
+        return self._drafting.k if self._drafting is not None else 0
 
     @property
-    def controller(self) -> Controller | None:
-        """The controller, which chooses how far to draft while no `k` is set; None if nothing is drafted."""
-        return self._drafting.controller if self._drafting is not None else None
-
-    @property
-    def replays(self) -> bool:
-        """Whether the engine takes stored responses to the same prompt as drafts."""
-        return self._stored is not None
+    def drafting(self) -> Drafting | None:
+        """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
+        return self._drafting
 
     def stop_speculating(self) -> None:
         """Decode plainly from now on, whatever `k` is set."""
@@ -317,16 +309,12 @@ class Engine:
 
     def recorder(self) -> Recorder:
         """Return a context manager that records what every token is picked from."""
-        return Recorder(self._runner)
-
-    def log_drafts(self) -> DraftLog:
-        """Return a context manager that notes where each draft was verified, and how much of it was accepted."""
-        return DraftLog(self._sampler)
+        return Recorder(self._vllm.sampler)
 
     def synthetic_acceptance(self, acceptance_length: float) -> SyntheticAcceptance:
         """Return a context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
         assert self.k, "drafts need a fixed length"
-        return SyntheticAcceptance(self._sampler, acceptance_length, self.k, self._vllm.vocab_size)
+        return SyntheticAcceptance(self._vllm.sampler, acceptance_length, self.k, self._vllm.vocab_size)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""
@@ -373,8 +361,8 @@ class Engine:
             self._vllm.refit_drafter(drafter_weights, self._drafter_names)
         self.precision.loaded(self._vllm.policy, kv_scales)
         self.reset_prefix_cache()
-        if self.controller is not None:
-            self.controller.drafter_changed()
+        if self._drafting is not None:
+            self._drafting.costs.drafter_changed()
         self.version = version
         return time.perf_counter() - started
 
@@ -382,8 +370,8 @@ class Engine:
         """Load the drafter alone; the policy stays as it is. Errors are those of `refit`."""
         self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
-        if self.controller is not None:
-            self.controller.drafter_changed()
+        if self._drafting is not None:
+            self._drafting.costs.drafter_changed()
 
     @property
     def cannot_verify(self) -> str | None:
@@ -431,16 +419,18 @@ class Engine:
             longest = max(len(tokens) for tokens in sequences)
             raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
         params = scoring_params()
-        added = enumerate(self._vllm.add(tokens, params) for tokens in sequences)
-        running = {name: (index, internal) for index, (name, internal) in added}
         results: dict[int, SequenceScore] = {}
-        with self._drafting.paused() if self._drafting is not None else nullcontext():
+        if self._drafting is not None:
+            self._drafting.set_length(0)
+        with self._generation(0) as running:
+            for index, tokens in enumerate(sequences):
+                running[self._vllm.add(tokens, params)] = index
             while running:
                 for request in self._vllm.step():
-                    index, internal = running.pop(request.name)
-                    self._sampler.records.pop(internal)
-                    routes = self._vllm.routes(internal, len(sequences[index]) - 1)
+                    index = running.pop(request)
+                    routes = request.routes(len(sequences[index]) - 1)
                     results[index] = SequenceScore(request.prompt_logprobs, routes)
+        self.set_k(self.k)
         return [results[index] for index in range(len(sequences))]
 
     def agreed(self, *values: float) -> list[float]:
@@ -459,21 +449,21 @@ class Engine:
         """
         k = self.k
         self.set_k(self.longest_k)
-        with CraftedInputs(self._runner, self._vllm.vocab_size, self.stop_tokens) as crafted:
+        with CraftedInputs(self._vllm.sampler, self._vllm.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(
                 [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases]
             )
-            if self.replays:
-                self.set_replay({})
+        if self.replays:
+            self.set_replay({})
         self.set_k(k)
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self._vllm.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
-            crafted.check_logprobs(case, response.tokens, response.logprobs, response.log_kept_mass)
-        crafted.check_counters(generation.stats, speculates=self.speculates)
+            crafted.check(case, response)
+        crafted.check_drafts(speculates=self.speculates)
 
     @property
     def can_sleep(self) -> bool:
@@ -497,57 +487,42 @@ class Engine:
         self._vllm.stop()
 
     @contextmanager
-    def _generation(self, recall: bool, learn: bool) -> Iterator[dict[str, tuple[int, str]]]:
-        """Begin a generation with all counts at zero; whatever ends it, no request or prompt is left in vLLM.
+    def _generation(
+        self, num_requests: int, *, recall: bool = False, learn: bool = False
+    ) -> Iterator[dict[RunningRequest, int]]:
+        """Generate; whatever ends it, no request is left in vLLM.
 
         Yields:
-            The place and vLLM's internal name of each running request, by its name; the block keeps it up to date.
+            The places of the running requests; the block keeps it up to date.
         """
-        stats, self._sampler.stats = self._sampler.stats, SpeculationStats()
-        running: dict[str, tuple[int, str]] = {}
         if self._drafting is not None:
-            self._drafting.begin(recall, learn)
+            self._drafting.begin(num_requests, self.stop_tokens, recall=recall, learn=learn)
         try:
-            yield running
+            yield {}
         finally:
-            self._abort(internal for _, internal in running.values())
-            self._sampler.stats = stats
-
-    def _cut_off(self, running: Mapping[str, tuple[int, str]]) -> dict[int, Response]:
-        """Return what there is of the responses that are not finished, by their requests' places."""
-        return {
-            index: self._response(internal, self._vllm.tokens_so_far(internal), "abort")
-            for index, internal in running.values()
-        }
-
-    def _abort(self, internal: Iterable[str]) -> None:
-        names = list(internal)
-        self._vllm.abort(names)
-        for name in names:
-            self._sampler.records.pop(name, None)
-
-    def _response(self, internal: str, tokens: list[int], finish_reason: str, *, routes: bool = False) -> Response:
-        """Return the response to a request, and remove its record; a request that was never worked on has no record."""
+            self._vllm.end()
         if self._drafting is not None:
-            self._drafting.remember(tokens)
-        record = self._sampler.records.pop(internal, None)
+            self._drafting.end()
+
+    def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
+        """Return the response to a request, as far as it has got."""
+        if self._drafting is not None:
+            self._drafting.remember(request.tokens)
+        by_source = SpeculationStats.of([DraftOutcome(d.source, d.drafted, d.accepted) for d in request.drafts])
         now = time.time()
-        if record is None:
-            assert not tokens
-            return Response([], [], None, "", finish_reason, 0, 0, 0, started_at=now, finished_at=now)
-        # Tokens that were accepted past the end of the response have log-probs as well, which are cut off.
-        assert len(record.logprobs) >= len(tokens)
+        truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
-            tokens,
-            record.logprobs[: len(tokens)],
-            record.log_kept_mass[: len(tokens)] if record.is_truncated else None,
-            self.tokenizer.decode(tokens, skip_special_tokens=True),
-            finish_reason,
-            num_drafts=record.counts.num_drafts,
-            num_draft_tokens=record.counts.num_draft_tokens,
-            num_accepted_tokens=record.counts.num_accepted_tokens,
-            started_at=record.started_at,
-            finished_at=now,
-            by_source=record.by_source,
-            routes=self._vllm.routes(internal, record.prompt_length + len(tokens) - 1) if routes else None,
+            request.tokens,
+            request.logprobs,
+            request.log_kept_mass if truncates and request.tokens else None,
+            self.tokenizer.decode(request.tokens, skip_special_tokens=True),
+            request.finish_reason or "abort",
+            num_drafts=by_source.num_drafts,
+            num_draft_tokens=by_source.num_draft_tokens,
+            num_accepted_tokens=by_source.num_accepted_tokens,
+            started_at=request.started_at or now,
+            finished_at=request.finished_at or now,
+            by_source=by_source.by_source,
+            drafts=request.drafts,
+            routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )

@@ -28,7 +28,7 @@ def matched_pair(
 
     Args:
         batch: The number of requests that are handed to the engine at a time.
-        k: The draft length; None lets the controller choose, and counts the time in which it is still learning. The
+        k: The draft length; None leaves the choice to the engine's cost model. The
             engine is left with this setting.
         repeats: The number of generations of each kind.
         give_texts: A function that gives the engine all text to begin with. It is called before each speculative

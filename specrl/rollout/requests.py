@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
+from specrl.rollout.drafts.outcome_log import VerifiedDraft
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,13 @@ class Response:
     num_draft_tokens: int
     num_accepted_tokens: int
     started_at: float
-    """The end of the first iteration that worked on the prompt, in Unix seconds."""
+    """When its first token arrived, in Unix seconds."""
     finished_at: float
-    """The end of the last iteration that worked on the response, in Unix seconds."""
+    """When its last token arrived, in Unix seconds."""
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
     """Counters of its drafts, by the name of their source."""
+    drafts: Sequence[VerifiedDraft] = field(default=(), repr=False)
+    """Its drafts, as they were verified."""
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts that each token of prompt and response was sent to in each layer, [tokens - 1, layers, experts per
     token]: the engine never computes the last token. None where they were not asked for, or the policy has none."""

@@ -65,7 +65,7 @@ def main(context: StageContext) -> None:
                 acceptance_length=stats.acceptance_length,
                 acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
                 speed=speed,
-                text=following.text() if speed and config.speculation.draft_method.texts else None,
+                text=following.text() if speed and config.speculation.draft_method.replays else None,
                 exactness=exactness,
                 seconds=time.monotonic() - started,
             )
@@ -133,7 +133,7 @@ def measure_speed(engine: Engine, following: NextStep, config: Config, progress:
     if not engine.speculates:
         return []
     settings = config.validate_
-    give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.texts else None
+    give_texts = partial(following.give_texts, engine) if config.speculation.draft_method.replays else None
     k = None if config.speculation.adaptive else engine.longest_k
     pairs: list[SpeedPair] = []
     for batch in settings.speed_batches:

@@ -46,9 +46,8 @@ def _drafts(engine: Engine, chosen: HeldOutSet, temperature: float) -> list[Veri
     """Return the drafts that the engine made for one response to each prompt."""
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0)
     requests = [make_request(prompt, 0, chosen.config, origin) for prompt in chosen.prompts]
-    with engine.log_drafts() as log:
-        engine.generate([replace(request, temperature=temperature) for request in requests])
-    return log.drafts
+    generation = engine.generate([replace(request, temperature=temperature) for request in requests])
+    return [draft for response in generation.responses for draft in response.drafts]
 
 
 def _row(name: str, temperature: float, context: tuple[int, int] | None, stats: SpeculationStats) -> Acceptance:

@@ -78,7 +78,7 @@ class NextStep:
                 for text in read_texts(file):
                     stored.setdefault(text.prompt_id, []).append(text)
         speculation = config.speculation
-        most = speculation.recent_tokens if speculation.draft_method.texts else 0
+        most = speculation.recent_tokens if speculation.draft_method.replays else 0
         return cls(
             step=step,
             prompts=PromptSource(config, tokenizer, (begun, before), problems_dir=config.problems_dir).batch(step),

@@ -13,8 +13,8 @@ from tests.exactness.engines import running
 from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
 
 Start = Callable[[str], Engine]
-LONGEST = {"none": 0, "eagle3": 5, "parallel": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, "draft_model": 2}
-"""k of the engine for each method; `parallel` is `eagle3` with a drafter of all positions in one pass."""
+LONGEST = {"none": 0, "eagle3": 5, "ngram": 4, "replay": 5, "eagle3+replay": 3, "draft_model": 2}
+"""k of the engine for each method."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,19 +38,13 @@ def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
         # Another random policy drafts for this one: now and then they agree.
         small = write_policy(tmp_path_factory.mktemp("small") / "policy", policy_weights(5))
 
-        def parallel_drafter() -> Path:
-            return write_trained_drafter(tmp_path_factory.mktemp("parallel") / "drafter", policy, parallel=True)
-
         def start(method: str) -> Engine:
             if method not in engines:
-                name, used = ("eagle3", parallel_drafter()) if method == "parallel" else (method, drafter)
                 config = toy_config(
-                    name, LONGEST[method], draft_model=small if method == "draft_model" else None, max_num_seqs=256
+                    method, LONGEST[method], draft_model=small if method == "draft_model" else None, max_num_seqs=256
                 )
-                engines[method] = stack.enter_context(running(policy, used, config))
+                engines[method] = stack.enter_context(running(policy, drafter, config))
             engine = engines[method]
-            if engine.replays:
-                engine.set_replay({})
             engine.set_k(engine.longest_k)
             return engine
 

@@ -255,6 +255,26 @@ def draft_model_prefill_inputs(batch: Batch) -> Launch:
     return Launch((batch.count,), arguments, {"BLOCK_SIZE": 16}, written)
 
 
+def ngram_tables(batch: Batch) -> tuple[tuple[Any, ...], Tensor]:
+    """Sequences of few tokens, so that they repeat themselves, and the scores of blocks of 16 places."""
+    tokens = torch.tensor(batch.random.integers(0, 3, (batch.max_num_reqs, MAX_LENGTH)), dtype=torch.int32)
+    total = batch.states([row.prefill + row.sampled for row in batch.rows])
+    return (tokens, MAX_LENGTH, batch.idx_mapping, total, batch.num_sampled), batch.any((batch.count, 6), torch.int64)
+
+
+def ngram_scan(batch: Batch) -> Launch:
+    tables, scratch = ngram_tables(batch)
+    return Launch((batch.count, 6), (*tables, scratch, 6, MAX_LENGTH, 2, 4, 4, 16), {}, (scratch,))
+
+
+def ngram_finalize(batch: Batch) -> Launch:
+    tables, scratch = ngram_tables(batch)
+    found = [[batch.random.integers(2) * (3 * (MAX_LENGTH + 1) + 1 + place) for place in range(6)] for _ in batch.rows]
+    scratch[:] = torch.tensor(found, dtype=torch.int64).reshape(-1, 6)
+    drafts, last = batch.any((batch.count, K), torch.int64), batch.last_sampled.view(-1)
+    return Launch((batch.count,), (*tables, last, scratch, 6, drafts, MAX_LENGTH, 6, K, 8, 8), {}, (drafts,))
+
+
 def use_interpreter() -> None:
     """Prepare this process for `compare`."""
     os.environ["TRITON_INTERPRET"] = "1"

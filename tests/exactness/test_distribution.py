@@ -2,8 +2,8 @@
 
 A case is `NUM_SEQUENCES` responses with seeds of their own, against probabilities enumerated from the policy in FP64.
 EAGLE-3 is tested at each setting alone, every other source with the settings mixed in each batch. False-alarm rate of
-all tests of this file together: `FALSE_ALARMS`, divided among them (Bonferroni). Controls that are wrong on purpose,
-and vLLM's own sampler, must be rejected at the same level.
+all tests of this file together: `FALSE_ALARMS`, divided among them (Bonferroni). A control that is wrong on purpose
+must be rejected at the same level.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from transformers import LlamaForCausalLM
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.requests import Generation
+from specrl.rollout.sampling.devices import Sampling
+from specrl.rollout.sampling.inverse_cdf import Picked
 from specrl.rollout.sampling.self_test import SamplerError
-from specrl.rollout.vllm.sampler import InvariantSampler, PickedRows, RequestRecord
+from specrl.rollout.sampling.verification import Verified
 from specrl.rollout.vllm.weights.load import read_weights
 from tests.exactness.chi_squared import ChiSquared, chi_squared
 from tests.exactness.conftest import Start
@@ -36,6 +38,7 @@ LENGTH = 4
 NUM_SEQUENCES = 20_000
 NUM_CONTROL = 5_000
 """Enough to reject what is wrong on purpose."""
+THRESHOLD = 0.2
 PROMPT = likely_tokens()[:3] * 2
 Setting = tuple[float, float]
 SETTINGS: tuple[Setting, ...] = ((1.0, 1.0), (0.6, 1.0), (1.0, 0.9), (0.6, 0.9))
@@ -84,78 +87,46 @@ def test_samples_follow_the_policy_after_three_refits(engine_of: Start, director
 def test_typical_acceptance_is_rejected(engine_of: Start) -> None:
     """The positive control: drafts are accepted, and kept, wherever the policy finds them likely enough."""
     engine = engine_of("eagle3")
-    with sampling_by(engine, TypicalAcceptance):
+    with accepting_what_is_likely(engine):
         _, cells = sample(engine, SETTINGS[:1], seed=7, count=NUM_CONTROL)
     assert against_policy(cells, SETTINGS[:1]).p_value < P_VALUE
 
 
-def test_the_engines_own_sampler_is_rejected(engine_of: Start) -> None:
-    """vLLM 0.32.0 verifies drafts with uninitialised memory on CPUs: without drafts it is right, with drafts not."""
-    if torch.cuda.is_available():
-        pytest.skip("the fault is the CPU sampler's")
+def test_an_engine_with_another_sampler_does_not_start(engine_of: Start) -> None:
     engine = engine_of("eagle3")
-    with sampling_by(engine, EnginesOwn):
-        _, drafted = sample(engine, SETTINGS[1:2], seed=7, count=NUM_CONTROL)
-        assert against_policy(drafted, SETTINGS[1:2]).p_value < P_VALUE
-    installed = engine._runner._sample
-    del engine._runner._sample
-    with pytest.raises(SamplerError, match="not starting"):
-        engine.self_test()
-    engine._runner._sample = installed
+    sampling = engine._vllm.sampler.sampling
+    one_further = sampling._replace(pick=lambda *arguments: sampling.pick(*arguments[:-1], arguments[-1] + 1))
+    every_draft = sampling._replace(
+        verify=lambda picked, drafts, *others: sampling.verify(drafts.roll(-1), drafts, *others)
+    )
+    for wrong in (one_further, every_draft):
+        engine._vllm.sampler.sampling = wrong
+        with pytest.raises(SamplerError, match="the sampler"):
+            engine.self_test()
+    engine._vllm.sampler.sampling = sampling
     engine.self_test()
 
 
-class TypicalAcceptance(InvariantSampler):
-    """Accepts a draft where the policy gives it more than `THRESHOLD`; the rest is as it should be."""
-
-    THRESHOLD = 0.2
-
-    def __call__(self, logits: Tensor, metadata: Any) -> Any:
-        self.drafts = [] if metadata is None else metadata.draft_token_ids.tolist()
-        return super().__call__(logits, metadata)
-
-    def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
-        picked = super()._pick(logits, records, starts, counts)
-        probs = logits.softmax(-1)
-        row, drafts = 0, iter(self.drafts)
-        for count in counts:
-            for offset in range(count):
-                draft = next(drafts)
-                if probs[row + offset, draft] > self.THRESHOLD:
-                    picked.tokens[row + offset] = draft
-            row += count + 1
-        return picked
-
-
-class EnginesOwn(InvariantSampler):
-    """vLLM's sampler as shipped decides; only the project's book-keeping is this one's."""
-
-    def __call__(self, logits: Tensor, metadata: Any) -> Any:
-        output = type(self.runner)._sample(self.runner, logits.clone(), metadata)
-        self.rows = output.sampled_token_ids.tolist()
-        return super().__call__(logits, metadata)
-
-    def _pick(self, logits: Tensor, records: list[RequestRecord], starts: list[int], counts: list[int]) -> PickedRows:
-        tokens: list[int] = []
-        for row, count in zip(self.rows, counts, strict=True):
-            given = [token for token in row if token != -1]
-            tokens += given + [-1] * (count + 1 - len(given))
-        nothing = [0.0] * len(tokens)
-        return PickedRows(tokens, nothing, nothing, [True] * len(tokens))
-
-
 @contextmanager
-def sampling_by(engine: Engine, kind: type[InvariantSampler]) -> Iterator[None]:
-    """The engine samples with another sampler for a while."""
-    runner, installed = engine._runner, engine._sampler
-    engine._sampler = runner._sample = kind(runner)
-    drafting = engine._drafting
-    assert drafting is not None
-    drafting.sampler = engine._sampler
+def accepting_what_is_likely(engine: Engine) -> Iterator[None]:
+    """The engine accepts a draft where the policy gives it more than `THRESHOLD`; the rest is as it should be."""
+    sampler, sampling = engine._vllm.sampler, engine._vllm.sampler.sampling
+    probs: list[Tensor] = []
+
+    def pick(logits: Tensor, *settings: Tensor) -> Picked:
+        probs[:] = [logits.softmax(-1)]
+        return sampling.pick(logits, *settings)
+
+    def verify(picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
+        following = drafts.roll(-1).long()
+        is_likely = probs[0].gather(1, following[:, None])[:, 0] > THRESHOLD
+        return sampling.verify(torch.where(is_likely, following, picked), drafts, *others)
+
+    sampler.sampling = Sampling(pick, verify)
     try:
         yield
     finally:
-        engine._sampler = runner._sample = drafting.sampler = installed
+        sampler.sampling = sampling
 
 
 def sample(

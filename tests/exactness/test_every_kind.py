@@ -51,8 +51,6 @@ KINDS: dict[str, Written] = {
     "two layers, window": partial(shaped, num_layers=2, sliding_window=16),
     "three layers, other features": partial(shaped, num_layers=3, feature_layers=(1, 3, 4, 5)),
     "four layers, whole vocabulary": partial(shaped, num_layers=4, draft_vocab_size=TINY_VOCAB_SIZE),
-    "parallel": partial(shaped, parallel=True),
-    "parallel, two layers, window": partial(shaped, parallel=True, num_layers=2, sliding_window=16),
     "published, EAGLE-3.1": partial(published, norms=EAGLE_3_1),
     "published, first norms": partial(published, norms=FIRST_NORMS),
     "speculators": in_speculators_format,

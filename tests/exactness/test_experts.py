@@ -20,7 +20,7 @@ from tests.exactness.toy import toy_config
 pytestmark = pytest.mark.engine
 SHARED = 140
 """The tokens with which some prompts begin, several blocks of the KV cache that later requests find there."""
-TIGHT = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 24}
+TIGHT = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 16}
 """Long prompts are read in chunks, and the KV cache is too small for all running requests: some are preempted."""
 
 

@@ -100,17 +100,16 @@ def test_vllm_drafts_what_the_module_drafts(case: Case, monkeypatch: pytest.Monk
     case.refit(case.layer)
     case.engine.verify_drafter(case.layer.items())
     case.engine.set_k(K)
-    proposer, proposals = case.engine._runner.drafter, list[dict[int, list[int]]]()
-    propose = proposer.propose
+    runner, proposals = case.engine._vllm.runner, list[dict[int, list[int]]]()
+    propose = runner.speculator.propose
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        drafts: Tensor = propose(*args, **kwargs)
-        index = kwargs["token_indices_to_sample"]
-        start = int(kwargs["target_positions"][-1 if index is None else int(index[0])])
-        proposals[-1][start] = drafts[0].tolist()
+    def record(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        drafts: Tensor = propose(batch, *args, **kwargs)
+        length = int(runner.req_states.total_len.gpu[batch.idx_mapping[0]])
+        proposals[-1][length - 2] = drafts[0].tolist()  # by the position of the last token that the drafter read
         return drafts
 
-    monkeypatch.setattr(proposer, "propose", record)
+    monkeypatch.setattr(runner.speculator, "propose", record)
     drafts = accepted = 0
     for row in case.features.tokens.tolist():
         proposals.append({})
@@ -228,7 +227,7 @@ def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
     verify_policy(case.engine, policy.items())
     case.engine.verify_drafter(case.layer.items())
     drafter = case.engine._drafter
-    assert drafter is not None and drafter.lm_head is case.engine._runner.model.lm_head
+    assert drafter is not None and drafter.lm_head is case.engine._vllm.policy.lm_head
     with pytest.raises(PolicyParityError, match=r"lm_head\.weight"):
         verify_policy(case.engine, read_weights(case.policy_dir))
 

@@ -7,15 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
-import torch
 from torch import Tensor
 
-from specrl.models.hf_io import TensorReader
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
-from specrl.rollout.errors import DrafterCollapseError
 from tests.exactness.conftest import Start
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config
@@ -28,7 +24,6 @@ BATCH = 32
 ADAPTIVE = "adaptive"
 CASES: list[tuple[str, int | str]] = [
     *[("eagle3", k) for k in (0, 1, 3, 5, ADAPTIVE)],
-    *[("parallel", k) for k in (1, 5)],
     *[("eagle3+replay", k) for k in (3, ADAPTIVE)],
     *[("replay", k) for k in (1, 5)],
     ("ngram", 4),
@@ -100,11 +95,25 @@ def test_the_batch_size_changes_no_token(engine_of: Start, plain: list[Response]
     assert_same(in_batches(engine, REQUESTS[: 4 * size], size), plain)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "parallel"])
-def test_k_may_change_while_generating(engine_of: Start, plain: list[Response], method: str) -> None:
-    engine, generator = engine_of(method), random.Random(3)
+def test_k_may_change_while_generating(engine_of: Start, plain: list[Response]) -> None:
+    engine, generator = engine_of("eagle3"), random.Random(3)
     generation = engine.generate(REQUESTS[:64], on_progress=lambda *_: engine.set_k(generator.randint(0, 5)))
     assert_same(generation.responses, plain)
+
+
+def test_synchronous_scheduling_and_a_schedule_change_no_token(
+    directories: tuple[Path, Path], plain: list[Response]
+) -> None:
+    config = toy_config("eagle3", 3, max_num_seqs=32)
+    with running(*directories, config, async_scheduling=False) as engine:
+        assert engine._vllm.llm.engine_core.engine_core.batch_queue is None
+        assert_same(engine.generate(REQUESTS[:48]).responses, plain)
+        engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
+        assert_same(engine.generate(REQUESTS[:48]).responses, plain)
+    with running(*directories, config) as engine:
+        assert engine._vllm.llm.engine_core.engine_core.batch_queue is not None
+        engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
+        assert_same(engine.generate(REQUESTS[:48]).responses, plain)
 
 
 def test_cached_prefixes_and_the_order_of_requests_change_no_token(engine_of: Start, plain: list[Response]) -> None:
@@ -192,28 +201,6 @@ def test_three_refits_to_other_weights_change_nothing_about_it(engine_of: Start)
     engine.refit(policy_weights(0).items(), drafter_weights(1).items(), 4)
 
 
-def test_a_refit_reaches_the_masked_slots_of_a_parallel_drafter(engine_of: Start, plain: list[Response]) -> None:
-    """Drafts change with the mask alone; the tokens are plain decoding's, while k changes too."""
-    engine, generator = engine_of("parallel"), random.Random(5)
-    trained = dict(TensorReader(engine._directories[1]).items())
-    other = {**trained, "mask_hidden": trained["mask_hidden"].flip(-1)}
-    right = []
-    for weights in (trained, other, trained):
-        engine.refit(policy_weights(0).items(), weights.items(), len(right))
-        engine.verify_drafter(weights.items())
-        slot = engine._runner.drafter.parallel_drafting_hidden_state_tensor
-        torch.testing.assert_close(slot, weights["fc.weight"] @ weights["mask_hidden"][0], rtol=1e-4, atol=1e-4)
-        engine.set_k(5)
-        generation = engine.generate(REQUESTS[:64])
-        assert_same(generation.responses, plain)
-        right.append(generation.stats.accepted_per_pos)
-        changing = engine.generate(REQUESTS[:64], on_progress=lambda *_: engine.set_k(generator.randint(0, 5)))
-        assert_same(changing.responses, plain)
-    assert right[0] == right[2] != right[1]
-    with pytest.raises(DrafterCollapseError, match="mask_hidden"):
-        engine.verify_drafter(other.items())
-
-
 def two_digits(tensor: Tensor) -> Tensor:
     mantissa, exponent = tensor.frexp()
     return mantissa.mul(4).round().div(4).ldexp(exponent)
@@ -229,10 +216,3 @@ def count_preemptions(engine: Engine) -> list[str]:
 
     scheduler._preempt_request = preempt_and_count
     return counted
-
-
-def test_n_gram_lookups_do_not_start_numbas_openmp(engine_of: Start) -> None:
-    """It would switch nested parallelism on for all, and the sampler's exponentials become fifty times slower. Numba
-    has been imported long before the engine says so, as in a process that also trains."""
-    engine_of("ngram").generate(REQUESTS[:8])
-    assert numba.threading_layer() == "workqueue"

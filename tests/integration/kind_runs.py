@@ -12,7 +12,7 @@ from specrl.config import STAGES, StageName
 from specrl.models.shapes import TINY_VOCAB_SIZE
 from tests.published import EAGLE_3_1, write_published
 
-LAYERS, PARALLEL, PUBLISHED = "layers", "parallel", "published"
+LAYERS, PUBLISHED = "layers", "published"
 KINDS: dict[str, Sections] = {
     LAYERS: {
         "drafter": {
@@ -22,7 +22,6 @@ KINDS: dict[str, Sections] = {
             "draft_vocab_size": TINY_VOCAB_SIZE,
         }
     },
-    PARALLEL: {"drafter": {"parallel": True}},
     PUBLISHED: {},
     **{
         family: {"model": {"tiny": {"family": family}}, "speculation": {"method": "mtp"}}
@@ -30,7 +29,7 @@ KINDS: dict[str, Sections] = {
     },
 }
 """What the configuration of each kind says. The drafter of one layer and MiMo's go through whole runs elsewhere."""
-SAME_POLICY = (LAYERS, PARALLEL, PUBLISHED)
+SAME_POLICY = (LAYERS, PUBLISHED)
 """Kinds for one policy, whose calibration is that of the first one."""
 
 

@@ -6,20 +6,13 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
-from specrl.rollout.drafts.controller import Controller
-from specrl.rollout.drafts.estimates import DraftLengths
-from specrl.rollout.drafts.replay import END
-from specrl.rollout.drafts.text_sources import RecentTextSource
 from specrl.rollout.engine import Engine, Response
 from specrl.rollout.matched import matched_pair
-from specrl.rollout.vllm.drafting.deferred_prefill import DeferredPrefill
-from specrl.rollout.vllm.sampler import RequestRecord
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
@@ -131,11 +124,9 @@ def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
     assert pair.tokens_equal == 1.0
     assert pair.token_share[REPLAY] > 0.2 and pair.token_share[DRAFTER] > 0
     assert pair.token_share[RECENT] > 0
-    drafting = mixed._drafting
-    assert drafting is not None
-    (recent,) = (source for source in drafting.texts.sources if isinstance(source, RecentTextSource))
+    assert mixed.drafting is not None
     # What it was given and what the last repeat said; the repeat before would be found word for word.
-    assert recent._text is not None and recent._text.tokens.count(END) == 1 + 2 + len(REQUESTS)
+    assert len(mixed.drafting.texts._recent) == 2 + len(REQUESTS)
     without = matched_pair(mixed, REQUESTS, len(REQUESTS), 3, 1)
     assert RECENT not in without.token_share and without.tokens_equal == 1.0
     mixed.set_recent([])
@@ -213,82 +204,29 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
     mixed.refit(policy_weights(0).items(), drafter_weights(1).items(), version=2)
 
 
-def test_what_a_drafter_has_not_read_is_read_before_it_drafts_again(mixed: Engine, plain: list[Response]) -> None:
-    """Ten iterations without drafts, then drafts: as good as those of a drafter that read every token at once."""
-    mixed.set_replay({})
-    drafting = mixed._drafting
-    assert drafting is not None
-    deferred_prefill, counters = drafting.deferred_prefill, []
-    assert deferred_prefill is not None
-    for used in (deferred_prefill, None, Forgetful(mixed._runner)):
-        drafting.deferred_prefill = used
-        asked: list[int] = []
-
-        def on_iteration(asked: list[int] = asked) -> None:
-            asked.append(1)
-            mixed.set_k(0 if len(asked) < 10 or len(asked) % 7 < 3 else 3)
-
-        mixed.set_k(0)
-        generation = mixed.generate(REQUESTS[:16], on_iteration=on_iteration)
-        assert tokens(generation.responses) == tokens(plain)[:16]
-        counters.append(generation.stats)
-    drafting.deferred_prefill = deferred_prefill
-    assert counters[0] == counters[1]
-    assert counters[0].num_accepted_tokens > 20
-    assert counters[2] != counters[1]
-
-
-class Forgetful(DeferredPrefill):
-    """Leaves the holes."""
-
-    def catch_up(self, records: list[RequestRecord], arguments: tuple[Any, ...]) -> None:
-        for record in records:
-            record.unread.clear()
-
-
-def test_the_controller_learns_while_generating(mixed: Engine, texts: Texts, plain: list[Response]) -> None:
+def test_what_is_expected_of_drafts_is_learned_while_generating(
+    mixed: Engine, texts: Texts, plain: list[Response]
+) -> None:
     mixed.set_replay(texts)
     mixed.set_k(None)
-    assert mixed.controller is not None
+    assert mixed.drafting is not None
+    before = mixed.drafting.costs.acceptance.by_position()
     for size in (1, 4):
         for start in range(0, len(REQUESTS), size):
             mixed.generate(REQUESTS[start : start + size])
-    points = mixed.controller.curve()
-    assert {point.batch for point in points} >= {1, 4}
-    assert len({(point.k, point.replay_k) for point in points}) > 2
-    assert all(point.acceptance_length >= 1 and point.tokens_per_s > 0 for point in points)
-
-
-def test_each_request_gets_as_many_drafts_as_are_worth_their_rows(mixed: Engine, plain: list[Response]) -> None:
-    """Where rows are made to look dear, drafts of one batch differ in length and no token does."""
-    mixed.set_replay({})
-    mixed.set_k(3)
-    full = mixed.generate(REQUESTS).stats
-    mixed.set_k(None)
-    controller = Controller(3, LONGEST, seed=0)
-    assert mixed._drafting is not None
-    mixed._drafting.controller = controller
-    for _ in range(8):
-        for rows in (8, 16, 32, 64, 128):
-            controller.observe_parts(rows, DraftLengths(3, 0), 0, drafting=0.01, rest=0.02 + 0.001 * rows)
-    lengths: list[set[int]] = []
-    generation = mixed.generate(
-        REQUESTS,
-        learn=False,
-        on_iteration=lambda: lengths.append({outcome.drafted for outcome in mixed._sampler.last.outcomes}),
-    )
-    assert tokens(generation.responses) == tokens(plain)
-    assert any(len(found) > 1 for found in lengths)
-    assert 0 < generation.stats.num_draft_tokens < full.num_draft_tokens
+    assert (mixed.drafting.costs.acceptance.by_position() != before).any()
+    chosen = mixed.drafting.chosen()
+    assert {choice.batch for choice in chosen} == {1, 2, 4, 8, 16, 32}
+    assert all(choice.acceptance_length >= 1 and choice.tokens_per_s > 0 for choice in chosen)
 
 
 def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list[Response]) -> None:
     mixed.set_replay({})
     mixed.set_k(None)
-    assert mixed._drafting is not None
-    knowledge = (mixed.controller, mixed._drafting.texts)
+    assert mixed.drafting is not None
+    knowledge = (mixed.drafting.costs, mixed.drafting.texts)
     mixed.generate(REQUESTS[:8], recall=True)
-    mixed._drafting.begin(recall=False, learn=False)  # as the generations that leave no trace do
+    mixed.drafting.begin(0, [], recall=False, learn=False)  # as the generations that leave no trace do
     before = pickle.dumps(knowledge)
     for k in (2, None):  # with None, a slow machine may have settled on no drafts
         mixed.set_k(k)

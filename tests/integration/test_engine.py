@@ -230,17 +230,3 @@ def test_two_ranks_with_megatron_in_the_same_processes_give_the_tokens_of_one(
     expected = [response.tokens for response in engine.generate(mixed_requests(16)).responses]
     for rank in range(NUM_RANKS):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected[rank::NUM_RANKS]
-
-
-@pytest.mark.engine
-def test_an_argmax_over_the_draft_vocabulary_drafts_what_the_whole_vocabulary_drafts(engine: Engine) -> None:
-    requests = mixed_requests(12, seed=5)
-    engine.set_k(3)
-    narrow = engine.generate(requests)
-    proposer = engine._runner.drafter
-    own = proposer.__dict__.pop("_greedy_sample")  # vLLM's own is the class's
-    engine.reset_prefix_cache()
-    wide = engine.generate(requests)
-    proposer._greedy_sample = own
-    assert narrow.stats == wide.stats
-    assert narrow.stats.num_draft_tokens > 20

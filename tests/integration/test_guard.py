@@ -139,8 +139,8 @@ def test_a_ruined_drafter_that_no_probe_saw_is_in_no_checkpoint(engine: Engine) 
 @pytest.mark.engine
 def test_a_probe_teaches_the_choice_between_text_and_drafter_nothing(engine: Engine) -> None:
     guard, _ = guarded(engine)
-    assert engine._drafting is not None
-    acceptance = engine._drafting.texts.acceptance
+    assert engine.drafting is not None
+    acceptance = engine.drafting.costs.acceptance
     before = copy.deepcopy(vars(acceptance))
     guard.check(1)
     assert str(vars(acceptance)) == str(before)

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from specrl.models.drafters import LAYERS as FEATURE_LAYERS
-from specrl.models.drafters import PARALLEL as IN_ONE_PASS
 from specrl.models.shapes import TINY_VOCAB_SIZE
 from specrl.step_record import read_steps
 from tests.forks import run_module
-from tests.integration.kind_runs import KINDS, LAYERS, PARALLEL, PUBLISHED
+from tests.integration.kind_runs import KINDS, LAYERS, PUBLISHED
 
 pytestmark = pytest.mark.engine
 EXPORTED: dict[str, dict[str, Any]] = {
@@ -25,7 +24,6 @@ EXPORTED: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "draft_vocab_size": TINY_VOCAB_SIZE,
     },
-    PARALLEL: {IN_ONE_PASS: True},
     PUBLISHED: {"fc_norm": True, "norm_output": True, "intermediate_size": 128, FEATURE_LAYERS: [0, 3]},
 }
 """What the `config.json` of exported drafters says of their kind."""

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
+
+# isort: split
 import pytest
 import torch
 from torch import Tensor

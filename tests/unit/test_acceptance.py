@@ -2,27 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats, accepted_prefix
-
-
-@pytest.mark.parametrize(
-    ("drafts", "picked", "expected"),
-    [
-        ([], [5], 0),
-        ([5], [5, 6], 1),
-        ([5, 6, 7], [5, 9, 7, 1], 1),
-        ([1, 2, 3], [1, 2, 3, 4], 3),
-        ([4, 2], [1, 2, 3], 0),
-    ],
-)
-def test_the_accepted_prefix_ends_at_the_first_draft_that_was_not_picked(
-    drafts: list[int], picked: list[int], expected: int
-) -> None:
-    assert accepted_prefix(drafts, picked) == expected
-
-
-def test_nothing_is_accepted_past_the_end_of_a_response() -> None:
-    assert accepted_prefix([1, 2, 3], [1, 2, 3, 4], stop_tokens={2}) == 2
+from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats
 
 
 def test_rates_follow_the_projects_conventions() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from specrl.config import STAGES, ConfigError, change_config, dump_config, load_config, parse_config
 from specrl.config.algorithms import LOSSES
-from tests.drafts import recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -43,8 +42,6 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["seed=4294967296"], ["seed", "4294967296", "less than 4294967296"]),
         (["engine.max_num_seqs=2049"], ["engine.max_num_seqs", "2049", "less than or equal to 2048"]),
         (["policy.beta1=1"], ["policy.beta1", "less than 1"]),
-        (["drafter.parallel=true", "speculation.method=mtp"], ["drafter.parallel = true", "mtp"]),
-        (["drafter.parallel=true", "speculation.k=4"], ["speculation.k = 4", "drafter.ttt_steps = 3"]),
         (["drafter.num_prompts=1"], ["drafter.num_prompts", "1", "greater than or equal to 2"]),
         (["policy.lr=inf"], ["policy.lr", "inf", "finite"]),
         (["sampling.top_k=1"], ["sampling.top_k = 1", "0 (all tokens) or at least 2"]),
@@ -102,7 +99,6 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
     [
         (["speculation.method=replay", "speculation.k=5"], ["speculation.k = 5", '"replay"', "replay_k", "3"]),
         (["speculation.method=ngram", "drafter.source=a/b"], ['drafter.source = "a/b"', '"ngram"', "eagle3"]),
-        (["speculation.method=replay", "drafter.parallel=true"], ["drafter.parallel = true", '"replay"', "eagle3"]),
         (["speculation.method=ngram", "drafter.data=x.jsonl"], ['drafter.data = "x.jsonl"', '"ngram"', "mtp"]),
         (
             [*OF_A_FILE, "data.validation_path=b.jsonl", "data.validation_fraction=0.3"],
@@ -120,10 +116,6 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
         (
             ["train.stop_when={metric='policy/clip_fracton', above=1}", "train.loss=gspo"],
             ['"policy/clip_fracton"', "gspo", "did you mean policy/clip_fraction?"],
-        ),
-        (
-            ["train.stop_when={metric='spec/repaly_draft_tokens', above=1}", "speculation.method=replay"],
-            ['"spec/repaly_draft_tokens"', '"replay"', "did you mean spec/replay_draft_tokens?"],
         ),
         (
             ["train.stop_when={metric='spec/acceptance_rate_pos_I', above=1}"],
@@ -180,9 +172,6 @@ def test_a_metric_that_only_the_run_can_name_may_stop_it(tmp_path: Path, monkeyp
     assert load_config(write(tmp_path), ["train.loss=silent", stop("policy/any")]).unused == []
     assert load_config(write(tmp_path), ["train.loss=plain", stop("policy/ratio")]).unused == []
     assert "did you mean policy/ratio?" in mistake(tmp_path, "train.loss=plain", stop("policy/ratoi"))
-    with recipe(tmp_path):
-        drafting = ["speculation.method=repetition", stop("spec/repetition_draft_tokens")]
-        assert load_config(write(tmp_path), drafting).unused == []
 
 
 def test_every_mistake_gets_its_own_line(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from specrl.rollout.vllm.default_engine import (
     default_environment,
     engine_devices,
 )
-from specrl.rollout.vllm.drafting.recorder import rate_for
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+from specrl.rollout.vllm.recorder import rate_for
 
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:
@@ -46,8 +46,8 @@ def test_its_environment_is_the_users() -> None:
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
     assert not KERNELS.keys() & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
-    chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "1"  # what the user has set stands
+    chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
+    assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands
 
 
 def test_it_has_the_gpus_of_its_ranks_engine() -> None:

@@ -16,7 +16,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.weights.load import check_own_head
 from specrl.training.drafter.io import adopt_drafter, read_drafter
 from specrl.training.drafter.trainer import Drafter
-from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, HIDDEN, VOCAB, make_drafter, make_features, write_policy
+from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, VOCAB, make_drafter, make_features, write_policy
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +51,6 @@ def test_file_has_the_published_names_and_types(saved: tuple[Drafter, Path]) -> 
     assert tensors["t2d"].dtype == torch.bool
     assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
     assert dict(drafter.named_weights()).keys() == tensors.keys()
-
-
-def test_a_parallel_drafter_has_its_mask_as_vllm_reads_it(policy_dir: Path, tmp_path: Path) -> None:
-    drafter = make_drafter(policy_dir, parallel=True)
-    drafter.update([make_features(drafter, [(3, 9), (6, 3)])], lr=1e-3)
-    drafter.save(tmp_path / "drafter", policy_version=7)
-    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert config["parallel_drafting"] is True and config["ptd_token_id"] == 2  # the policy's end token
-    mask = load_file(tmp_path / "drafter" / "model.safetensors")["mask_hidden"]
-    assert mask.shape == (1, 3 * HIDDEN) and mask.dtype == torch.bfloat16
-    loaded = Drafter.load(tmp_path / "drafter", policy_dir, DrafterConfig(), ALONE)
-    assert loaded.shape == drafter.shape and loaded.config.parallel
-    assert torch.equal(loaded.model.get_parameter("mask_hidden"), mask.float())
 
 
 def test_measured_position_weights_go_on_in_a_run_that_adopts_the_drafter(policy_dir: Path, tmp_path: Path) -> None:

@@ -97,49 +97,6 @@ def test_a_format_gives_back_two_layers(policy_dir: Path, tmp_path: Path, form: 
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), drafter.model.parameters(), strict=True))
 
 
-def test_a_parallel_drafter_is_written_for_vllm_and_its_library(policy_dir: Path, tmp_path: Path) -> None:
-    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-
-    config = DrafterConfig(draft_vocab_size=DRAFT_VOCAB, parallel=True, feature_layers=(2, 4))
-    drafter = Drafter.create(policy_dir, config, torch.arange(3, 3 + DRAFT_VOCAB), ALONE)
-    drafter.save(tmp_path / "drafter", policy_version=0)
-    exported = ExportedDrafter(tmp_path / "drafter", policy_dir, "someone/policy", 3)
-    for form in ("eagle3", "speculators"):
-        FORMATS[form].write(exported, tmp_path / form)
-        again = Drafter.load(tmp_path / form, policy_dir, config, ALONE)
-        assert again.shape == drafter.shape and torch.equal(again.draft_tokens, drafter.draft_tokens)
-        assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), drafter.model.parameters(), strict=True))
-    assert '"parallel_drafting": true' in FORMATS["eagle3"].command(exported, tmp_path / "eagle3")
-    found = json.loads((tmp_path / "speculators" / "config.json").read_text())
-    assert SpeculatorsConfig.extract_vllm_speculative_config(found) == {
-        "method": "eagle3",
-        "parallel_drafting": True,
-        "num_speculative_tokens": 3,
-    }
-    read = SpeculatorsConfig.extract_transformers_pre_trained_config(found)
-    assert (read["architectures"], read["pard_token"]) == (["PeagleLlamaForCausalLM"], drafter.shape.mask_token)
-    assert (read["eagle_aux_hidden_state_layer_ids"], read["num_aux_hidden_states"]) == ([2, 4], 2)
-    # The library's module has one dimension more.
-    assert load_file(tmp_path / "speculators" / "model.safetensors")["mask_hidden"].shape == (1, 1, 2 * HIDDEN)
-
-
-def test_a_parallel_drafter_that_a_format_cannot_hold_is_refused_before_anything_is_written(
-    policy_dir: Path, tmp_path: Path
-) -> None:
-    drafter = Drafter.create(
-        policy_dir, DrafterConfig(draft_vocab_size=VOCAB, parallel=True), torch.arange(VOCAB), ALONE
-    )
-    drafter.save(tmp_path / "drafter", policy_version=0)
-    exported = ExportedDrafter(tmp_path / "drafter", policy_dir, "someone/policy", 3)
-    with pytest.raises(ValueError, match="SGLang computes no drafter with all positions in one pass; take"):
-        FORMATS["sglang"].write(exported, tmp_path / "sglang")
-    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config | {"fc_norm": True}))
-    with pytest.raises(ValueError, match=r"reads no fc_norm .* take --format eagle3"):
-        FORMATS["speculators"].write(exported, tmp_path / "speculators")
-    assert not (tmp_path / "sglang").exists() and not (tmp_path / "speculators").exists()
-
-
 @pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)], ids="+".join)
 def test_sglang_finds_each_of_its_parameters_once(policy_dir: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """As `LlamaForCausalLMEagle3` of SGLang 0.5.23 loads: it drops, without a word, what it has no place for."""

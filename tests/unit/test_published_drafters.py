@@ -337,21 +337,6 @@ def test_a_source_is_checked_before_the_run(tiny: Path) -> None:
         check_source_drafter(context(tiny).config, policy)
 
 
-def test_a_source_is_of_the_kind_that_the_configuration_says(tiny: Path) -> None:
-    one_after_another = r"drafter\.parallel = true: the drafter of drafter\.source in .* drafts .* one after another"
-    with pytest.raises(ConfigError, match=one_after_another):
-        check_source_drafter(context(tiny, parallel=True).config, None)
-    path = tiny / "drafter" / "config.json"
-    found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | {"parallel_drafting": True}))
-    with pytest.raises(ConfigError, match="parallel_drafting = True and ptd_token_id = None"):
-        check_source_drafter(context(tiny, parallel=True).config, None)
-    path.write_text(json.dumps(found | {"ptd_token_id": 3}))
-    check_source_drafter(context(tiny, parallel=True).config, None)
-    with pytest.raises(ConfigError, match=r"drafter\.parallel = false: .* in one pass; set drafter\.parallel = true"):
-        check_source_drafter(context(tiny).config, None)
-
-
 def test_a_window_of_the_source_is_its_own(policy_dir: Path, tmp_path: Path) -> None:
     window = {"sliding_window": 16, "layer_types": ["sliding_attention"], "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     source = write(tmp_path / "drafter", original({}, **window), {**tensors({}), "d2t": OFFSETS})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import accepted_prefix
 from specrl.rollout.sampling.inverse_cdf import Picked, pick, uniforms
 from specrl.rollout.sampling.verification import Verified, verify
 from tests.kernel_processes import compiled, use_interpreter
@@ -141,3 +140,18 @@ def test_kernels_compile_without_a_gpu_and_fuse_nothing(capability: int, dtype: 
         for ptx, size in pool.submit(compiled, capability, dtype).result().values():
             assert size > 0
             assert f"sm_{capability}" in ptx and "fma.rn.f32" not in ptx
+
+
+def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Sequence[int] = ()) -> int:
+    """Return how many leading draft tokens are those that the sampler picked, up to the end of the response.
+
+    Past a stop token a draft may agree with what would have been picked, but such tokens are not part of the response.
+    """
+    count = 0
+    for draft, token in zip(drafts, picked, strict=False):
+        if draft != token:
+            break
+        count += 1
+        if token in stop_tokens:
+            break
+    return count

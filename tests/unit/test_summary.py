@@ -259,7 +259,9 @@ def test_the_estimated_speedup_of_training_is_marked_as_such(tmp_path: Path) -> 
     result = read_result(stages["train"].stage_dir, TrainResult)
     estimate = SpeedupEstimate(generation=1.7, step=1.31, steps=6)
     write_result(stages["train"].stage_dir, result.model_copy(update={"speedup_estimate": estimate}))
-    assert "generation 1.70x, step 1.31x (medians of 6 steps, by trials of plain decoding" in shown(run_dir)
+    assert "generation 1.70x, step 1.31x (medians of 6 steps, against expected times of plain decoding" in shown(
+        run_dir
+    )
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["train"]["speedup_estimate"] == {"generation": 1.7, "step": 1.31, "steps": 6}
     assert "speedup, estimate generation 1.70x, step 1.31x" in describe(run_dir)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from specrl.rollout.vllm.engine.patches import _OwnModules
+from specrl.rollout.vllm.engine.patches import own_modules
 
 
 @pytest.fixture
@@ -42,4 +42,4 @@ def importing() -> Iterator[None]:
 
 def test_vllms_modules_are_listed_while_another_thread_imports(importing: None) -> None:
     for _ in range(50):
-        assert all(name.partition(".")[0] == "vllm" for name in _OwnModules().modules)
+        assert all(name.partition(".")[0] == "vllm" for name in own_modules.modules)

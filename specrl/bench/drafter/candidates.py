@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specrl.config import ConfigError
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import LOSS_KEY, SPECULATORS_KINDS
+from specrl.models.drafters import LOSS_KEY, SPECULATORS_KIND
 from specrl.models.families import FAMILIES, num_mtp_layers
 from specrl.training.drafter.io import adopt_drafter
 
@@ -45,7 +45,7 @@ def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
     layers = config.get("transformer_layer_config", config).get("num_hidden_layers", 1)
     known = [family.architecture for family in FAMILIES.values()]
     is_eagle = "draft_vocab_size" in config or any("eagle3" in name.lower() for name in names)
-    if trained_with in SPECULATORS_KINDS or (not trained_with and is_eagle):
+    if trained_with == SPECULATORS_KIND or (not trained_with and is_eagle):
         kind = "eagle3"
     elif not trained_with and set(names) & set(known):
         is_policy = names == read_model_config(policy_dir).get("architectures") and num_mtp_layers(config)

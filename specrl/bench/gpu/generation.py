@@ -17,6 +17,7 @@ from specrl.projection.budgets import rank_of
 from specrl.projection.memory import engine_items, peak_gib
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
+from specrl.rollout.vllm.engine.arguments import schedule
 
 K = 3
 PROMPT_TOKENS = 64
@@ -79,8 +80,8 @@ def _own(
     policy: Path, drafter: Path, config: Config, scale: Scale, speculative: dict[str, Any], stock: dict[int, float]
 ) -> Iterator[Row]:
     free = _free_gib()
-    schedule = speculative | {"num_speculative_tokens_per_batch_size": [(1, max(scale.batches), K)]}
-    engine = Engine(policy, drafter, config=config, seed=0, overrides={**DUMMY, "speculative_config": schedule})
+    both = speculative | {"num_speculative_tokens_per_batch_size": schedule(max(scale.batches), (0, K))}
+    engine = Engine(policy, drafter, config=config, seed=0, overrides={**DUMMY, "speculative_config": both})
     if torch.cuda.is_available():
         planned = config.engine.gpu_memory_fraction * torch.cuda.mem_get_info()[1] / GIB
         items = peak_gib(engine_items(rank_of(config, "train", model_shape(config.model)), speculate=True))

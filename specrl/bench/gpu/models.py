@@ -14,8 +14,7 @@ from specrl.config import Config
 from specrl.models.shapes import TINY_VOCAB_SIZE
 from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.io import config_dict, vocabulary_tensors, write_drafter
-from specrl.training.drafter.kinds.eagle3 import Eagle3Shape
-from specrl.training.drafter.kinds.parallel import eagle3_module
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
 LIKELY = tuple(range(8, 18))
 """The tokens that the sharp policy likes, so that even an untrained drafter of these is often right."""
@@ -120,7 +119,7 @@ def write_untrained_drafter(policy_dir: Path, tokens: Sequence[int], directory: 
     shape = Eagle3Shape.from_policy(policy, len(tokens), None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = {name: tensor.to(shape.dtype) for name, tensor in eagle3_module(shape).state_dict().items()}
+        weights = {name: tensor.to(shape.dtype) for name, tensor in Eagle3(shape).state_dict().items()}
     weights |= vocabulary_tensors(torch.tensor(tokens), shape.vocab_size)
     write_drafter(directory, config_dict(shape, policy, 0), weights.items())
     return directory

@@ -64,7 +64,7 @@ class Engines:
         return [
             Variant(method, k, engine)
             for method, engine in self.drafting.items()
-            for k in (only if METHODS[method].texts else self.options.ks)
+            for k in (only if METHODS[method].replays else self.options.ks)
         ]
 
     def _engine(self, method: str) -> Engine:

@@ -13,8 +13,6 @@ from specrl.rollout.vllm.default_engine import DefaultEngine
 
 LEAST_REQUESTS = 8
 """The least number of requests in a round, which are generated one batch after another; fewer would say little."""
-MOST_WARM_UPS = 8
-"""The largest number of uncounted runs in which an engine learns how far to draft."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,10 @@ def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> l
 
 
 def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
-    """Generate the first round uncounted, again and again until an engine that chooses its drafts has tried them."""
-    for _ in range(MOST_WARM_UPS):
+    """Generate the first round uncounted, twice where an engine chooses its drafts: it learns what is accepted."""
+    chooses = isinstance(variant, Variant) and isinstance(variant.k, str)
+    for _ in range(1 + chooses):
         variant.generate(workload.rounds[0], workload.batch)
-        controller = variant.engine.controller if isinstance(variant, Variant) and isinstance(variant.k, str) else None
-        if controller is None or controller.is_settled(workload.batch):
-            return
 
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:

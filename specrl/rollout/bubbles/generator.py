@@ -148,8 +148,8 @@ class RolloutGenerator:
         return {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
 
     def _take_saved_seconds(self) -> float | None:
-        controller = self._engine.controller
-        return controller.take_saved_seconds() if controller is not None else None
+        drafting = self._engine.drafting
+        return drafting.take_saved_seconds() if drafting is not None else None
 
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
         """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
-
-
-def accepted_prefix(drafts: Sequence[int], picked: Sequence[int], stop_tokens: Collection[int] = ()) -> int:
-    """Return how many leading draft tokens are those that the sampler picked, up to the end of the response.
-
-    Past a stop token a draft may agree with what would have been picked, but such tokens are not part of the response.
-    """
-    count = 0
-    for draft, token in zip(drafts, picked, strict=False):
-        if draft != token:
-            break
-        count += 1
-        if token in stop_tokens:
-            break
-    return count
-
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
 """The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""
@@ -48,10 +32,6 @@ class DraftOutcome(NamedTuple):
     """The number of tokens of the draft."""
     accepted: int
     """The number of these tokens that were accepted."""
-    agreement: int = 0
-    """How well text agreed with the response before the draft (`TextCursor.agreement`); 0 for the drafter."""
-    confidences: tuple[float, ...] = ()
-    """The drafter's probability of each token that it drafted; empty for text and for drafters that do not tell."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +56,7 @@ class SpeculationStats:
         """Return the counters of single drafts, each of at least one token."""
         longest = max((outcome.drafted for outcome in outcomes), default=0)
         by_source: dict[str, SourceCounts] = {}
-        for source, drafted, accepted, *_ in outcomes:
+        for source, drafted, accepted in outcomes:
             by_source[source] = by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
         return cls(
             num_drafts=len(outcomes),

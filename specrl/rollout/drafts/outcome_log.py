@@ -22,11 +22,13 @@ class VerifiedDraft(NamedTuple):
     """The number of its tokens."""
     accepted: int
     """The number of these that were accepted."""
+    source: str = DRAFTER
+    """The name of its source."""
 
 
 def counters(drafts: Iterable[VerifiedDraft]) -> SpeculationStats:
     """Return the counters of these drafts."""
-    return SpeculationStats.of([DraftOutcome(DRAFTER, draft.drafted, draft.accepted) for draft in drafts])
+    return SpeculationStats.of([DraftOutcome(draft.source, draft.drafted, draft.accepted) for draft in drafts])
 
 
 def by_length(

@@ -1,6 +1,7 @@
 """Everything that reaches into vLLM, and the only package that imports it.
 
-It replaces vLLM's sampler, drafts from several sources, changes the draft length while the engine runs, loads weights
-in place, and adds FP8 layers and sleep. It names attributes that vLLM does not promise to keep, so it is written for
-one version and its V1 model runner; on any other version `engine.lifecycle.require_version` refuses to start.
+It replaces the sampler and the verification of vLLM's second model runner, changes the draft length while the engine
+runs, loads weights in place, and adds FP8 layers and sleep. It names attributes that vLLM does not promise to keep
+(`replacements` lists those that it replaces), so it is written for one version; on any other
+`engine.lifecycle.require_version` refuses to start.
 """

@@ -50,7 +50,7 @@ def install() -> None:
 def register_backend() -> None:
     """Let vLLM's CPU build define Triton kernels, which it does only where Triton has a backend named "cpu".
 
-    To be called before vLLM is imported. Nothing is ever compiled with the backend.
+    Importing this module does it, so that must come before vLLM. Nothing is ever compiled with the backend.
     """
     from triton.backends import Backend, backends
 
@@ -471,6 +471,59 @@ def draft_model_prefill_inputs(
     last_indices[count:max_num_reqs] = 0
 
 
+def ngram_scan(
+    grid: Grid,
+    all_tokens: Array,
+    _all_tokens_stride: int,
+    idx_mapping: Array,
+    total_lens: Array,
+    num_sampled: Array,
+    scratch: Array,
+    _scratch_stride: int,
+    longest: int,
+    least: int,
+    most: int,
+    _most_padded: int,
+    block: int,
+    **_: Any,
+) -> None:
+    for request in range(grid[0]):
+        length, scores = total_lens[idx_mapping[request]], scratch[request, : grid[1]]
+        scores[:] = 0
+        sequence = all_tokens[idx_mapping[request], :length]
+        for size in range(least, min(most, length - 1) + 1) if num_sampled[request] > 0 else ():
+            places = np.arange(length - size)
+            for token in range(size):
+                places = places[sequence[places + token] == sequence[length - size + token]]
+            np.maximum.at(scores, places // block, size * (longest + 1) + places + 1)
+
+
+def ngram_finalize(
+    grid: Grid,
+    all_tokens: Array,
+    _all_tokens_stride: int,
+    idx_mapping: Array,
+    total_lens: Array,
+    num_sampled: Array,
+    last_sampled: Array,
+    scratch: Array,
+    _scratch_stride: int,
+    drafts: Array,
+    longest: int,
+    num_blocks: int,
+    k: int,
+    *_: Any,
+    **__: Any,
+) -> None:
+    for request in range(grid[0]):
+        row, score = idx_mapping[request], int(scratch[request, :num_blocks].max())
+        drafts[request] = last_sampled[row]
+        if score > 0 and num_sampled[request] > 0:
+            size, place = divmod(score - 1, longest + 1)
+            found = all_tokens[row, place + size : min(place + size + k, total_lens[row])]
+            drafts[request, : len(found)] = found
+
+
 RUNNER = "vllm.v1.worker.gpu"
 STAND_INS: dict[str, Callable[..., None]] = {
     "input_batch._prepare_prefill_inputs_kernel": prepare_prefill_inputs,
@@ -483,6 +536,8 @@ STAND_INS: dict[str, Callable[..., None]] = {
     "block_table._compute_slot_mappings_kernel": compute_slot_mappings,
     "buffer_utils._apply_write_kernel": apply_write,
     "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": prompt_token_ids,
+    "spec_decode.ngram.speculator._ngram_scan_kernel": ngram_scan,
+    "spec_decode.ngram.speculator._ngram_finalize_kernel": ngram_finalize,
     "spec_decode.rejection_sampler._gather_draft_sampled_kernel": gather_draft_sampled,
     "spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel": drafter_prefill_inputs,
     "spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel": drafter_decode_inputs,
@@ -490,3 +545,6 @@ STAND_INS: dict[str, Callable[..., None]] = {
     "spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel": draft_model_prefill_inputs,
 }
 """The functions by the kernels' names, below `RUNNER`."""
+
+if torch.version.cuda is None:
+    register_backend()

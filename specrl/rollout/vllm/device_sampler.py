@@ -1,14 +1,14 @@
 """The drafter-invariant sampler on vLLM's second model runner: nothing in it waits for the device.
 
 `InvariantSampler` and `InvariantVerifier` take the places of the runner's `Sampler` and `RejectionSampler`; see
-`replacements`. Log-probs, and whether logits were finite, leave with the tokens through vLLM's own output: a token's
-log-probs have two columns, its own and, under the token `KEPT_MASS`, the logarithm of the mass that top-k and top-p
-kept; a row that is not finite counts as one with NaNs, which vLLM makes an error that names the request.
+`replacements`. What they find leaves with the tokens, through vLLM's own output. A token's log-probs have the columns
+of `Columns`; and where vLLM counts NaNs of a request, there is the position of its first token whose logits were not
+finite, or 0.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,21 @@ from specrl.rollout.sampling.verification import Verified
 
 MOST_STOP_TOKENS = 8
 """How many stop tokens a request may have."""
-KEPT_MASS = -1
-"""The token under which the log of the kept mass leaves."""
+DRAFT_BASE = 4096
+"""A draft leaves as the number of its source times this, plus the number of its tokens."""
+
+
+class Columns(NamedTuple):
+    """What leaves with each token, as if it were the log-probs of these tokens beside its own."""
+
+    logprob: Any
+    log_kept_mass: Any
+    """The logarithm of the mass that top-k and top-p kept."""
+    draft: Any
+    """At the first token that a request gets in an iteration: the draft that was verified, in `DRAFT_BASE`; else 0."""
+
+
+NUM_COLUMNS = len(Columns._fields)
 
 
 class InvariantSampler(Sampler):  # type: ignore[misc]
@@ -37,7 +50,11 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         super().__init__(**arguments)
         self.compute_nans = True
         self.sampling = sampling_on(arguments["device"])
-        size = arguments["max_num_reqs"]
+        size, device = arguments["max_num_reqs"], arguments["device"]
+        self.sources = torch.zeros(size, dtype=torch.int32, device=device)
+        """The number of the source of each request's next draft, which the speculator writes."""
+        self.draft_lengths = torch.zeros(size, dtype=torch.int32, device=device)
+        """How many of that draft's tokens are no padding; likewise."""
         self.stop_tokens = UvaBackedTensor((size, MOST_STOP_TOKENS), torch.int64)
         self.longest = UvaBackedTensor(size, torch.int32)
         """The length of each sequence, prompt included, at which it ends."""
@@ -62,7 +79,8 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         positions = input_batch.positions[input_batch.logits_indices]
         picked = self.pick(logits, input_batch.expanded_idx_mapping, positions)
         ones = input_batch.seq_lens.new_ones(input_batch.num_reqs)
-        return self.output(input_batch, picked, Verified(picked.tokens[:, None], ones))
+        drafts = torch.zeros_like(ones)
+        return self.output(input_batch, positions, picked, Verified(picked.tokens[:, None], ones), drafts)
 
     def pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick the token that follows each row; `requests` [rows] are the runner's numbers of the rows' requests."""
@@ -75,8 +93,15 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         found: Tensor = self.longest.gpu[requests] - self.req_states.total_len.gpu[requests]
         return found.clamp(min=1)
 
-    def output(self, input_batch: InputBatch, picked: Picked, verified: Verified) -> SamplerOutput:
-        """Return vLLM's output for a batch."""
+    def output(
+        self, input_batch: InputBatch, positions: Tensor, picked: Picked, verified: Verified, drafts: Tensor
+    ) -> SamplerOutput:
+        """Return vLLM's output for a batch.
+
+        Args:
+            positions: [rows], the positions of the tokens before those that were picked.
+            drafts: [requests], the drafts that were verified, as they leave.
+        """
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.counts,
             input_batch.seq_lens,
@@ -84,21 +109,35 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        rows, starts = len(picked.tokens), input_batch.cu_num_logits
-        bad = (~picked.is_finite).int()
-        bad_before = torch.cat((bad.new_zeros(1), bad.cumsum(0, dtype=torch.int32)))
+        rows, first = len(picked.tokens), input_batch.cu_num_logits[:-1].long()
+        columns = Columns(
+            picked.logprobs,
+            picked.log_kept_mass,
+            picked.logprobs.new_zeros(rows).index_copy_(0, first, drafts.to(picked.logprobs.dtype)),
+        )
+        names = torch.arange(0, -NUM_COLUMNS, -1, device=first.device).expand(rows, -1).clone()
+        names[:, 0] = picked.tokens
         return SamplerOutput(
             sampled_token_ids=verified.tokens,
             logprobs_tensors=LogprobsTensors(
-                torch.stack((picked.tokens, torch.full_like(picked.tokens, KEPT_MASS)), 1),
-                torch.stack((picked.logprobs, picked.log_kept_mass), 1),
+                names,
+                torch.stack(columns, 1),
                 torch.zeros_like(picked.tokens),
                 input_batch.cu_num_logits_np.tolist() if rows != input_batch.num_reqs else None,
             ),
-            num_nans=bad_before[starts[1:].long()] - bad_before[starts[:-1].long()],
+            num_nans=_not_finite(picked, first, positions, num_sampled, verified.tokens.shape[1]),
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+
+def _not_finite(picked: Picked, first: Tensor, positions: Tensor, num_sampled: Tensor, width: int) -> Tensor:
+    """Return the position of each request's first token whose logits were not finite; 0 if it has none."""
+    column = torch.arange(width, device=first.device)
+    rows = (first[:, None] + column).clamp(max=len(positions) - 1)
+    bad = ~picked.is_finite[rows] & (column < num_sampled[:, None])
+    at = positions[first] + 1 + bad.int().argmax(-1)
+    return torch.where(bad.any(-1), at, 0).int()
 
 
 class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
@@ -123,11 +162,14 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
             self.sampler.req_states.prefill_len.gpu,
         )
         picked = self.sampler.pick(logits, requests, positions)
-        places = input_batch.idx_mapping
+        places, starts = input_batch.idx_mapping, input_batch.cu_num_logits
         stops, limits = self.sampler.stop_tokens.gpu[places], self.sampler.remaining(places)
         width = self.num_speculative_steps + 1
-        verified = self.sampler.sampling.verify(picked.tokens, drafts, input_batch.cu_num_logits, stops, limits, width)
-        return self.sampler.output(input_batch, picked, verified)
+        verified = self.sampler.sampling.verify(picked.tokens, drafts, starts, stops, limits, width)
+        # The last token of a response is never drafted: verification itself adds it.
+        lengths = torch.minimum(self.sampler.draft_lengths[places], torch.minimum(starts.diff(), limits) - 1)
+        leaving = (self.sampler.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
+        return self.sampler.output(input_batch, positions, picked, verified, leaving)
 
 
 def score(logits: Tensor, num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:

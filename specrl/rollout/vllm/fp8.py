@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
+
+# isort: split
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts

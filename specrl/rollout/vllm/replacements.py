@@ -1,70 +1,147 @@
-"""Everything of vLLM that is replaced for its second model runner, with the reasons and the tests."""
+"""Everything of vLLM that is replaced, but for the kernels of `cpu_kernels`, with the reasons and the tests."""
 
 from __future__ import annotations
 
 import importlib
-import os
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
 
 from specrl.rollout.vllm import cpu_kernels
 
+RUNNER = cpu_kernels.RUNNER
 SAMPLER = "specrl.rollout.vllm.device_sampler"
+SPECULATOR = "specrl.rollout.vllm.text_speculator"
+PATCHES = "specrl.rollout.vllm.engine.patches"
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed"
+SAME_TOKENS = "tests/exactness/test_token_for_token.py::test_every_source_and_k_gives_the_tokens_of_plain_decoding"
+SHARED_MEMORY = "tests/integration/test_tensor_parallel.py::test_tokens_are_those_of_one_rank_before_and_after_a_refit"
+_original: dict[str, Any] = {}
+"""What has been replaced in this process, by its name."""
 
 
 class Replacement(NamedTuple):
-    """An attribute of a module of vLLM's runner (`cpu_kernels.RUNNER`), and what takes its place."""
+    """An attribute of a module or class of vLLM, and what takes its place."""
 
     attribute: str
     by: str
     """The import path."""
     reason: str
     test: str
+    wraps: bool = False
+    """Whether `by` is a function that gets the original, and returns what takes its place."""
+    on_cpus: bool = False
+    """Whether it is for CPUs alone."""
 
 
 REPLACEMENTS = (
     Replacement(
-        "model_runner.Sampler",
+        f"{RUNNER}.model_runner.Sampler",
         f"{SAMPLER}.InvariantSampler",
         "a token depends on the policy, the request's seed and the position alone; vLLM's noise is of another kind",
-        "tests/exactness/test_second_runner.py::test_drafts_schedules_and_batches_change_no_token",
+        SAME_TOKENS,
     ),
     Replacement(
-        "model_runner.RejectionSampler",
+        f"{RUNNER}.model_runner.RejectionSampler",
         f"{SAMPLER}.InvariantVerifier",
         "a draft is accepted when it is the token that is picked; vLLM's own depends on the drafter",
-        "tests/exactness/test_second_runner.py::test_drafts_schedules_and_batches_change_no_token",
+        SAME_TOKENS,
     ),
     Replacement(
-        "sample.prompt_logprob.compute_topk_scores",
+        f"{RUNNER}.sample.prompt_logprob.compute_topk_scores",
         f"{SAMPLER}.score",
         "prompts are scored in one pass; vLLM ranks every token in two more, by kernels that CPUs lack",
-        "tests/exactness/test_second_runner.py::test_sampled_logprobs_are_those_of_scoring",
+        "tests/integration/test_engine.py::test_generation_logprobs_are_those_of_scoring_at_temperature_one",
+    ),
+    Replacement(
+        "vllm.distributed.aux_output_connector.worker.get_tp_group",
+        f"{PATCHES}.FirstOfItsGroup",
+        "every rank of an engine returns the experts of its tokens: each has its own scheduler, which wants them",
+        "tests/integration/test_parallel_runs.py::test_trainer_and_engine_choose_the_same_experts",
+    ),
+    Replacement(
+        "vllm.model_executor.models.registry._run_in_subprocess",
+        f"{PATCHES}.called",
+        "vLLM looks at a new model's class in a process that imports everything again, not to initialise CUDA in this "
+        "one, which the engine does next anyway",
+        "tests/integration/test_engine.py::test_the_first_engine_on_a_model_starts_no_process_to_look_at_it",
+    ),
+    Replacement(
+        "vllm.triton_utils.dispatcher.sys",
+        f"{PATCHES}.own_modules",
+        "vLLM looks for kernels in every module by `vars(value).get`, which fails at llvmlite's library handle",
+        "tests/unit/test_vllm_patches.py::test_vllms_modules_are_listed_while_another_thread_imports",
+        on_cpus=True,
+    ),
+    Replacement(
+        "vllm.platforms.cpu.CpuPlatform.register_triton_kernel_overrides",
+        f"{PATCHES}.once",
+        "it fails when a second engine starts in the process",
+        SAME_TOKENS,
+        wraps=True,
+        on_cpus=True,
+    ),
+    Replacement(
+        "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
+        f"{PATCHES}.keeping_asynchronous",
+        "vLLM schedules synchronously on CPUs, without a word; here they do what GPUs do",
+        "tests/exactness/test_token_for_token.py::test_synchronous_scheduling_and_a_schedule_change_no_token",
+        wraps=True,
+        on_cpus=True,
+    ),
+    Replacement(
+        f"{COMMUNICATOR}.make_group_name",
+        f"{PATCHES}.make_group_name",
+        "vLLM names the memory that ranks share by their numbers alone: two jobs on a machine would collide",
+        SHARED_MEMORY,
+        on_cpus=True,
+    ),
+    Replacement(
+        f"{COMMUNICATOR}._init_cpu_shm",
+        f"{PATCHES}.unlinked",
+        "that memory stays behind when a rank is killed, and then no engine starts; here it loses its name at once",
+        SHARED_MEMORY,
+        wraps=True,
+        on_cpus=True,
+    ),
+    Replacement(
+        f"{RUNNER}.model_runner.RequestState",
+        f"{SPECULATOR}.KnownRequests",
+        "drafts from text need the prompt and the end of each request, and vLLM tells speculators neither",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_compared",
+    ),
+    Replacement(
+        f"{RUNNER}.model_runner.init_speculator",
+        f"{SPECULATOR}.init_speculator",
+        "vLLM drafts with one speculator, none of which drafts from stored text",
+        "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_compared",
     ),
 )
 
 
-def prepare() -> None:
-    """Choose the second model runner; to be called before vLLM is imported."""
-    os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_RAISE_ON_LOGIT_NANS="1")
-    if not torch.cuda.is_available():
-        cpu_kernels.register_backend()
-
-
 def install() -> None:
     """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; to be called before an engine starts."""
-    if not torch.cuda.is_available():
+    on_cpus = not torch.cuda.is_available()
+    if on_cpus:
         # It makes torch and vLLM's buffers do without CUDA, and must come before the runner's modules.
         importlib.import_module("vllm.v1.worker.cpu.shm")
         cpu_kernels.install()
     for replacement in REPLACEMENTS:
-        module, attribute = replacement.attribute.rsplit(".", 1)
-        owner = importlib.import_module(f"{cpu_kernels.RUNNER}.{module}")
-        assert hasattr(owner, attribute), replacement.attribute
-        setattr(owner, attribute, _imported(replacement.by))
+        if replacement.attribute in _original or (replacement.on_cpus and not on_cpus):
+            continue
+        path, attribute = replacement.attribute.rsplit(".", 1)
+        owner, new = _found(path), _found(replacement.by)
+        _original[replacement.attribute] = original = getattr(owner, attribute)
+        new = new(original) if replacement.wraps else new
+        needs_nothing = isinstance(getattr_static(owner, attribute), staticmethod | classmethod)
+        setattr(owner, attribute, staticmethod(new) if needs_nothing else new)
 
 
-def _imported(path: str) -> Any:
-    module, attribute = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), attribute)
+def _found(path: str) -> Any:
+    """Return a module, or an attribute of one or of a class in one, by its path."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        owner, _, attribute = path.rpartition(".")
+        return getattr(_found(owner), attribute)

@@ -1,8 +1,8 @@
 """The start-up test of the sampler inside an engine: it gets crafted logits and drafts, and every token is checked.
 
-vLLM 0.32.0's own CPU sampler verifies drafts with uninitialised memory, without any error. So an engine starts only
-after every token that the installed sampler gives has been compared with a reference (`sampling.self_test`): plain
-rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one batch.
+An engine starts only after every token that the installed sampler gives has been compared with a reference
+(`sampling.self_test`): plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed
+in one batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.requests import Response
+from specrl.rollout.sampling.inverse_cdf import Picked
 from specrl.rollout.sampling.self_test import (
     ELSEWHERE,
     SUPPORT,
@@ -23,17 +24,15 @@ from specrl.rollout.sampling.self_test import (
     crafted_requests,
     right_picks,
 )
-from specrl.rollout.vllm.sampler import request_seed
+from specrl.rollout.sampling.verification import Verified
 
 
 class CraftedInputs:
-    """A context manager that gives the sampler installed in `runner` crafted inputs and checks what it returns."""
+    """A context manager that gives an engine's sampler crafted inputs, and then checks the responses."""
 
-    def __init__(self, runner: Any, vocab_size: int, stop_tokens: list[int]) -> None:
-        self.runner = runner
-        self.installed = runner._sample
+    def __init__(self, sampler: Any, vocab_size: int, stop_tokens: list[int]) -> None:
+        self._sampler, self._sampling = sampler, sampler.sampling
         self.support = [token for token in range(vocab_size) if token not in stop_tokens][:SUPPORT]
-        self.vocab_size = vocab_size
         self.num_accepted = 0
         self.num_rejected = 0
         if len(self.support) < SUPPORT:
@@ -48,80 +47,73 @@ class CraftedInputs:
         return [token for first in self.support for second in self.support for token in (first, second)]
 
     def __enter__(self) -> CraftedInputs:
-        self.runner._sample = self
+        self._sampler.pick = self._pick
+        self._sampler.sampling = self._sampling._replace(verify=self._verify)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.runner._sample = self.installed
+        del self._sampler.pick
+        self._sampler.sampling = self._sampling
 
-    def __call__(self, logits: Tensor, metadata: Any) -> Any:
-        ids = self.runner.input_batch.req_ids
-        counts = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
-        states = [self.runner.requests[request_id] for request_id in ids]
-        expected: list[list[int]] = []
-        drafts: list[int] = []
-        crafted = torch.full_like(logits, ELSEWHERE)
-        for state, count in zip(states, counts, strict=True):
-            for offset in range(count + 1):
-                crafted[len(expected), self.support] = torch.tensor(crafted_logits(state.num_tokens + offset)).to(
-                    logits
-                )
-                expected.append(self._expected(state.sampling_params, state.num_tokens + offset))
-                if offset < count:
-                    drafts.append(self._draft(expected[-1], state.num_tokens + offset))
-        if metadata is not None:
-            metadata.draft_token_ids.copy_(torch.tensor(drafts))
-        output = self.installed(crafted, metadata)
-        self._judge(output.sampled_token_ids.tolist(), counts, expected, drafts)
-        return output
+    def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
+        """Pick from crafted logits, and craft the drafts that come to the rows."""
+        states = self._sampler.sampling_states
+        settings = (states.seeds, states.temperature, states.top_k, states.top_p)
+        rows = zip(positions.tolist(), *(values.gpu[requests].tolist() for values in settings), strict=True)
+        crafted, drafts = torch.full_like(logits, ELSEWHERE), []
+        for row, (position, seed, temperature, top_k, top_p) in enumerate(rows):
+            crafted[row, self.support] = torch.tensor(crafted_logits(position + 1)).to(logits)
+            limit = top_k if top_k < logits.shape[1] else 0  # vLLM writes "all" so
+            right = self._right(seed, position + 1, temperature, limit, top_p)
+            drafts.append(right[0] if is_right(position + 1) else self._wrong(right))
+        self._drafts = torch.tensor([0, *drafts[:-1]], device=logits.device)
+        picked: Picked = type(self._sampler).pick(self._sampler, crafted, requests, positions)
+        return picked
 
-    def _judge(self, sampled: list[list[int]], counts: list[int], expected: list[list[int]], drafts: list[int]) -> None:
-        first = first_draft = 0
-        discarded = self.runner.discard_request_mask.np
-        for index, (row, count) in enumerate(zip(sampled, counts, strict=True)):
-            wanted = expected[first : first + count + 1]
-            proposed = drafts[first_draft : first_draft + count]
-            first, first_draft = first + count + 1, first_draft + count
-            if discarded[index]:
-                continue
-            accepted = 0
-            while accepted < count and proposed[accepted] == row[accepted]:
-                accepted += 1
-            given = [token for token in row if token != -1]
-            right = len(given) == accepted + 1 and row[: len(given)] == given
-            if not right or any(token not in options for token, options in zip(given, wanted, strict=False)):
-                raise SamplerError(
-                    f"the sampler installed in the engine gave {given} for drafts {proposed} where one of {wanted} was "
-                    "right: not starting; is another patch of vLLM active?"
-                )
-            self.num_accepted += accepted
-            self.num_rejected += count - accepted
+    def _verify(self, picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
+        verified: Verified = self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
+        return verified
 
-    def _expected(self, params: Any, position: int) -> list[int]:
+    def _right(self, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
         """Return the tokens that may be picked at a position."""
-        seed = request_seed(params)
-        picks = right_picks(seed, position, params.temperature, max(params.top_k, 0), params.top_p)
-        return sorted(self.support[pick] for pick in picks)
+        return sorted(self.support[pick] for pick in right_picks(seed, position, temperature, top_k, top_p))
 
-    def _draft(self, right: list[int], position: int) -> int:
-        """Return a right token at two of three positions, and a wrong one at the third."""
-        return right[0] if position % 3 else next(token for token in self.support if token not in right)
+    def _wrong(self, right: list[int]) -> int:
+        return next(token for token in self.support if token not in right)
 
-    def check_logprobs(
-        self, request: CraftedRequest, tokens: list[int], logprobs: list[float], log_kept_mass: list[float] | None
-    ) -> None:
-        """Raise SamplerError if a log-prob of a response, or the mass that truncation kept, is not its token's."""
-        check_logprobs(request, [self.support.index(token) for token in tokens], logprobs, log_kept_mass)
+    def check(self, case: CraftedRequest, response: Response) -> None:
+        """Check a response: its tokens, its log-probs, the mass that truncation kept, and what it says of its drafts.
 
-    def check_counters(self, stats: SpeculationStats, *, speculates: bool) -> None:
-        """Raise SamplerError if the counters are wrong, or drafts were not both accepted and rejected."""
-        counted = (stats.num_accepted_tokens, stats.num_draft_tokens - stats.num_accepted_tokens)
-        if counted != (self.num_accepted, self.num_rejected):
-            raise SamplerError(
-                f"the sampler counted {counted[0]} accepted and {counted[1]} rejected draft tokens, but there were "
-                f"{self.num_accepted} and {self.num_rejected}"
-            )
+        Raises:
+            SamplerError: Something is not what the reference says.
+        """
+        start, settings = len(case.prompt_tokens), (case.temperature, case.top_k, case.top_p)
+        for position, token in enumerate(response.tokens, start):
+            right = self._right(case.seed, position, *settings)
+            if token not in right:
+                raise SamplerError(
+                    f"the sampler installed in the engine gave token {token} where one of {right} was right: not "
+                    "starting; is another patch of vLLM active?"
+                )
+        if len(response.tokens) != case.max_tokens:
+            raise SamplerError(f"a response has {len(response.tokens)} tokens instead of {case.max_tokens}")
+        picks = [self.support.index(token) for token in response.tokens]
+        check_logprobs(case, picks, response.logprobs, response.log_kept_mass)
+        for _, context, drafted, accepted, _ in response.drafts:
+            right_ones = [is_right(context + place) for place in range(drafted)]
+            if accepted != [*right_ones, False].index(False):
+                raise SamplerError(f"the sampler accepted {accepted} of the drafted tokens {right_ones} (right or not)")
+            self.num_accepted += accepted
+            self.num_rejected += drafted - accepted
+
+    def check_drafts(self, *, speculates: bool) -> None:
+        """Raise SamplerError if there were no drafts to accept and to reject, in an engine that speculates."""
         if speculates and (not self.num_accepted or not self.num_rejected):
             raise SamplerError(
                 "the self-test saw no accepted or no rejected draft, so it proves nothing about speculation"
             )
+
+
+def is_right(position: int) -> bool:
+    """Return whether the crafted draft for a position is right: at two of three they are."""
+    return position % 3 != 0

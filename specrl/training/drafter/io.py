@@ -22,18 +22,14 @@ from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config
 from specrl.models.drafters import (
     ARCHITECTURES,
     LAYERS,
-    MASK_HIDDEN,
-    MASK_TOKEN,
     NORM_FLAGS,
-    PARALLEL,
     PICKLED_FILE,
     POSITIONS_KEY,
     read_published,
     suited,
 )
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.kinds.eagle3 import Eagle3Shape
-from specrl.training.drafter.kinds.parallel import eagle3_module
+from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
 MAPPINGS = ("d2t", "t2d")
 NEW_NAMES = {
@@ -125,7 +121,6 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
         LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
         **_window(shape),
-        **({} if shape.mask_token is None else {PARALLEL: True, MASK_TOKEN: shape.mask_token}),
     }
 
 
@@ -171,8 +166,6 @@ def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.b
     """
     published = suited(read_published(directory), read_model_config(policy_dir), directory)
     tensors = _norms_renamed(dict(_tensors(directory)))
-    if MASK_HIDDEN in tensors:
-        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, -1)  # `speculators` has one dimension more
     notes = [f"{directory}: an EAGLE-3 drafter in the {published.layout} layout", *published.notes]
     if EMBEDDINGS in tensors:
         notes.append(_about_embeddings(tensors.pop(EMBEDDINGS), policy_dir))
@@ -270,7 +263,7 @@ def _about_embeddings(embeddings: Tensor, policy_dir: Path) -> str:
 def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Path) -> None:
     """Raise ValueError unless the tensors are the parameters of a drafter of this shape."""
     with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in eagle3_module(shape).state_dict().items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(shape).state_dict().items()}
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{directory} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):

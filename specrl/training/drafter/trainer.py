@@ -31,7 +31,6 @@ from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_ten
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.kinds.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.kinds.mtp import HEAD, Mtp, mtp_shape
-from specrl.training.drafter.kinds.parallel import eagle3_module
 from specrl.training.drafter.progress import Boundaries, TrainingProgress
 from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
@@ -181,11 +180,10 @@ class Drafter:
             num_layers=config.num_layers,
             chosen_layers=config.feature_layers,
             sliding_window=config.sliding_window,
-            parallel=config.parallel,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = eagle3_module(shape)
+            model = Eagle3(shape)
         initialise_from_policy(model, policy_dir, draft_tokens.cpu())
         return cls(model, draft_tokens, policy_dir, config, ranks, seed=seed)
 
@@ -201,7 +199,7 @@ class Drafter:
         """
         dtype = AutoConfig.from_pretrained(policy_dir).dtype or torch.bfloat16
         stored = read_drafter(directory, policy_dir, dtype)
-        model = eagle3_module(stored.shape)
+        model = Eagle3(stored.shape)
         model.load_state_dict(stored.tensors)
         shape = stored.shape
         sizes = {
@@ -210,7 +208,6 @@ class Drafter:
             "feature_layers": shape.feature_layers,
             "intermediate_size": shape.intermediate_size,
             "sliding_window": shape.sliding_window,
-            "parallel": shape.mask_token is not None,
         }
         config = config.model_copy(update=sizes)
         drafter = cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)

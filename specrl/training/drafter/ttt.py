@@ -103,7 +103,7 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
         positions, visible = batch.positions[slots], _in_window(part.visible, step, model.shape.sliding_window)
         if step:
             hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
-            embedded, hidden = model.advance(context.embedded.index_select(0, slots), hidden)
+            embedded = context.embedded.index_select(0, slots)
         for layer in range(0 if step else last, last + 1):
             attention, keys, values = model.attentions[layer], all_keys[layer], all_values[layer]
             if step:

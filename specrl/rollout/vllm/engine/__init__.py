@@ -1,1 +1,3 @@
-"""The in-process engine: the arguments that it is started with, its life, and what is replaced in vLLM to run it."""
+"""In-process vLLM engines: how they are started, used and stopped. To be imported before vLLM."""
+
+import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.config.methods import NGRAM
 from specrl.config.rollout import ALONE_FRACTION, batched_tokens
 from specrl.models.directory import read_model_config
-from specrl.models.drafters import MASK_TOKEN, PARALLEL, has_window
+from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
+from specrl.models.mtp_modules import MTP_LAYERS
+from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.sampler import seed_argument
 from specrl.training.drafter.io import check_offsets
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -46,7 +49,6 @@ CPU_BLOCK_TOKENS = 32
 
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
-NO_DRAFTER = "specrl.rollout.vllm.drafting.drafting.NoDrafter"
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 """The words by which vLLM guesses a method from the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
@@ -62,14 +64,13 @@ def engine_arguments(
     precision: EnginePrecision,
     *,
     alone: bool,
+    keeps_routes: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
     The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
     and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
     """
-    drafter = read_model_config(drafter_dir) if drafter_dir is not None else {}
-    parallel = config.speculation.draft_method.model == "drafter" and MASK_TOKEN in drafter
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
     arguments: dict[str, Any] = {
@@ -77,10 +78,10 @@ def engine_arguments(
         "dtype": config.model.dtype,
         "seed": seed,
         "max_num_seqs": config.engine.max_num_seqs,
-        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest, parallel=parallel),
+        "max_num_batched_tokens": batched_tokens(config.engine.max_num_seqs, longest),
         "tensor_parallel_size": config.engine.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
-        "async_scheduling": False,
+        "async_scheduling": True,
         "enforce_eager": not config.engine.compile,
         "enable_prefix_caching": True,
         "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
@@ -88,30 +89,44 @@ def engine_arguments(
         "disable_log_stats": True,
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
+        "enable_return_routed_experts": keeps_routes,
+        # vLLM's own limit, 512 tokens, is below what a batch of drafts has.
+        "compilation_config": {"max_cudagraph_capture_size": config.engine.max_num_seqs * (longest + 1)},
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
     if config.engine.tensor_parallel > 1:
         # On Hopper and Blackwell that fusion is FlashInfer's all-reduce again.
-        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         # vLLM's own all-reduce looks for the GPUs of the other ranks, which a rank that sees only its own cannot find.
         arguments["disable_custom_all_reduce"] = torch.cuda.device_count() == 1
     if drafter_dir is not None and has_window(drafter_dir):
         # For a drafter with a sliding window vLLM would divide the policy's layers into groups as small as the drafter,
         # each with a table of blocks of its own.
         arguments["disable_hybrid_kv_cache_manager"] = True
-    if updates:
-        own_layer = config.speculation.draft_method.is_policy_layer
-        arguments["hf_overrides"] = partial(_updated, updates) if own_layer else updates
+    if longest and config.speculation.draft_method.is_policy_layer:
+        arguments["hf_overrides"] = partial(_updated, updates)
+    elif updates:
+        arguments["hf_overrides"] = updates
     if longest:
+        drafter_k = config.speculation.draft_lengths[0]
+        lengths = possible_lengths(longest, drafter_k) if config.speculation.adaptive else (0, longest)
+        arguments["additional_config"] = {"drafter_k": drafter_k}
         arguments["speculative_config"] = {
             "num_speculative_tokens": longest,
-            # A schedule by batch size keeps vLLM from padding drafts to one length; `Drafting` decides the length.
-            "num_speculative_tokens_per_batch_size": [(1, config.engine.max_num_seqs, longest)],
+            "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, lengths),
             **_proposer(config, policy_dir, drafter_dir),
-            **({PARALLEL: True} if parallel else {}),
         }
     return arguments
+
+
+def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return a schedule of vLLM's that names these draft lengths in turn, as (first batch, last batch, length).
+
+    vLLM captures full CUDA graphs for the lengths that it finds there. Which one a batch has is decided while the
+    engine runs.
+    """
+    return [(batch, batch, lengths[-batch % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +147,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
     """
     method = config.speculation.draft_method
     if method.vllm is None:
-        return {"method": "custom_class", "model": NO_DRAFTER}
+        return dict(NGRAM)  # which never gets to draft: see `text_speculator`
     if method.model is None:
         return dict(method.vllm)
     # Without `model` vLLM would find the policy's own layer too, but expect it in the policy's precision.
@@ -158,13 +173,15 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """Return vLLM's `SamplingParams` for a request; they carry its seed to `InvariantSampler`.
+    """Return vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
 
     Raises:
         ValueError: The prompt leaves no room for a token within `max_length`.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+
+    from specrl.rollout.vllm.device_sampler import NUM_COLUMNS
 
     room = max_length - len(request.prompt_tokens)
     if room < 1:
@@ -176,7 +193,8 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        **seed_argument(request.seed),
+        seed=request.seed,
+        logprobs=NUM_COLUMNS - 1,
         max_tokens=min(request.max_tokens, room),
         stop_token_ids=stop_tokens,
         ignore_eos=True,
@@ -195,7 +213,7 @@ def scoring_params() -> Any:
         prompt_logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **seed_argument(0),
+        seed=0,
     )
 
 
@@ -225,11 +243,14 @@ def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
 def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
     """Update a configuration as vLLM does with a dictionary of overrides.
 
-    vLLM applies this function also to the configuration of a multi-token-prediction layer, which needs as many
-    positions as the policy, but none of the policy's other entries.
+    vLLM applies this function also to the configuration of the multi-token-prediction layers, which need as many
+    positions as the policy, but none of the policy's other entries. Of several such layers the first one drafts, which
+    is the one that is trained.
     """
     for_layer = hf_config.model_type.endswith("_mtp")
     hf_config.update({key: value for key, value in updates.items() if key == POSITIONS or not for_layer})
+    if for_layer:
+        hf_config.update({MTP_LAYERS: 1, "n_predict": 1})
     return hf_config
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from specrl.rollout.errors import RefitError
+from specrl.rollout.drafts.acceptance import DRAFTER
+from specrl.rollout.errors import NonFiniteLogitsError, RefitError
+from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
-from specrl.rollout.vllm.engine.parallel_drafting import ParallelDrafting
-from specrl.rollout.vllm.engine.patches import patch
-from specrl.rollout.vllm.experts.routes import captured_from_the_start, routes_of
+from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
@@ -34,42 +31,38 @@ _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
 
-@dataclass(frozen=True)
-class FinishedRequest:
-    """What vLLM returns for a request that is done."""
+class Iteration(NamedTuple):
+    """What an iteration brought."""
 
-    name: str
-    """The name that `VllmEngine.add` gave it."""
-    tokens: list[int]
-    finish_reason: str
-    prompt_logprobs: list[float]
-    """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
-
-    @classmethod
-    def of(cls, output: Any) -> FinishedRequest:
-        """Return what matters of vLLM's `RequestOutput`."""
-        completion = output.outputs[0]
-        logprobs = []
-        if output.prompt_logprobs is not None:
-            pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-            logprobs = [float(entry[token].logprob) for entry, token in pairs]
-        return cls(output.request_id, list(completion.token_ids), completion.finish_reason, logprobs)
+    batch: int
+    """The number of requests that got tokens."""
+    tokens: int
+    all_decoding: bool
+    """Whether none of these were their first tokens."""
 
 
 class VllmEngine:
-    """An in-process vLLM engine, and its V1 model runner, for the modules that replace parts of it."""
+    """An in-process vLLM engine, and its model runner, for the modules that replace parts of it.
 
-    def __init__(self, arguments: dict[str, Any], *, keeps_routes: bool = False) -> None:
+    Requests go to vLLM's engine core, and its outputs come from there, without the objects that a server makes of them.
+    """
+
+    def __init__(self, arguments: dict[str, Any], sources: Sequence[str] = (DRAFTER,)) -> None:
         """Start the engine; collective over its ranks.
 
         Args:
             arguments: Arguments of vLLM's `EngineArgs`.
-            keeps_routes: Whether to keep the experts that each token is sent to, for `routes`.
+            sources: The names of the draft sources, by the numbers that the speculator gives them.
         """
-        with captured_from_the_start() if keeps_routes else nullcontext():
-            self.llm = start(arguments)
+        self.llm = start(arguments)
         self.runner = model_runner(self.llm)
-        self._parallel = ParallelDrafting.install(self.runner)
+        self.sampler = self.runner.sampler
+        self.last: Iteration | None = None
+        """What came of the last call of `step`; None if nothing did."""
+        self.decode_steps = 0
+        """The iterations so far in which at least one request was decoding."""
+        self._sources = sources
+        self._running: dict[str, RunningRequest] = {}
         self._num_requests = 0
 
     @property
@@ -88,30 +81,69 @@ class VllmEngine:
         """The number of tokens in the policy's vocabulary."""
         return int(self.llm.model_config.get_vocab_size())
 
-    def add(self, prompt_tokens: list[int], params: Any) -> tuple[str, str]:
-        """Queue a request with vLLM's `SamplingParams`; return its name, as in `step`, and the engine's own id."""
+    @property
+    def num_running(self) -> int:
+        """The number of requests that are not finished."""
+        return len(self._running)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """The numbers of tokens for which CUDA graphs were captured; none on CPUs."""
+        return list(self.llm.vllm_config.compilation_config.cudagraph_capture_sizes or ())
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.engine_core.engine_core
+
+    def add(self, prompt_tokens: list[int], params: Any) -> RunningRequest:
+        """Queue a request with vLLM's `SamplingParams`."""
         name = str(self._num_requests)
         self._num_requests += 1
-        internal = self.llm.add_request(name, {"prompt_token_ids": prompt_tokens}, params)
-        return name, internal
+        prompt = {"prompt_token_ids": prompt_tokens}
+        request = self.llm.input_processor.process_inputs(name, prompt, params, self.llm.get_supported_tasks())
+        self.llm.engine_core.add_request(request)
+        self._running[name] = RunningRequest(name, len(prompt_tokens), params.seed)
+        return self._running[name]
 
-    def step(self) -> list[FinishedRequest]:
-        """Run one iteration and return the requests that it finished."""
-        return [FinishedRequest.of(output) for output in self.llm.step() if output.finished]
+    def step(self) -> list[RunningRequest]:
+        """Run one iteration and return the requests that it finished.
 
-    def tokens_so_far(self, internal: str) -> list[int]:
-        """Return the response tokens of an unfinished request, by the engine's own id."""
-        return list(self.llm.engine_core.engine_core.scheduler.requests[internal].output_token_ids)
+        With asynchronous scheduling it begins an iteration, and returns what came of the one before.
 
-    def routes(self, internal: str, num_tokens: int) -> NDArray[Any] | None:
-        """Return the experts of a request's first tokens, as `Routes.of` does; None where they are not kept."""
-        routes = routes_of(self.runner)
-        return routes.of(internal, num_tokens) if routes is not None else None
+        Raises:
+            NonFiniteLogitsError: A token was picked from logits that are not finite.
+        """
+        finished, errors, decoding, tokens = [], [], 0, 0
+        outputs = self.llm.engine_core.get_output().outputs
+        for output in outputs:
+            request = self._running[output.request_id]
+            decoding += bool(request.tokens)
+            tokens += len(output.new_token_ids)
+            try:
+                request.take(output, self._sources)
+            except NonFiniteLogitsError as error:
+                errors.append(error)
+            if request.finish_reason is not None:
+                finished.append(self._running.pop(request.name))
+        self.decode_steps += decoding > 0
+        self.last = Iteration(len(outputs), tokens, decoding == len(outputs)) if outputs else None
+        if errors:
+            raise errors[0]
+        return finished
 
-    def abort(self, internal: Iterable[str]) -> None:
-        """Give up unfinished requests, by the engine's own ids."""
-        if names := list(internal):
-            self.llm.abort_request(names, internal=True)
+    def end(self) -> None:
+        """Give up what still runs, and wait until nothing is under way."""
+        self.llm.engine_core.abort_requests(list(self._running))
+        self._running.clear()
+        while self._core.scheduler.has_requests() or self._core.batch_queue:
+            self.llm.engine_core.get_output()
+
+    def draft_up_to(self, lengths: Sequence[int]) -> None:
+        """Let drafts have these lengths from now on, by the number of running requests, of which 0 means nothing."""
+        lookup = self._core.scheduler.dynamic_sd_lookup
+        if lookup is not None:
+            assert len(lengths) == len(lookup)
+            lookup[:] = lengths
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.
@@ -124,7 +156,7 @@ class VllmEngine:
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `weights.load.refit_policy`."""
-        assert not self.llm.has_unfinished_requests(), "refit while generating"
+        assert not self._running, "refit while generating"
         tied = bool(self.llm.model_config.hf_config.tie_word_embeddings)
         refit_policy(self.llm.vllm_config, self.policy, weights, names, tied)
 
@@ -137,11 +169,7 @@ class VllmEngine:
         if self.drafter is None:
             raise RefitError("refit was sent a drafter, but the engine has none")
         check_own_head(self.drafter, self.policy, names)
-        if self._parallel is None:
-            refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
-        else:
-            refit_drafter(self.llm.vllm_config, self.drafter, self._parallel.noted(weights), names)
-            self._parallel.refresh()
+        refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
 
     @property
     def can_sleep(self) -> bool:
@@ -156,7 +184,7 @@ class VllmEngine:
         """
         if not self.can_sleep:
             raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
-        assert not self.llm.has_unfinished_requests(), "sleep while generating"
+        assert not self._running, "sleep while generating"
         self.llm.sleep(OFFLOAD)
 
     def wake(self) -> None:
@@ -199,7 +227,7 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    patch()
+    replacements.install()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -228,18 +256,18 @@ def stop(llm_engine: Any) -> None:
 
 
 def model_runner(llm_engine: Any) -> Any:
-    """Return the V1 model runner of an in-process engine.
+    """Return the model runner of an in-process engine.
 
     Raises:
-        RuntimeError: The engine has another runner.
+        RuntimeError: It is not vLLM's second one.
     """
     runner = llm_engine.model_executor.driver_worker.worker.model_runner
-    if not hasattr(runner, "_sample") or not hasattr(runner, "discard_request_mask"):
-        raise RuntimeError(f"{type(runner).__module__} is not the V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
+    if not hasattr(runner, "req_states"):
+        raise RuntimeError(f"{type(runner).__module__} is not vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     return runner
 
 
 def draft_model(runner: Any) -> nn.Module | None:
-    """Return the drafter's module inside the engine, without vLLM's wrappers around it; None if no model drafts."""
+    """Return the drafter's module inside the engine; None if no model drafts."""
     model: nn.Module | None = runner.get_draft_model()
     return model

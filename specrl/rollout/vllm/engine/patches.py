@@ -1,8 +1,9 @@
-"""What is replaced in vLLM before an engine starts."""
+"""What takes the place of parts of vLLM that are not about sampling; see `replacements`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,34 +12,16 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-
-def patch() -> None:
-    """Replace everything that this file is about; a second call changes nothing."""
-    from vllm.model_executor.models import registry
-
-    fix_kernel_registration()
-    _own_shared_memory()
-    # vLLM would look at each new model's class in a process that imports everything again, so as not to initialise
-    # CUDA in this one; here the engine does that next.
-    registry._run_in_subprocess = lambda inspect: inspect()
+_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The name of the memory that the ranks of a communicator share."""
 
 
-def fix_kernel_registration() -> None:
-    """Let engines start after llvmlite was imported, as Numba and so vLLM does, and more than one in a process.
-
-    On CPUs vLLM looks for copies of its Triton kernels in every global of every module by `vars(value).get`, which
-    takes seconds and fails at llvmlite's library handle: its `__dict__` is a foreign function. Here it looks in its own
-    modules alone. One registration is enough.
-    """
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import dispatcher
-
-    dispatcher.sys = _OwnModules()
-    if dispatcher._registry:
-        current_platform.register_triton_kernel_overrides = lambda: None
+def called(inspect: Callable[[], Any]) -> Any:
+    """Call a function, in this process."""
+    return inspect()
 
 
-class _OwnModules:
+class OwnModules:
     """Stands for `sys` where vLLM looks through all modules."""
 
     @property
@@ -48,31 +31,53 @@ class _OwnModules:
         return {name: module for name, module in found.items() if name.partition(".")[0] == "vllm"}
 
 
-def _own_shared_memory() -> None:
-    """Let the ranks of each tensor-parallel engine on CPUs share memory under a name that nobody else uses.
+own_modules = OwnModules()
 
-    vLLM makes the name of the ranks' numbers alone, so that two jobs on one machine would collide, and so would a job
-    with what a killed one has left. Here the memory loses its name once all ranks have it, and ends with the last one.
-    """
-    from vllm.distributed.device_communicators import cpu_communicator
 
-    shared = cpu_communicator._CPUSHMDistributed
-    if hasattr(shared, "specrl_names"):
-        return
-    shared.specrl_names = WeakKeyDictionary()
-    init_shared_memory = shared._init_cpu_shm
+class FirstOfItsGroup:
+    """Stands for the ranks of an engine where only the first of them would return something."""
 
-    def make_group_name(communicator: Any) -> str:
-        if communicator not in shared.specrl_names:
-            name = [f"specrl-{uuid4().hex}"]
-            dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
-            shared.specrl_names[communicator] = name[0]
-        return str(shared.specrl_names[communicator])
+    is_first_rank = True
 
-    def init_and_unlink(self: Any) -> int:
-        handle = int(init_shared_memory(self))
-        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+
+def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a check of vLLM's configuration that leaves scheduling as it was asked for."""
+
+    def check_and_keep(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    return check_and_keep
+
+
+def once(register: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that registers copies of kernels the first time that it is called."""
+    done: list[bool] = []
+
+    def register_once() -> None:
+        if not done:
+            done.append(True)
+            register()
+
+    return register_once
+
+
+def make_group_name(communicator: Any) -> str:
+    """Return a name for the memory that the ranks of a communicator share, which nobody else uses (collective)."""
+    if communicator not in _names:
+        name = [f"specrl-{uuid4().hex}"]
+        dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
+        _names[communicator] = name[0]
+    return _names[communicator]
+
+
+def unlinked(init_shared_memory: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Return a function that makes the shared memory, which then has no name and ends with its last rank."""
+
+    def init_and_unlink(communicator: Any) -> int:
+        handle = int(init_shared_memory(communicator))
+        Path("/dev/shm", f"{communicator.group_name}_{communicator.communicator.rank}").unlink(missing_ok=True)
         return handle
 
-    shared.make_group_name = staticmethod(make_group_name)
-    shared._init_cpu_shm = init_and_unlink
+    return init_and_unlink

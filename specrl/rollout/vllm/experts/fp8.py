@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor

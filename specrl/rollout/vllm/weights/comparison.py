@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specrl.models.drafters import MASK_HIDDEN
 from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
 from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
@@ -201,7 +200,7 @@ def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[s
 
 
 def _eagle3_engine_name(name: str) -> str:
-    if name in (HEAD, MASK_HIDDEN):
+    if name == HEAD:
         return name
     if name == "d2t":
         return "draft_id_to_target_id"

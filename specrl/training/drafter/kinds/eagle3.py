@@ -9,13 +9,13 @@ EAGLE-3.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specrl.models.drafters import LAYERS, MASK_TOKEN, NORM_FLAGS
+from specrl.models.drafters import LAYERS, NORM_FLAGS
 from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
 
 
@@ -31,8 +31,6 @@ class Eagle3Shape(DraftShape):
     """Whether each of these hidden states passes a norm of its own before `fc`."""
     norm_output: bool = False
     """Whether the drafter goes on from its output behind the final norm, and not before it."""
-    mask_token: int | None = None
-    """The token that stands for those not known yet, in a drafter of all positions in one pass; None in others."""
 
     @classmethod
     def from_policy(
@@ -44,7 +42,6 @@ class Eagle3Shape(DraftShape):
         num_layers: int = 1,
         chosen_layers: tuple[int, ...] | None = None,
         sliding_window: int | None = None,
-        parallel: bool = False,
     ) -> Eagle3Shape:
         """Return the shape of a drafter for a policy.
 
@@ -58,7 +55,6 @@ class Eagle3Shape(DraftShape):
             num_layers: The number of decoder layers.
             chosen_layers: The policy's layers whose inputs are the features; `feature_layers` chooses where it is None.
             sliding_window: The number of positions that attention sees; None for all.
-            parallel: Whether all positions are drafted in one pass.
 
         Raises:
             ValueError: The policy has fewer tokens than the draft vocabulary, too few layers to choose from, or not
@@ -70,7 +66,7 @@ class Eagle3Shape(DraftShape):
         if chosen_layers is not None and chosen_layers[-1] > hf_config.num_hidden_layers:
             count = hf_config.num_hidden_layers
             raise ValueError(f"drafter.feature_layers = {list(chosen_layers)}: the policy has only {count} layers")
-        shape = cls.of(
+        return cls.of(
             hf_config,
             draft_vocab_size=draft_vocab_size,
             feature_layers=chosen_layers or feature_layers(hf_config.num_hidden_layers),
@@ -78,7 +74,6 @@ class Eagle3Shape(DraftShape):
             num_layers=num_layers,
             sliding_window=sliding_window,
         )
-        return replace(shape, mask_token=mask_token(hf_config)) if parallel else shape
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:
@@ -103,7 +98,6 @@ class Eagle3Shape(DraftShape):
             dtype=dtype,
             num_layers=config["num_hidden_layers"],
             sliding_window=config["sliding_window"],
-            mask_token=config.get(MASK_TOKEN),
             **{flag: config[flag] for flag in NORM_FLAGS},
         )
 
@@ -121,13 +115,6 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
         raise ValueError(f"an EAGLE-3 drafter needs a policy of at least 4 layers, this one has {num_layers}")
     layers = (2, num_layers // 2, num_layers - 3)
     return layers if layers[0] < layers[1] < layers[2] else (1, num_layers // 2, num_layers - 1)
-
-
-def mask_token(hf_config: Any) -> int:
-    """Return a policy's token that no text has in its middle: that of padding, an end token, or the last one."""
-    ends = hf_config.eos_token_id
-    candidates = [hf_config.pad_token_id, *(ends if isinstance(ends, list) else [ends]), hf_config.vocab_size - 1]
-    return int(next(token for token in candidates if token is not None))
 
 
 class Layer(nn.Module):

@@ -144,18 +144,6 @@ class DraftModule(nn.Module, ABC):
     def feed(self, features: Tensor) -> Tensor:
         """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
-    def advance(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the module reads where it drafts on, in a step after the first one.
-
-        Args:
-            embedded: The results of `embed` for the tokens before, `[n, hidden]`.
-            hidden: The module's own output in the step before, `[n, hidden]`.
-
-        Returns:
-            What takes the place of each; the two themselves, unless the module drafts without knowing them.
-        """
-        return embedded, hidden
-
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
@@ -164,7 +152,7 @@ class DraftModule(nn.Module, ABC):
             layer: The number of the layer, from 0.
             embedded: The result of `embed`, which the first layer alone reads.
             hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
-                step, and of `advance` in later ones.
+                step, and the module's own output in later ones.
         """
 
     @abstractmethod

@@ -1,29 +1,17 @@
-"""One engine on vLLM's second model runner, in a process of its own."""
+"""Nothing between logits and accepted drafts waits for the device, and every replaced part of vLLM names its test."""
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from specrl.rollout.requests import Request
-
-
-class Answer(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-    log_kept_mass: list[float]
-    scores: list[float]
-    """Of the same tokens, by a second pass over prompt and response at temperature 1."""
-
-
-class Result(NamedTuple):
-    answers: list[Answer]
-    num_drafts: int
-    num_accepted: int
-    num_preempted: int
+from specrl.rollout.vllm.replacements import REPLACEMENTS
 
 
 class KernelCalls(NamedTuple):
@@ -37,17 +25,14 @@ class KernelCalls(NamedTuple):
 
 def calls_of_an_iteration() -> KernelCalls:
     """Verify a batch with drafts as on a GPU, on tensors without values: what needs a value would raise an error."""
-    import os
-
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from specrl.rollout.vllm import replacements
-    from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+    from specrl.rollout.vllm.engine.lifecycle import set_environment
 
-    os.environ.update(ENVIRONMENT)
-    replacements.prepare()
+    set_environment()
     replacements.install()
     from specrl.rollout.sampling import kernels
     from specrl.rollout.sampling.devices import Sampling
@@ -87,6 +72,7 @@ def calls_of_an_iteration() -> KernelCalls:
         sampler.req_states = SimpleNamespace(prefill_len=state, total_len=state)
         sampler.stop_tokens = SimpleNamespace(gpu=torch.zeros(8, device_sampler.MOST_STOP_TOKENS, dtype=torch.int64))
         sampler.longest = state
+        sampler.sources = sampler.draft_lengths = state.gpu
         verifier = object.__new__(device_sampler.InvariantVerifier)
         verifier.sampler, verifier.num_speculative_steps = sampler, 3
         batch = SimpleNamespace(
@@ -105,63 +91,15 @@ def calls_of_an_iteration() -> KernelCalls:
     return KernelCalls(launched, waits)
 
 
-def generate(
-    policy: Path, requests: list[Request], stop_token: int, speculative: dict[str, Any] | None, options: dict[str, Any]
-) -> Result:
-    """Start an engine, answer all requests and score the first answers."""
-    import os
-
-    from specrl.rollout.vllm import replacements
-    from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
-
-    os.environ.update(ENVIRONMENT)
-    replacements.prepare()
-    replacements.install()
-    from vllm import LLM, SamplingParams
-
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 192, "max_num_seqs": 32}
-    arguments |= {"kv_cache_memory_bytes": 128 << 20, "async_scheduling": True, "block_size": 32} | options
-    llm = LLM(
-        model=str(policy),
-        skip_tokenizer_init=True,
-        speculative_config=speculative,
-        disable_log_stats=False,
-        **arguments,
-    )
-    parameters = [
-        SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            stop_token_ids=[stop_token],
-            logprobs=1,
-            detokenize=False,
+@pytest.mark.engine
+def test_from_logits_to_accepted_drafts_nothing_waits_for_the_device() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        assert pool.submit(calls_of_an_iteration).result() == KernelCalls(
+            ["sum_blocks", "keep_most_probable", "choose_token", "accept"], []
         )
-        for request in requests
-    ]
-    prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
-    outputs = [output.outputs[0] for output in llm.generate(prompts, parameters, use_tqdm=False)]
-    sequences = [
-        {"prompt_token_ids": request.prompt_tokens + list(output.token_ids)}
-        for request, output in zip(requests[:8], outputs, strict=False)
-    ]
-    scored = llm.generate(sequences, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
-    answers = []
-    for index, output in enumerate(outputs):
-        tokens = list(output.token_ids)
-        given = [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
-        masses = [at[-1].logprob for at in output.logprobs]
-        scores: list[float] = []
-        if index < len(scored):
-            after = scored[index].prompt_logprobs[-len(tokens) :]
-            scores = [at[token].logprob for at, token in zip(after, tokens, strict=True)]
-        answers.append(Answer(tokens, given, masses, scores))
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return Result(
-        answers,
-        int(metrics.get("vllm:spec_decode_num_drafts", 0)),
-        int(metrics.get("vllm:spec_decode_num_accepted_tokens", 0)),
-        int(metrics.get("vllm:num_preemptions", 0)),
-    )
+
+
+def test_every_replacement_names_a_test_that_exists() -> None:
+    for replacement in REPLACEMENTS:
+        path, name = replacement.test.split("::")
+        assert f"def {name}(" in Path(path).read_text()

@@ -1,0 +1,177 @@
+"""Text on the device: where it is found by a response's seed or its last tokens, without Python per request.
+
+All texts are one tensor, and their places are found in sorted tensors of keys, which are built between generations: a
+search takes the same few operations for any number of requests, and its time grows with the logarithm of the text.
+Keys are 63-bit hashes of tokens; two that collide cost a draft, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
+
+END = -1
+"""The marker before and after texts, and of the places of a draft that hold no token; no token has this id."""
+SIZES = (8, 5, 3, 2)
+"""The numbers of last tokens by which text is looked up; the first that is found counts."""
+LONGEST = SIZES[0]
+OWN, STORED, RECENT_TEXT = 0, 1, 1 + len(SIZES)
+DRAFTERS = RECENT_TEXT + len(SIZES)
+"""The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
+NOTHING = DRAFTERS + 1
+SOURCES = (REPLAY, RECENT, DRAFTER)
+SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
+"""The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
+ANY_PROMPT = -1
+"""Stands for the prompt in the keys of recent text."""
+_RANDOM = torch.randint(
+    -(2**62), 2**62, (LONGEST + 1 + len(SIZES),), generator=torch.Generator().manual_seed(0)
+).tolist()
+_OF_PROMPT, *_OF_SIZE = _RANDOM[LONGEST:]
+"""For a multilinear hash: a random number for each of the last tokens, one for the prompt, and one for each size."""
+_NO_KEY = torch.iinfo(torch.int64).max
+"""Ends every list of keys, so that a search stays inside; no key is this large."""
+
+
+class Text(NamedTuple):
+    """A response that may be drafted from."""
+
+    tokens: Sequence[int] | NDArray[np.int32]
+    prompt: int = ANY_PROMPT
+    """The number of the prompt whose responses may follow it, at least 0; or any prompt's."""
+    seed: int | None = None
+    """The seed that it was sampled with, if that is known and a request with it is to follow this text first."""
+
+
+class Found(NamedTuple):
+    """Text that may continue each request of a batch: of its own seed, stored, recent."""
+
+    places: Tensor
+    """[requests, 3] int64, where in `TextIndex.tokens` it goes on; at an `END` where there is none."""
+    kinds: Tensor
+    """[requests, 3] int64."""
+
+
+class TextIndex:
+    """Texts and where they are found; it never changes."""
+
+    def __init__(self, texts: Sequence[Text], device: torch.device | str = "cpu") -> None:
+        """Lay out the texts and index them; where continuations are equally common, the earlier text counts."""
+        self._factors = torch.tensor(_RANDOM[:LONGEST], device=device)
+        self._salts = torch.tensor(_OF_SIZE, device=device)
+        self._last_of_size = torch.tensor(SIZES, device=device) - 1
+        self._column = torch.arange(LONGEST, device=device)
+        self._firsts = torch.tensor((STORED, RECENT_TEXT), device=device)
+        marker = np.full(LONGEST, END, np.int32)
+        rows = [np.concatenate((np.asarray(text.tokens, np.int32), marker)) for text in texts]
+        self.tokens = torch.from_numpy(np.concatenate((marker, *rows))).to(device)
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
+        prompts = torch.tensor([text.prompt for text in texts], dtype=torch.int64, device=device)
+        self._index_tokens(sizes, prompts)
+        starts = [LONGEST, *(LONGEST + np.cumsum([len(row) for row in rows], dtype=np.int64)).tolist()]
+        self._index_seeds(texts, starts)
+
+    def _index_tokens(self, sizes: Tensor, prompts: Tensor) -> None:
+        tokens = self.tokens.long()
+        owner = torch.repeat_interleave(prompts, sizes)
+        owner = torch.cat((owner.new_full((LONGEST,), ANY_PROMPT), owner))
+        ahead, before = tokens, torch.cat((tokens.new_full((1,), END), tokens[:-1]))
+        is_place = (ahead != END) & (before != END)
+        places = is_place.nonzero()[:, 0]
+        last = tokens[places[:, None] - 1 - self._column]
+        keys = self._keys(last, owner[places])
+        # A response begins as one stored for its prompt did; it does not begin as just any one did.
+        is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self._last_of_size] != END)
+        self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
+
+    def _index_seeds(self, texts: Sequence[Text], starts: Sequence[int]) -> None:
+        first: dict[tuple[int, int], tuple[int, int]] = {}
+        for text, start in zip(texts, starts, strict=False):
+            if text.seed is not None:
+                first.setdefault((text.prompt, text.seed), (start, start + len(text.tokens)))
+        device = self.tokens.device
+        known = torch.tensor([*first], dtype=torch.int64, device=device).reshape(-1, 2)
+        spans = torch.tensor([*first.values(), (0, 0)], dtype=torch.int64, device=device)
+        keys, order = _seed_keys(known[:, 0], known[:, 1]).sort()
+        self.seed_keys = torch.cat((keys, keys.new_tensor([_NO_KEY])))
+        self.spans = torch.cat((spans[order], spans[-1:]))
+
+    def find(self, last: Tensor, prompts: Tensor, seeds: Tensor, lengths: Tensor) -> Found:
+        """Find text that may continue each request; nothing here waits for the device.
+
+        Args:
+            last: [requests, LONGEST] int64, the last tokens of its response, the latest first; `END` beyond its start.
+            prompts: [requests] int64, the number of its prompt; below `ANY_PROMPT` where nothing is stored for that.
+            seeds: [requests] int64.
+            lengths: [requests], the number of tokens of its response.
+        """
+        none = len(self.tokens) - 1
+        both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
+        wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]
+        at = torch.searchsorted(self.keys, wanted)
+        hits = self.keys[at] == wanted
+        size = hits.int().argmax(2, keepdim=True)
+        places = torch.where(hits.any(2), self.places[at.gather(2, size)[:, :, 0]], none)
+        own = self._own(last, prompts, seeds, lengths)
+        kinds = size[:, :, 0] + self._firsts
+        return Found(torch.cat((own[:, None], places), 1), torch.cat((torch.zeros_like(kinds[:, :1]), kinds), 1))
+
+    def _own(self, last: Tensor, prompts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
+        """Return where the text of each request's own seed goes on, if the last tokens before that agree."""
+        wanted = _seed_keys(prompts, seeds)
+        at = torch.searchsorted(self.seed_keys, wanted)
+        span = self.spans[at]
+        place = span[:, 0] + lengths
+        inside = (self.seed_keys[at] == wanted) & (place < span[:, 1])
+        place = torch.where(inside, place, LONGEST)
+        before = self.tokens[place[:, None] - 1 - self._column]
+        return torch.where(inside & (before == last).all(1), place, len(self.tokens) - 1)
+
+    def ahead(self, places: Tensor, k: int) -> Tensor:
+        """Return the next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
+        at = (places[..., None] + torch.arange(k, device=places.device)).clamp(max=len(self.tokens) - 1)
+        return until_end(self.tokens[at].long())
+
+    def _keys(self, last: Tensor, prompts: Tensor) -> Tensor:
+        """Return keys [..., sizes] for last tokens [..., LONGEST], the latest first, and prompts [...]."""
+        sums = (last * self._factors).cumsum(-1)[..., self._last_of_size]  # products and sums wrap around
+        return _mixed(sums + (prompts * _OF_PROMPT)[..., None] + self._salts)
+
+
+def until_end(drafts: Tensor) -> Tensor:
+    """Return drafts [..., k] with `END` everywhere after their first `END`."""
+    return torch.where((drafts != END).int().cumprod(-1).bool(), drafts, END)
+
+
+def _seed_keys(prompts: Tensor, seeds: Tensor) -> Tensor:
+    return _mixed(seeds * _RANDOM[0] + prompts * _OF_PROMPT)
+
+
+def _mixed(keys: Tensor) -> Tensor:
+    """Return keys that are far from `_NO_KEY`."""
+    return (keys ^ (keys >> 29)) >> 1
+
+
+def _most_common(keys: Tensor, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each key once, in order, with the first of its places at which its most common next token stands."""
+    # By key and next token; of places with the same ones the first comes first.
+    pairs, order = (keys * (_RANDOM[0] | 1) + tokens[places]).sort(stable=True)
+    fresh = torch.ones_like(pairs, dtype=torch.bool)
+    fresh[1:] = pairs[1:] != pairs[:-1]
+    first = fresh.nonzero()[:, 0]
+    counts = torch.cat((first[1:], first.new_tensor([len(pairs)]))) - first
+    keys, places = keys[order][first], places[order][first]
+    # By key, then the most common next token, at a tie the one met first.
+    order = (places - (counts << 40)).sort().indices
+    order = order[keys[order].sort(stable=True).indices]
+    keys, places = keys[order], places[order]
+    chosen = torch.ones_like(keys, dtype=torch.bool)
+    chosen[1:] = keys[1:] != keys[:-1]
+    return torch.cat((keys[chosen], keys.new_tensor([_NO_KEY]))), torch.cat((places[chosen], places.new_zeros(1)))

@@ -1,0 +1,143 @@
+"""What an engine drafts: from which texts, for how long, and what is learned from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from specrl.config import Config
+from specrl.rollout.control import ControlSettings
+from specrl.rollout.drafts.cost_model import Choice, CostModel
+from specrl.rollout.requests import Request
+from specrl.rollout.vllm.engine.arguments import generation_params
+from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
+from specrl.rollout.vllm.group import agreed
+
+MEASURED = 2
+"""The number of iterations that are measured for a batch size and a draft length when an engine starts."""
+MOST_ROWS = 512
+"""The most rows of an iteration that is measured then; what takes longer is extrapolated."""
+
+
+class Drafting:
+    """Steers the speculator of an engine: its texts, and the draft length for each number of running requests."""
+
+    def __init__(self, engine: VllmEngine, config: Config, settings: ControlSettings) -> None:
+        self._engine, self._max_batch = engine, config.engine.max_num_seqs
+        self._max_length = config.model.max_length
+        self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
+        self.k = drafter_k or replay_k
+        """The longest draft that `set_length` takes, in tokens."""
+        self._text = engine.runner.speculator.text
+        self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
+        engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
+        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes, settings)
+        self._fixed: int | None = self.k
+        self._lengths = [0] * (self._max_batch + 1)
+        """The draft lengths by the number of running requests."""
+        self._is_measured = False
+        self._recalls = self._learns = False
+        self._last: tuple[float, int] | None = None
+        """The end of the last iteration, and its draft length, if all requests were decoding."""
+        self._drafted: list[int] = []
+
+    @property
+    def texts(self) -> Any:
+        """The texts to draft from; what changes there counts from the next generation on."""
+        return self._text.texts
+
+    def set_length(self, k: int | None) -> None:
+        """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
+        if k is None and not self._is_measured:
+            self._measure()
+        self._text.drafter_k = self._drafter_k if k is None else min(k, self._drafter_k)
+        self._fixed = max(k, self._replay_k) if k and self._drafter_k else k
+        self._schedule()
+
+    def begin(self, num_requests: int, stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
+        """Begin a generation; the other arguments are those of `Engine.generate`."""
+        self._recalls, self._learns, self._last = recall, learn, None
+        self._text.begin(num_requests, stop_tokens)
+        self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
+        self._schedule()
+
+    def follow(self, iteration: Iteration | None) -> None:
+        """Learn from the time of the engine's last iteration; None where it had no result yet."""
+        now = time.perf_counter()
+        if iteration is None or not iteration.all_decoding:
+            self._last = None
+            return
+        k = self._lengths[iteration.batch]
+        self._drafted.append(k)
+        if self._last is not None and self._last[1] == k and self._learns and self._fixed is None:
+            self.costs.observe(iteration.batch, k, now - self._last[0], iteration.tokens)
+        self._last = now, k
+
+    def remember(self, response: Sequence[int]) -> None:
+        """Show the texts a response of this generation, finished or stopped."""
+        if self._recalls:
+            self.texts.remember(response)
+
+    def end(self) -> None:
+        """Learn from the drafts of a generation."""
+        if self._learns:
+            self.costs.learn(self._text.counts())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
+        lengths, self._drafted = self._drafted, []
+        found = {"spec/k": sum(lengths) / len(lengths)} if lengths else {}
+        for choice in self.chosen():
+            chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
+            found |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}
+        return found
+
+    def chosen(self) -> list[Choice]:
+        """Return what the cost model chooses for batch sizes that are powers of two, once it knows times."""
+        sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
+        return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
+
+    def take_saved_seconds(self) -> float | None:
+        """Return an estimate of the seconds that drafts saved since the last call; None where no times are known."""
+        return self.costs.take_saved_seconds() if self._is_measured else None
+
+    def _measure(self) -> None:
+        """Measure how long iterations take, by batch size and draft length (collective over the engine's ranks)."""
+        self._is_measured = True
+        pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
+        for batch in sorted({batch for batch, _ in pairs}):
+            self._text.begin(0, ())
+            for seed in range(batch):
+                request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
+                self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))
+            for k in sorted(k for of, k in pairs if of == batch):
+                seconds = self._measure_iterations(batch, k)
+                if seconds is not None:
+                    self.costs.measure(batch, k, *agreed(seconds))
+            self._engine.end()
+
+    def _measure_iterations(self, batch: int, k: int) -> float | None:
+        """Return the seconds of an iteration; None if requests ended before it could be measured."""
+        self._engine.draft_up_to([k] * (self._max_batch + 1))
+        seconds: list[float] = []
+        skipped = 0
+        while len(seconds) < MEASURED and self._engine.num_running == batch:
+            started = time.perf_counter()
+            self._engine.step()
+            iteration = self._engine.last
+            # The first iterations still have the drafts of another length, or none.
+            if iteration is None or not iteration.all_decoding or (skipped := skipped + 1) <= 2:
+                continue
+            seconds.append(time.perf_counter() - started)
+        return median(seconds) if seconds else None
+
+    def _schedule(self) -> None:
+        if self._fixed is not None:
+            lengths = [self._fixed] * self._max_batch
+        else:
+            lengths = [self.costs.best(batch) for batch in range(1, self._max_batch + 1)]
+            lengths = [int(length) for length in agreed(*lengths)]
+        self._lengths = [0, *lengths]
+        self._engine.draft_up_to(self._lengths)

@@ -1,0 +1,78 @@
+"""Requests that run in vLLM, and what it has returned of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrl.rollout.drafts.outcome_log import VerifiedDraft
+from specrl.rollout.errors import NonFiniteLogitsError
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """What vLLM has returned of one request so far."""
+
+    name: str
+    """vLLM's own name of it."""
+    prompt_length: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """The log-probs of the tokens, under the distribution that they were sampled from."""
+    log_kept_mass: list[float] = field(default_factory=list)
+    """The logarithm of the probability that top-k and top-p left at each of them; see `Picked`."""
+    drafts: list[VerifiedDraft] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
+    finish_reason: str | None = None
+    started_at: float = 0.0
+    """When its first token arrived, in Unix seconds."""
+    finished_at: float = 0.0
+    """When its last token arrived, in Unix seconds."""
+    _routes: list[NDArray[Any]] = field(default_factory=list)
+
+    def take(self, output: Any, sources: Sequence[str]) -> None:
+        """Take one of vLLM's `EngineCoreOutput`s.
+
+        Args:
+            sources: The names of the draft sources, by their numbers.
+
+        Raises:
+            NonFiniteLogitsError: A token was picked from logits that are not finite.
+        """
+        from specrl.rollout.vllm.device_sampler import DRAFT_BASE, Columns
+
+        if output.num_nans_in_logits:
+            raise NonFiniteLogitsError(
+                f"the policy's logits for token {output.num_nans_in_logits} of request {self.name} are not finite: "
+                "are its weights?"
+            )
+        self.finished_at = time.time()
+        if not self.tokens:
+            self.started_at = self.finished_at
+        context = self.prompt_length + len(self.tokens)
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            columns = Columns(*output.new_logprobs.logprobs.T.tolist())
+            self.logprobs += columns.logprob
+            self.log_kept_mass += columns.log_kept_mass
+            source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
+            if drafted:
+                accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
+                self.drafts.append(VerifiedDraft(self.seed, context, drafted, accepted, sources[source]))
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        if output.routed_experts is not None:
+            self._routes.append(output.routed_experts)
+        if output.finish_reason is not None:
+            self.finish_reason = str(output.finish_reason)
+
+    def routes(self, num_tokens: int) -> NDArray[Any] | None:
+        """Return the experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
+        return np.concatenate(self._routes)[:num_tokens] if self._routes else None

@@ -1,0 +1,162 @@
+"""Drafts from text on vLLM's second model runner, with one of vLLM's own speculators beside it or without one.
+
+`init_speculator` takes the place of the runner's function of that name, and `KnownRequests` that of its
+`RequestState`; see `replacements`. The runner keeps the object of vLLM's class that it knows how to load, capture and
+refit; its `propose` becomes that of a `TextSpeculator`, its attribute `text`. `additional_config["drafter_k"]` says how
+many passes vLLM's own speculator makes at most; 0 with the method `ngram_gpu` stands for text alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu import spec_decode
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from specrl.rollout.drafts.device_drafts import Batch, Counts, DeviceDrafts
+from specrl.rollout.drafts.text_index import END
+from specrl.rollout.drafts.text_store import TextStore
+
+_PROPOSE = inspect.signature(BaseSpeculator.propose)
+_PROMPT, _ROW, _LIMIT = range(3)
+LOOKED_AT = 8
+"""While nothing is drafted, in one of so many iterations it is looked what text might have drafted."""
+
+
+class KnownRequests(RequestState):  # type: ignore[misc]
+    """The runner's requests, with the number of each one's prompt, its place in the generation, and its limit."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.texts = TextStore(0)
+        self.rows: dict[str, int] = {}
+        """The places of the requests in this generation by vLLM's names, from 1 in the order in which they start."""
+        self.facts = UvaBackedTensor((self.max_num_reqs, 3), torch.int64)
+
+    def add_request(
+        self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
+    ) -> None:
+        """Add a request, or one that was preempted."""
+        super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
+        slot = self.req_id_to_index[req_id]
+        row = self.rows.setdefault(req_id, len(self.rows) + 1)
+        limit = min(prompt_len + max_tokens, self.max_model_len)
+        self.facts.np[slot] = self.texts.number_of(all_token_ids[:prompt_len]), row, limit
+
+    def apply_staged_writes(self) -> None:
+        """Send what `add_request` noted to the device."""
+        super().apply_staged_writes()
+        self.facts.copy_to_uva()
+
+
+class TextSpeculator:
+    """Drafts from text where that is expected to bring more than what vLLM's speculator drafts."""
+
+    def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
+        """Take the place of `speculator.propose`."""
+        self.drafter_k = drafter_k
+        """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
+        k = speculator.num_speculative_steps
+        self.drafts = DeviceDrafts(requests.max_num_reqs, k, device)
+        self.drafts.has_drafter = drafter_k > 0
+        self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
+        self._rows = self._calls = 0
+        self._has_chosen = False
+        """Whether the last iteration chose drafts, which are to be counted."""
+        speculator.text, speculator.propose = self, self.propose
+
+    @property
+    def texts(self) -> TextStore:
+        """The texts to draft from; what changes there counts from the next `begin` on."""
+        return self._requests.texts
+
+    def keep_recent(self, tokens: int) -> None:
+        """Keep so many tokens of the latest responses from now on, and forget all text that there is."""
+        self._requests.texts = TextStore(tokens)
+
+    def begin(self, num_requests: int, stop_tokens: Sequence[int]) -> None:
+        """Begin a generation of so many requests, which end with any of these tokens, with all counters at zero."""
+        self._rows = num_requests
+        self._requests.rows.clear()
+        self.drafts.index = self.texts.index(self.drafts.device)
+        self.drafts.begin(num_requests, stop_tokens)
+
+    def counts(self) -> Counts:
+        """Return all counters since `begin`; this waits for the device."""
+        return self.drafts.counts()
+
+    @torch.inference_mode()
+    def propose(self, *arguments: Any, **options: Any) -> Tensor:
+        """Return the next draft of each request, int64 [requests, k]; the arguments are those of `BaseSpeculator`."""
+        given = _PROPOSE.bind(self, *arguments, **options)
+        given.apply_defaults()
+        asked: dict[str, Any] = given.arguments
+        del asked["self"]
+        length = asked["num_speculative_tokens"]
+        length = self.drafts.k if length is None else length
+        is_real = not asked["dummy_run"]
+        all_tokens = self._requests.all_token_ids.gpu
+        chooses = is_real and (length > 0 or self._calls % LOOKED_AT == 0)
+        batch = self._batch(asked) if chooses or (is_real and self._has_chosen) else None
+        if batch is not None and self._has_chosen:
+            self.drafts.observe(batch, all_tokens)
+        drafter = self._from_drafter(asked, min(length, self.drafter_k))
+        if is_real:
+            self._calls, self._has_chosen = self._calls + 1, chooses
+        if batch is None or not chooses:
+            size = asked["input_batch"].num_reqs, self.drafts.k
+            return torch.zeros(size, dtype=torch.int64, device=self.drafts.device)
+        return self.drafts.choose(batch, all_tokens, drafter, length)
+
+    def _batch(self, asked: Mapping[str, Any]) -> Batch:
+        slots = asked["input_batch"].idx_mapping.long()
+        facts = self._requests.facts.gpu[slots]
+        return Batch(
+            slots=slots,
+            rows=torch.where(facts[:, _ROW] <= self._rows, facts[:, _ROW], 0),
+            prompts=facts[:, _PROMPT],
+            seeds=asked["seeds"][slots],
+            prompt_lengths=self._requests.prompt_len.gpu[slots],
+            lengths=self._requests.total_len.gpu[slots],
+            limits=facts[:, _LIMIT],
+            num_sampled=asked["num_sampled"],
+        )
+
+    def _from_drafter(self, asked: dict[str, Any], passes: int) -> Tensor | None:
+        speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)
+        if is_lookup and not passes:
+            return None
+        if isinstance(speculator, StandaloneARSpeculator):  # it looks for its number of passes nowhere else
+            speculator.num_speculative_steps = max(passes, 1)
+        drafts: Tensor = self._propose(**asked | {"num_speculative_tokens": passes})
+        if is_lookup and not asked["dummy_run"]:
+            drafts = self._found(drafts, asked)
+        return drafts[:, :passes].clone() if passes else None
+
+    def _found(self, drafts: Tensor, asked: Mapping[str, Any]) -> Tensor:
+        """Return drafts of vLLM's n-gram lookup with `END` where it had none and repeats the last token."""
+        lookup = self._speculator
+        # What it keeps of its search: n * (longest sequence + 1) + place + 1, the largest, or 0.
+        score = lookup.scratch[: len(drafts)].amax(1) - 1
+        size = torch.div(score, lookup.max_model_len + 1, rounding_mode="floor")
+        first = score - size * (lookup.max_model_len + 1) + size
+        available = self._requests.total_len.gpu[asked["input_batch"].idx_mapping] - first
+        available = torch.where((score >= 0) & (asked["num_sampled"] > 0), available, 0)
+        return torch.where(torch.arange(drafts.shape[1], device=drafts.device) < available[:, None], drafts, END)
+
+
+def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
+    """Return vLLM's speculator with a `TextSpeculator` in the place of its `propose`."""
+    speculator = spec_decode.init_speculator(vllm_config, device, req_states)
+    drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)
+    TextSpeculator(speculator, req_states, drafter_k, device)
+    return speculator

@@ -1,0 +1,176 @@
+"""Drafts from text beside every drafter: no text changes a token (FP32), and what text was right is counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specrl.config import Config
+from specrl.config.methods import EAGLE3, METHODS, NGRAM, DraftMethod
+from specrl.rollout.drafts.device_drafts import Counts
+from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
+from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
+from specrl.rollout.engine import Engine, Request
+from tests.exactness.conftest import Start
+from tests.exactness.engines import mixed_requests, running
+from tests.exactness.toy import policy_weights, toy_config, write_policy
+from tests.mtp_models import write_mtp_model
+from tests.text_drafting import Ask, Compared, follow
+
+pytestmark = pytest.mark.engine
+REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
+K = 5
+WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
+"""The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
+CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+"""Prompts are read in pieces, beside requests that decode."""
+BESIDE_TEXT = {
+    "replay": DraftMethod("replay", replays=True),
+    "eagle3": DraftMethod("eagle3+replay", EAGLE3, "drafter", replays=True),
+    "draft_model": DraftMethod("draft_model+replay", {"method": "draft_model"}, "draft_model", replays=True),
+    "ngram": DraftMethod("ngram+replay", NGRAM, replays=True),
+    "mtp": DraftMethod("mtp+replay", {"method": "mtp"}, "policy_layer", replays=True),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What there is to draft from in one generation."""
+
+    texts: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    seeds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    recent: Sequence[list[int]] = ()
+
+
+@pytest.fixture
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a method in the table, for as long as the test runs."""
+    row = BESIDE_TEXT[request.param]
+    monkeypatch.setitem(METHODS, row.name, row)
+    return row.name
+
+
+@pytest.fixture(scope="module")
+def plain(engine_of: Start) -> list[list[int]]:
+    return [response.tokens for response in engine_of("none").generate(REQUESTS).responses]
+
+
+def config_of(method: str, k: int, **options: Any) -> Config:
+    config = toy_config(method, k, **options)
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"replay_k": K})})
+
+
+def by_prompt(requests: Sequence[Request], rows: Sequence[list[int]], *, seeds: bool = True) -> Stored:
+    stored = Stored()
+    for request, row in zip(requests, rows, strict=True):
+        stored.texts.setdefault(tuple(request.prompt_tokens), []).append(row)
+        if seeds:
+            stored.seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
+    return stored
+
+
+def altered(index: int, tokens: list[int]) -> list[int]:
+    """The text that an older policy wrote: the same, with a token that differs, or cut off."""
+    middle = len(tokens) // 2
+    if index % 4 == 1 and tokens:
+        return [*tokens[:middle], tokens[middle] + 1, *tokens[middle + 1 :]]
+    return tokens[:middle] if index % 4 == 2 else tokens
+
+
+def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tuple[list[list[int]], Counts]:
+    """The tokens of all responses, and what the drafts of each kind came to."""
+    drafting: Any = engine.drafting
+    engine.set_replay(stored.texts, stored.seeds)
+    engine.set_recent([stored.recent])
+    drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (K + 1, 1))
+    generation = engine.generate(list(requests), recall=True)
+    return [response.tokens for response in generation.responses], drafting._text.counts()
+
+
+def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
+    """What all drafts from text come to in plain Python."""
+    numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
+    texts = [Text(row) for row in reversed(stored.recent)]
+    for prompt, rows in stored.texts.items():
+        seeds: Sequence[int | None] = stored.seeds.get(prompt, [None] * len(rows))
+        texts += [Text(row, numbers[prompt], seed) for row, seed in zip(rows, seeds, strict=True)]
+    found = []
+    for request, answer in zip(REQUESTS, plain, strict=True):
+        ask = Ask(numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT), request.seed)
+        found.append(follow(texts, ask, answer, request.max_tokens, K, WORTH))
+    return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
+
+
+def right(counts: Counts, first: int, last: int) -> int:
+    """The tokens that drafts of these kinds had right."""
+    return int(counts.right[first : last + 1].sum())
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "overrides"),
+    [
+        ("replay", K, {}),
+        ("replay", K, CHUNKED),
+        ("eagle3", 3, {}),
+        ("draft_model", 2, {"async_scheduling": False}),
+        ("ngram", 3, {}),
+    ],
+    indirect=["method"],
+)
+def test_text_changes_no_token_and_is_compared(
+    directories: tuple[Path, Path],
+    plain: list[list[int]],
+    tmp_path: Path,
+    method: str,
+    k: int,
+    overrides: dict[str, Any],
+) -> None:
+    policy, drafter = directories
+    model = write_policy(tmp_path / "policy", policy_weights(5)) if method.startswith("draft_model") else None
+    older = [altered(index, tokens) for index, tokens in enumerate(plain)]
+    offered = [
+        Stored(),
+        by_prompt(REQUESTS, plain),
+        by_prompt(REQUESTS, older),
+        by_prompt(REQUESTS, older, seeds=False),
+        Stored(recent=[older[index - 1] for index in range(len(older))]),
+    ]
+    with running(policy, drafter, config_of(method, k, draft_model=model), **overrides) as engine:
+        found = [answers(engine, REQUESTS, stored) for stored in offered]
+    assert all(tokens == plain for tokens, _ in found)
+    nothing, same, changed, others, recent = (counts for _, counts in found)
+    assert (right(nothing, DRAFTERS, DRAFTERS) > 30) == (method != "replay")
+    assert right(nothing, OWN, DRAFTERS - 1) == 0
+    num_tokens = sum(map(len, plain))
+    assert right(same, OWN, OWN) > 0.7 * num_tokens
+    # While a prompt is read in pieces, its first token is predicted several times.
+    assert overrides is CHUNKED or same.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
+    assert 0 < right(changed, OWN, OWN) < right(same, OWN, OWN)
+    assert right(others, OWN, OWN) == 0 < right(others, STORED, RECENT_TEXT - 1)
+    assert right(recent, OWN, RECENT_TEXT - 1) == 0 < right(recent, RECENT_TEXT, DRAFTERS - 1)
+    if method == "replay" and overrides is not CHUNKED:
+        for (_, counts), stored in zip(found, offered, strict=True):
+            wanted = expected(stored, plain)
+            assert (counts.seen == wanted.seen).all()
+            assert (counts.right == wanted.right).all()
+
+
+@pytest.mark.parametrize("method", ["mtp"], indirect=True)
+def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path, method: str) -> None:
+    policy = write_mtp_model(tmp_path / "policy", "mimo")
+    requests = [request for request in REQUESTS if len(request.prompt_tokens) + request.max_tokens < 120][:40]
+    with running(policy, None, config_of(method, 2, max_length=128)) as engine:
+        engine.set_k(0)
+        plain = [response.tokens for response in engine.generate(requests).responses]
+        engine.set_k(2)
+        (first, nothing), (second, same) = (
+            answers(engine, requests, stored) for stored in (Stored(), by_prompt(requests, plain))
+        )
+    assert first == second == plain
+    assert nothing.seen[DRAFTERS].sum() > 100
+    assert right(same, OWN, OWN) > 0.7 * sum(map(len, plain))

@@ -1,0 +1,193 @@
+"""What drafts from text are, token by token in Python: the reference of the index and the counters on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
+from specrl.rollout.drafts.text_index import (
+    ANY_PROMPT,
+    END,
+    LONGEST,
+    NOTHING,
+    OWN,
+    RECENT_TEXT,
+    SIZES,
+    SOURCE_OF_KIND,
+    STORED,
+    Text,
+    TextIndex,
+)
+
+
+class Ask(NamedTuple):
+    prompt: int
+    seed: int
+
+
+class Candidate(NamedTuple):
+    kind: int
+    tokens: list[int]
+
+
+def own_text(texts: Sequence[Text], output: Sequence[int], ask: Ask) -> list[int]:
+    for text in texts:
+        if (text.prompt, text.seed) == ask:
+            start = max(0, len(output) - LONGEST)
+            agrees = list(text.tokens[start : len(output)]) == list(output[start:])
+            return list(text.tokens[len(output) :]) if agrees else []
+    return []
+
+
+def by_last_tokens(texts: Sequence[Text], output: Sequence[int], first_kind: int) -> Candidate | None:
+    """What follows the longest agreement: the most common next token, and then the first text that has it."""
+    padded = [END] * LONGEST + list(output)
+    for index, size in enumerate(SIZES):
+        found: list[list[int]] = []
+        for text in texts:
+            row = [END] * LONGEST + list(text.tokens)
+            for place in range(LONGEST + 1, len(row)):
+                window = row[place - size : place]
+                if window == padded[-size:] and (text.prompt != ANY_PROMPT or END not in window):
+                    found.append(row[place:])
+        if found:
+            token = Counter(ahead[0] for ahead in found).most_common(1)[0][0]
+            return Candidate(first_kind + index, next(ahead for ahead in found if ahead[0] == token))
+    return None
+
+
+def candidates(texts: Sequence[Text], output: Sequence[int], ask: Ask, k: int) -> list[Candidate]:
+    """All drafts from text that there are for a response, its own seed's first."""
+    stored = [text for text in texts if text.prompt == ask.prompt]
+    recent = [text for text in texts if text.prompt == ANY_PROMPT]
+    own = own_text(stored, output, ask)
+    found = [Candidate(OWN, own) if own else None]
+    found += [by_last_tokens(stored, output, STORED), by_last_tokens(recent, output, RECENT_TEXT)]
+    return [Candidate(one.kind, one.tokens[:k]) for one in found if one is not None]
+
+
+def best_draft(
+    texts: Sequence[Text], output: Sequence[int], ask: Ask, room: int, k: int, worth: Sequence[float]
+) -> Candidate:
+    """The draft of at most `room` tokens that is expected to bring most; text of the own seed goes first."""
+    possible = [one for one in candidates(texts, output, ask, min(k, max(room, 0))) if one.tokens]
+    if possible and possible[0].kind == OWN:
+        return possible[0]
+    return max(possible, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
+
+
+class Compared(NamedTuple):
+    """How often each kind was compared and right, by position, [kinds, k]."""
+
+    seen: NDArray[np.int64]
+    right: NDArray[np.int64]
+
+
+def follow(
+    texts: Sequence[Text], ask: Ask, answer: Sequence[int], limit: int, k: int, worth: Sequence[float]
+) -> Compared:
+    """What drafts come to in the course of a response that ends as `answer` does, with drafts of `k` tokens.
+
+    Where a draft has fewer tokens the last token of the response stands, and that may turn out to be right as well.
+    """
+    found, length = Compared(*(np.zeros((NOTHING + 1, k), np.int64) for _ in range(2))), 1
+    while length < len(answer):
+        output, room = answer[:length], limit - length - 1
+        drafted = best_draft(texts, output, ask, room, k, worth).tokens
+        read = [*drafted, *[output[-1]] * (k - len(drafted))]
+        new = 1
+        while new <= k and length + new < len(answer) and read[new - 1] == answer[length + new - 1]:
+            new += 1
+        for kind, tokens in candidates(texts, output, ask, min(k, max(room, 0))):
+            for place, (token, right) in enumerate(zip(tokens[:new], answer[length : length + new], strict=False)):
+                found.seen[kind, place] += 1
+                if token != right:
+                    break
+                found.right[kind, place] += 1
+        length += new
+    return found
+
+
+def last_tokens(output: list[int]) -> list[int]:
+    return ([END] * LONGEST + output)[: -LONGEST - 1 : -1]
+
+
+class Run:
+    """Requests that take turns in the slots of a runner, whose next tokens are known in advance."""
+
+    def __init__(
+        self, texts: list[Text], answers: list[list[int]], slots: int, stop: int, k: int, device: str = "cpu"
+    ) -> None:
+        self.texts, self.answers, self.stop, self.slots = texts, answers, stop, slots
+        self.asks = [Ask(index % 2, 7 + index % 3) for index in range(len(answers))]
+        self.prompts = [3 + index % 4 for index in range(len(answers))]
+        self.limits = [
+            prompt + len(answer) + index % 2
+            for index, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True))
+        ]
+        self.k, self.device = k, device
+        self.drafts = DeviceDrafts(slots, k, device)
+        self.drafts.index = TextIndex(texts, device)
+        self.drafts.begin(len(answers), [stop])
+        self.all_tokens = torch.zeros(slots, 80, dtype=torch.int32, device=device)
+
+    def run(self, worth: list[float], ghosts: bool) -> None:
+        self.drafts.expect(np.tile(worth, (self.k + 1, 1)), recalls=True)
+        waiting = list(range(len(self.answers)))[::-1]
+        running: dict[int, list[Any]] = {}  # by slot: request, tokens so far, its draft, iterations past its end
+        while waiting or running:
+            for slot in range(self.slots):
+                if slot not in running and waiting:
+                    running[slot] = [waiting.pop(), 0, [], 0]
+                    self.all_tokens[slot, : self.prompts[running[slot][0]]] = 9
+            results = [self.step(slot, state) for slot, state in running.items()]
+            batch = Batch(*(torch.tensor(column, device=self.device) for column in zip(*results, strict=True)))
+            with self.around():
+                self.drafts.observe(batch, self.all_tokens)
+                chosen = self.drafts.choose(batch, self.all_tokens, None, self.k)
+            for (slot, state), draft in zip(list(running.items()), chosen.tolist(), strict=True):
+                self.check(slot, state, draft, worth)
+                state[2] = draft
+                if state[1] >= len(self.answers[state[0]]):
+                    state[3] += 1
+                    if state[3] > ghosts:
+                        del running[slot]
+
+    def around(self) -> AbstractContextManager[None]:
+        """What goes on around the operations on the device."""
+        return nullcontext()
+
+    def step(self, slot: int, state: list[Any]) -> tuple[int, ...]:
+        request, length, draft, _ = state
+        answer = [*self.answers[request], *[1] * (self.k + 2)]  # what comes past the end is thrown away
+        right = 0
+        while right < len(draft) and draft[right] == answer[length + right]:
+            right += 1
+        ends = [place for place in range(length, length + right + 1) if answer[place] == self.stop]
+        new = min([right + 1, *[place - length + 1 for place in ends]])
+        room = self.limits[request] - self.prompts[request] - length
+        new = min(new, max(room, 1))
+        state[1] = length + new
+        begin = self.prompts[request] + length
+        self.all_tokens[slot, begin : begin + new] = torch.tensor(answer[length : length + new], dtype=torch.int32)
+        ask = self.asks[request]
+        total = self.prompts[request] + state[1]
+        limit = self.limits[request]
+        return slot, request + 1, ask.prompt, ask.seed, self.prompts[request], total, limit, new
+
+    def check(self, slot: int, state: list[Any], draft: list[int], worth: list[float]) -> None:
+        request, length, *_ = state
+        if length >= len(self.answers[request]):
+            return
+        output, room = self.answers[request][:length], self.limits[request] - self.prompts[request] - length - 1
+        kind, tokens = best_draft(self.texts, output, self.asks[request], room, self.k, worth)
+        assert draft == [*tokens, *[output[-1]] * (self.k - len(tokens))]
+        assert int(self.drafts.lengths[slot]) == len(tokens)
+        assert kind == NOTHING or int(self.drafts.sources[slot]) == SOURCE_OF_KIND[kind]

@@ -1,0 +1,181 @@
+"""The index of texts on the device, and the choice and the counters of drafts, against plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
+from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, Text, TextIndex
+from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
+from tests.text_drafting import Ask, Run, candidates, follow, last_tokens
+
+K = 5
+TOKENS = st.lists(st.integers(0, 2), max_size=24)
+TEXTS = st.lists(
+    st.builds(Text, TOKENS, st.sampled_from([ANY_PROMPT, 0, 1]), st.sampled_from([None, 7, 8, 2**63 - 1])), max_size=6
+)
+
+
+@settings(max_examples=300)
+@given(
+    TEXTS, st.lists(st.tuples(st.integers(0, 1), st.sampled_from([7, 8]), TOKENS.filter(len)), min_size=1, max_size=4)
+)
+def test_the_index_finds_what_a_search_of_all_text_finds(
+    texts: list[Text], asked: list[tuple[int, int, list[int]]]
+) -> None:
+    index = TextIndex(texts)
+    found = index.find(
+        torch.tensor([last_tokens(output) for *_, output in asked]),
+        torch.tensor([prompt for prompt, *_ in asked]),
+        torch.tensor([seed for _, seed, _ in asked]),
+        torch.tensor([len(output) for *_, output in asked]),
+    )
+    ahead = index.ahead(found.places, K).tolist()
+    for (prompt, seed, output), kinds, rows in zip(asked, found.kinds.tolist(), ahead, strict=True):
+        right = {one.kind: one.tokens for one in candidates(texts, output, Ask(prompt, seed), K)}
+        given_ = {kind: [token for token in row if token != END] for kind, row in zip(kinds, rows, strict=True)}
+        assert {kind: row for kind, row in given_.items() if row} == right
+
+
+def test_text_of_the_own_seed_is_followed_again_after_a_token_that_was_wrong() -> None:
+    text = list(range(20, 60))
+    output = [*text[:5], 99, *text[6 : 6 + LONGEST]]
+    index = TextIndex([Text(text, 0, 7)])
+    for length, goes_on in ((5, True), (6, False), (6 + LONGEST - 1, False), (6 + LONGEST, True)):
+        found = index.find(
+            torch.tensor([last_tokens(output[:length])]), torch.tensor([0]), torch.tensor([7]), torch.tensor([length])
+        )
+        assert (index.ahead(found.places, 3)[0, 0].tolist() == text[length : length + 3]) == goes_on
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.lists(TOKENS.filter(len), min_size=1, max_size=7), st.integers(1, 3), st.booleans())
+def test_drafts_are_chosen_and_compared_as_in_plain_python(
+    texts: list[Text], answers: list[list[int]], slots: int, ghosts: bool
+) -> None:
+    stop = 3
+    ended = [[*answer, stop] if index % 2 else answer for index, answer in enumerate(answers)]
+    run = Run(texts, ended, slots, stop, K)
+    worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1]
+    run.run(worth, ghosts)  # it checks what is chosen
+    counts = run.drafts.counts()
+    seen, right = np.zeros((NOTHING + 1, K), np.int64), np.zeros((NOTHING + 1, K), np.int64)
+    for index, (answer, ask) in enumerate(zip(ended, run.asks, strict=True)):
+        found = follow(texts, ask, answer, run.limits[index] - run.prompts[index], K, worth)
+        seen, right = seen + found.seen, right + found.right
+    assert (counts.seen == seen).all()
+    assert (counts.right == right).all()
+
+
+def test_what_was_not_drafted_is_compared_as_well() -> None:
+    answer = list(range(10, 40))
+    run = Run([Text(answer, 0, 7), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3, K)
+    run.run([9.0] + [1.0] * 9, False)
+    counts = run.drafts.counts()
+    assert counts.right[0].sum() == counts.seen[0].sum() > 20
+    assert 0 < counts.right[5:].sum() < counts.seen[5:].sum()
+    assert counts.offered[0] == 5
+
+
+def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
+    drafts = DeviceDrafts(4, K)
+    drafts.index = TextIndex([Text([5, 6, 7, 8, 9], 0, 7)])
+    drafts.begin(2, [])
+    expected = np.ones((K + 1, NOTHING))
+    expected[:, 0] = 2
+    expected[2, DRAFTERS] = 3
+    drafts.expect(expected, recalls=False)
+    batch = Batch(
+        *(torch.tensor(values) for values in ([0, 3], [1, 2], [0, 0], [7, 8], [2, 2], [3, 3], [60, 5], [1, 1]))
+    )
+    tokens = torch.tensor([[1, 1, 5, 0]] * 4, dtype=torch.int32)
+    drafter = torch.tensor([[50, 51, 52]] * 2)
+    assert drafts.choose(batch, tokens, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
+    assert drafts.choose(batch, tokens, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
+    assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0]
+
+
+def test_no_other_text_goes_before_that_of_the_own_seed() -> None:
+    drafts = DeviceDrafts(1, K)
+    drafts.index = TextIndex([Text([5, 8, 9], 0, 1), Text([5, 8, 9], 0, 2), Text([5, 6, 7], 0, 7)])
+    expected = np.ones((K + 1, NOTHING))
+    expected[:, 0] = 0.1
+    drafts.expect(expected, recalls=True)
+    tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
+    for seed, draft in ((7, [6, 7, 5, 5, 5]), (8, [8, 9, 5, 5, 5])):
+        batch = Batch(*(torch.tensor([value]) for value in (0, 0, 0, seed, 2, 3, 60, 1)))
+        assert drafts.choose(batch, tokens, None, K).tolist() == [draft]
+
+
+def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
+    store = TextStore(6)
+    store.store({(1, 2): [[5, 6], [5, 7, 8]], (3,): []}, {(1, 2): [10, 11]})
+    for response in ([1, 2, 3], [4, 5, 6], [7, 8]):
+        store.remember(response)
+    assert store.stored((1, 2), 11) == (2, 3)
+    assert store.stored((1, 2), 12) == (2, 0)
+    assert store.stored((9,), 11) == (0, 0)
+    assert store.number_of([4]) == UNKNOWN_PROMPT
+    index = store.index("cpu")
+    assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 7, 8, 4, 5, 6]
+    store.remember([1])
+    assert store.index("cpu") is index
+    store.remember([2] * 6)
+    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, *[2] * 6]
+    store.forget_recent()
+    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations that wait for a device or copy between it and the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, moves = str(func), (kwargs or {}).get("device") is not None
+        if any(part in name for part in ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select")) or (
+            "_to_copy" in name and moves
+        ):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def without_values(mode: FakeTensorMode, holder: Any) -> None:
+    """Replace an object's tensors by some without values: what needs a value raises an error."""
+    for name, value in vars(holder).items():
+        if isinstance(value, torch.Tensor):
+            setattr(holder, name, mode.from_tensor(value))
+
+
+def test_neither_choice_nor_count_waits_for_the_device() -> None:
+    drafts = DeviceDrafts(4, K)
+    drafts.index = TextIndex([Text([1, 2, 3], 0, 7)])
+    drafts.begin(2, [3])
+    mode = FakeTensorMode()
+    without_values(mode, drafts)
+    without_values(mode, drafts.index)
+    with mode, Waits() as waits:
+        batch = Batch(*(torch.zeros(2, dtype=torch.int64) for _ in Batch._fields))
+        tokens = torch.zeros(4, 80, dtype=torch.int32)
+        drafts.observe(batch, tokens)
+        found = drafts.choose(batch, tokens, torch.zeros(2, 3, dtype=torch.int64), K)
+    assert found.shape == (2, K)
+    assert waits.found == []
+
+
+@pytest.mark.parametrize("name", ["_local_scalar_dense", "nonzero"])
+def test_a_wait_would_be_noted(name: str) -> None:
+    with Waits() as waits:
+        values = torch.ones(3)
+        values.nonzero() if name == "nonzero" else values.sum().item()
+    assert any(name in found for found in waits.found)
