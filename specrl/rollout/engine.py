@@ -454,7 +454,8 @@ class Engine:
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(
-                [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases]
+                [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases],
+                learn=False,
             )
         if self.replays:
             self.set_replay({})
