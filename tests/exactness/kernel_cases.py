@@ -6,7 +6,6 @@ It runs in a process of its own: Triton's interpreter must be chosen before vLLM
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -273,12 +272,6 @@ def ngram_finalize(batch: Batch) -> Launch:
     scratch[:] = torch.tensor(found, dtype=torch.int64).reshape(-1, 6)
     drafts, last = batch.any((batch.count, K), torch.int64), batch.last_sampled.view(-1)
     return Launch((batch.count,), (*tables, last, scratch, 6, drafts, MAX_LENGTH, 6, K, 8, 8), {}, (drafts,))
-
-
-def use_interpreter() -> None:
-    """Prepare this process for `compare`."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    cpu_kernels.register_backend()
 
 
 def compare(name: str, rows: list[Row], max_num_reqs: int, seed: int) -> str | None:

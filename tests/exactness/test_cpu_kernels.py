@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrl.rollout.vllm.cpu_kernels import STAND_INS
-from tests.exactness.kernel_cases import K, Row, compare, use_interpreter
+from tests.exactness.kernel_cases import K, Row, compare
+from tests.kernel_processes import use_interpreter
 
 pytestmark = pytest.mark.engine
 
