@@ -5,6 +5,7 @@ Links are written as they work in the repository; `on_page_markdown` makes them 
 
 from __future__ import annotations
 
+import importlib
 import json
 import posixpath
 import re
@@ -23,6 +24,7 @@ from pydantic_core import PydanticUndefined
 
 from flows.cli import app
 from specrl.config import Config
+from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, DRAFT_LOSSES, LOSSES, Algorithm, Registry
 from specrl.config.base import Section
 from specrl.lineage.changes import adjustable_keys
 from specrl.metrics import BENCH, METRICS, POLICY, SYSTEM, TEXT_SOURCE, TOKEN_SHARE, VALIDATION
@@ -34,15 +36,18 @@ CONFIGURATION = """\
 A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is one line
 that names the key and what is allowed, before anything is submitted. Keys with a \\* may take another value while a run
 goes on: `specrl resume RUN --set section.key=value`."""
-METRIC_TABLE = """\
+ALGORITHMS = """\
+## Algorithms
+
+Each is chosen by its name, or by a table of its name and options, such as `loss = { name = "grpo", clip_high = 0.28 }`.
+[Extending](../CONTRIBUTING.md) shows how to add one."""
+SIGNS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
+METRIC_PAGE = """\
 # Metrics
 
 These are the names in MLflow and in `steps/*.json`. A speedup is a matched pair (the same prompts, weights, seeds and
 machine, in turn) unless its description says otherwise. `_I` stands for a number, such as a draft position or a batch
-size, and `NAME` for a name.
-
-| metric | unit | meaning | better |
-|---|---|---|---|"""
+size, and `NAME` for a name."""
 LINK = re.compile(r"(\]\()([^)#:\s]+\.md)([)#])")
 
 
@@ -97,9 +102,22 @@ def configuration() -> str:
                 continue  # it has a table of its own
             key = field.alias or attribute
             star = "\\*" if f"{name}.{key}" in adjustable else ""
-            row = (f"`{key}`{star}", f"`{type_name(field.annotation)}`", default(field), field.description or "")
+            row = (f"`{key}`{star}", allowed(field), default(field), field.description or "")
             parts[-1] += "\n| " + " | ".join(cell(text) for text in row) + " |"
+    parts.append(ALGORITHMS)
+    for registry in (LOSSES, ADVANTAGES, CORRECTIONS, DRAFT_LOSSES):
+        parts.append(f"### `{registry.key}`\n\n| name | option | type | default | meaning |\n|---|---|---|---|---|")
+        parts[-1] += "".join(f"\n| {' | '.join(cell(text) for text in row)} |" for row in algorithms(registry))
     return "\n\n".join(parts) + "\n"
+
+
+def algorithms(registry: Registry) -> Iterator[tuple[str, ...]]:
+    """List the functions of a registry, each followed by its options."""
+    importlib.import_module(registry._home)  # registers them
+    for name, registered in registry._by_name.items():
+        yield f"**`{name}`**", "", "", "", (registered.function.__doc__ or "").partition("Args:")[0]
+        for option, field in registered.options.model_fields.items():
+            yield "", f"`{option}`", allowed(field), default(field), field.description or ""
 
 
 def sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
@@ -137,14 +155,29 @@ def type_name(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
+def allowed(field: FieldInfo) -> str:
+    """Write a field's type and the limits of its value."""
+    constraints = [inner for item in field.metadata for inner in getattr(item, "metadata", [item])]
+    limits = [
+        f"{sign}{getattr(item, name):g}" for item in constraints for name, sign in SIGNS.items() if hasattr(item, name)
+    ]
+    return " ".join([f"`{type_name(field.annotation)}`", ", ".join(limits)]).strip()
+
+
 def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
+    if isinstance(value, Algorithm):
+        value = value.name
     if isinstance(value, Path):
         value = str(value)
-    is_plain = isinstance(value, str | int | float)
+    is_plain = isinstance(value, str | int | float) or (isinstance(value, tuple) and not any(map(is_section, value)))
     return f"`{json.dumps(value)}`" if is_plain else ""
+
+
+def is_section(value: Any) -> bool:
+    return isinstance(value, Section)
 
 
 def commands() -> str:
@@ -180,13 +213,15 @@ def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def metrics() -> str:
-    """Write the table of all metrics."""
+    """Write a table of the metrics of each group."""
     families = [*VALIDATION.values(), *TEXT_SOURCE.values(), TOKEN_SHARE, POLICY, BENCH, SYSTEM]
-    rows = [
-        f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |"
-        for metric in [*METRICS.values(), *families]
-    ]
-    return "\n".join([METRIC_TABLE, *rows]) + "\n"
+    groups: dict[str, list[str]] = {}
+    for metric in [*METRICS.values(), *families]:
+        row = f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |"
+        groups.setdefault(metric.name.partition("/")[0], []).append(row)
+    columns = "| metric | unit | meaning | better |\n|---|---|---|---|"
+    tables = ["\n".join([f"## {group}\n", columns, *rows]) for group, rows in groups.items()]
+    return "\n\n".join([METRIC_PAGE, *tables]) + "\n"
 
 
 def cell(text: str) -> str:
