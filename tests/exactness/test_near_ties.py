@@ -30,8 +30,7 @@ def test_every_difference_in_bf16_is_a_near_tie(engine: Engine) -> None:
     measured = measure_exactness(engine, REQUESTS, engine.longest_k)
     measured.check()
     result = measured.result()
-    # At most 100 cells of each prompt can be expected five times in 512 samples.
-    assert result.p_value is not None and result.degrees_of_freedom > 0, result
+    assert 0 < result.num_accepted_tokens < result.num_draft_tokens
     assert result.sampled.num_tokens > 1000 and result.greedy.num_tokens > 1000
     assert measured.sampled.noise.cdf < 0.05  # none at all where a toy's shapes round alike
 
