@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ import torch
 
 Array = np.ndarray[Any, Any]
 Grid = tuple[int, ...]
+STOCK = "SPECRL_STOCK_VLLM"
+"""The variable that says that a process is stock vLLM's, which does without these functions."""
 
 
 class StandIn:
@@ -547,4 +550,5 @@ STAND_INS: dict[str, Callable[..., None]] = {
 """The functions by the kernels' names, below `RUNNER`."""
 
 if torch.version.cuda is None:
+    if STOCK not in os.environ:
     register_backend()

@@ -23,6 +23,7 @@ from specrl.config import Config
 from specrl.distributed.ranks import KERNELS
 from specrl.processes import cpu_seconds, end_with_parent
 from specrl.rollout.requests import Request
+from specrl.rollout.vllm.cpu_kernels import STOCK
 from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
@@ -231,7 +232,7 @@ def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
     ours = {name: value for name, value in (ENVIRONMENT | KERNELS).items() if name not in KEPT_VARIABLES}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if ours.get(name) != value}
-    return {**{name: ENVIRONMENT[name] for name in KEPT_VARIABLES}, **kept}
+    return {**{name: ENVIRONMENT[name] for name in KEPT_VARIABLES}, **kept, STOCK: "1"}
 
 
 def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:

@@ -38,6 +38,11 @@ METRIC = re.compile(r"vllm:(\w+?)(?:\{(.*)\})? (\S+)")
 POSITION = re.compile(r'position="(\d+)"')
 
 
+def own_variables() -> dict[str, str]:
+    """List the user's variables, without the one by which this process may have chosen the runner of its own engine."""
+    return {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
+
+
 class ServerEndedError(RuntimeError):
     """vLLM's server ended without having been told to, or refused a request. The message is one line."""
 
@@ -58,7 +63,7 @@ class ModelServer:
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "specrl.rollout.vllm.serving.process", str(os.getpid()), *arguments],
-                env={**ENVIRONMENT, **os.environ},
+                env={**ENVIRONMENT, **own_variables()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
