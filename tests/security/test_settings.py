@@ -142,7 +142,7 @@ def test_the_walk_finds_settings_of_all_kinds() -> None:
         "data.template",
         "data.generators.0.name",
         "data.generators.0.parameters.*",
-        "validate.sets.*.path",
+        "validate.sets.*.path.0",
         "train.loss.name",
         "tracking.uri",
         "drafter.source",
