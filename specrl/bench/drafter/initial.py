@@ -37,7 +37,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     task's. General prompts are those of `drafter.data`, or else generic instructions.
     """
     config, policy_dir = subject.config, subject.first_policy_dir
-    drafter = config.drafter.model_copy(update={"data": config.drafter.data or (str(write_instructions(folder)),)})
+    drafter = config.drafter.model_copy(update={"data": config.drafter.data or (write_instructions(folder),)})
     config = config.model_copy(update={"drafter": drafter})
     source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)

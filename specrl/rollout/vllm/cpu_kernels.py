@@ -549,6 +549,5 @@ STAND_INS: dict[str, Callable[..., None]] = {
 }
 """The functions by the kernels' names, below `RUNNER`."""
 
-if torch.version.cuda is None:
-    if STOCK not in os.environ:
+if torch.version.cuda is None and STOCK not in os.environ:
     register_backend()
