@@ -60,7 +60,7 @@ def test_prepare_says_how_many_references_do_not_earn_1_themselves(
 
 def test_a_row_that_no_prompt_can_be_made_of_ends_the_run_in_prepare(context: StageContext) -> None:
     assert context.config.data.path is not None
-    with context.config.data.path.open("a") as file:
+    with context.config.data.path[0].open("a") as file:
         file.write('{"prompt": "half \\ud800 of a pair", "answer": 1}\n')
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 42: U\+D800 is half of a surrogate pair"):
         prepare.main(context)

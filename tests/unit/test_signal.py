@@ -15,7 +15,7 @@ from specrl.distributed import Ranks
 from specrl.events import read_events
 from specrl.loop import Trainer
 from specrl.step_record import StepRecorder
-from specrl.tracking import Silent
+from specrl.tracking import Tracker
 from specrl.validation.signal import lost_signals
 from tests.unit.test_loop import record_of
 
@@ -60,7 +60,7 @@ def test_what_says_that_nothing_is_learned_is_said_once_with_the_likely_reason(
 
 def test_a_short_run_says_it_at_its_end_and_a_restarted_step_says_it_again_in_place_of_before(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    recorder = StepRecorder(ranks, Silent(), tmp_path / "rollouts", tmp_path / "steps")
+    recorder = StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps")
     config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"num_steps": 2})})
     trainer = cast(Any, SimpleNamespace(ranks=ranks, recorder=recorder, config=config))
     for first in (0, 1):  # the second time after a kill
