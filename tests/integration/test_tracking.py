@@ -371,7 +371,7 @@ def test_what_a_deleted_experiment_has_refused_arrives_when_it_is_restored(
         wait_until(lambda: bool(Sent(Log(context.stage_dir)).now.missing))
     command = ["sync", "deleted", "--runs-dir", str(config.runs_dir)]
     assert invoke(command) == 2
-    assert re.search(r"MLflow refuses \d+ entries of deleted, the first because: .*deleted", capsys.readouterr().err)
+    assert re.search(r"experiment = specrl: somebody has deleted it in MLflow; restore it", capsys.readouterr().err)
     client.restore_experiment(experiment)
     assert invoke(command) == 0
     child = only_child(config, parent)
