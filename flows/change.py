@@ -162,7 +162,6 @@ def _print(run_dir: Path, revision: Revision, console: Console) -> None:
 
 
 def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
-    """Return the live jobs of stages that get another key."""
     keys = revision.record.stage_keys.values()
     return {key: job for key, job in live_jobs(read_run_config(run_dir)).items() if key not in keys}
 

@@ -66,7 +66,6 @@ def doubts(config: Config) -> list[str]:
 
 
 def _reward_doubts(config: Config) -> list[str]:
-    """Return a line if a reward of the user's own does not tell the reference answer from an empty response."""
     if ":" not in config.data.reward:
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
@@ -146,7 +145,6 @@ def check_draft_model(config: Config) -> list[str]:
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return the token ids by token, or None where the tokenizer has another format."""
     path = directory / "tokenizer.json"
     return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
 
@@ -269,7 +267,6 @@ CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 
 
 def _shares_packages(config: Config, stage: StageName) -> bool:
-    """Return whether a stage's ranks run the Python of this command: in no container, and with no other Python."""
     cluster = config.cluster_of(stage)
     return cluster.container is None and cluster.python is None
 

@@ -190,7 +190,6 @@ def _expanded(place: str) -> Path:
 
 
 def _node_folder() -> Path:
-    """Return a folder on this node that only this user can write, as compiled code in it will be run."""
     job = os.environ.get("SLURM_TMPDIR")
     if job:
         return Path(job) / "specrl"

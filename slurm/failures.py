@@ -97,7 +97,6 @@ def last_error(trace: str) -> str:
 
 
 def _limit(context: StageContext, state: State) -> str:
-    """Return which limit of the configuration ended the job, or an empty text when none is known to have."""
     resources = context.config.resources_of(context.stage)
     if state.cause == "time limit":
         return f"it ran longer than resources.minutes = {resources.minutes}"
@@ -115,7 +114,6 @@ def _limit(context: StageContext, state: State) -> str:
 
 
 def _full_disk(run_dir: Path) -> str:
-    """Return that a run's disk is full, or an empty text where it is not."""
     if shutil.disk_usage(run_dir).free > FULL_BYTES:
         return ""
     return f"the disk of {run_dir} is full: make room, and go on with specrl resume {run_dir.name}"

@@ -48,7 +48,6 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
 
 
 def _taught(option: str) -> str | None:
-    """Return what the user has set once, as sites teach it: a variable such as SBATCH_ACCOUNT."""
     return os.environ.get(f"SBATCH_{option.upper()}")
 
 

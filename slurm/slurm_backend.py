@@ -157,7 +157,6 @@ class SlurmJob:
         return first_error(self.folder, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
-        """Return which rank ended badly, and how, as srun writes it at the end of the first rank's log."""
         log = self.log(0)
         found = SRUN_ERROR.search(log.read_text(errors="replace")) if log.exists() else None
         if found is None:

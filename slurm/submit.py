@@ -110,7 +110,6 @@ def find_now(key: JobKey) -> Job | None:
 
 
 def _backends(key: JobKey) -> list[Backend]:
-    """Return the backend with the stage's last job, where that is another one, and the configuration's."""
     backends = [backend_of(key.cluster)]
     context = read_json(key.context_path)  # it is written before a job is submitted
     config = context.get("config") if isinstance(context, dict) else None
@@ -129,7 +128,6 @@ def live_jobs(config: Config) -> dict[str, Job]:
 
 
 def _patiently(ask: Callable[[], T]) -> T:
-    """Return the scheduler's answer, and ask again while it is silent, for up to `SILENCE_SECONDS`."""
     deadline = time.monotonic() + SILENCE_SECONDS
     while True:
         try:

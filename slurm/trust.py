@@ -77,7 +77,6 @@ def _check_mode(path: Path, status: os.stat_result, run_dir: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what lies in a folder, and nothing for a link or where there is no such folder."""
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
 
 
@@ -126,7 +125,6 @@ def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
 
 
 def _places(run_dir: Path) -> list[Path]:
-    """Return the folders and links that lead to a run's folder, in the order in which the kernel visits them."""
     here, found = Path("/"), [Path("/")]
     parts = list(reversed(run_dir.absolute().parts[1:]))
     links = 0
@@ -150,7 +148,6 @@ def _places(run_dir: Path) -> list[Path]:
 
 
 def _trusted_owners() -> set[int]:
-    """Return the user and root; in a container that does not know root, what its files seem to belong to instead."""
     owners = {os.geteuid(), 0}
     try:
         if Path("/proc/self/uid_map").read_text().split() != WHOLE_MAP:
@@ -161,7 +158,6 @@ def _trusted_owners() -> set[int]:
 
 
 def _is_harmless(group: int, groups: Collection[int]) -> bool:
-    """Return whether a group is trusted, root's, or has the user as its only member, as many systems give everybody."""
     if group in groups or group == 0:
         return True
     try:

@@ -123,7 +123,6 @@ class _Watch:
         raise JobError(explain(self.job, context, self.state))
 
     def _reason(self) -> Reason | None:
-        """Return why the latest segment of this job ended, if that is known."""
         segments = self._segments()
         return segments[-1].reason if segments else None
 
@@ -138,7 +137,6 @@ class _Watch:
         return end_segment(stage_dir, last.number, reason, last_recorded_step(stage_dir), self.cluster)
 
     def _segments(self) -> list[Segment]:
-        """Return the segments of the stage that are this job's."""
         return [segment for segment in read_segments(self.context.stage_dir) if segment.job_id == self.job.job_id]
 
     def _has_result(self) -> bool:

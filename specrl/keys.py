@@ -197,14 +197,12 @@ def import_source(name: str) -> Path | None:
 
 
 def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data section with a digest in place of each file: moving a file changes no key, editing it does."""
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
     contents = {key: _content(*places or ()) for key, places in named.items()}
     return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
 
 
 def _validation_of_training(config: Config) -> dict[str, Any]:
-    """Return what the train stage reads of `[validate]`: nothing unless it validates."""
     if not config.validate_.every:
         return {}
     kept = {"every", "sets", "correct_reward", "num_prompts"}
@@ -220,7 +218,6 @@ def _held_out_set(name: str, chosen: ValidationSetConfig) -> list[Any]:
 
 
 def _content(*places: Path | None) -> str | None:
-    """Return a digest of all files that places name, in their order; None where there are none."""
     files = files_of([place for place in places if place is not None])
     return files_digest((path, str(number or "")) for number, path in enumerate(files)) if files else None
 

@@ -132,7 +132,6 @@ def to_table(rollouts: list[Rollout]) -> pa.Table:
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return a column; lists, which may be millions of numbers, pass through an array each."""
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     numbers = kind.value_type.to_pandas_dtype()
@@ -160,7 +159,6 @@ def from_table(table: pa.Table) -> list[Rollout]:
 
 
 def _arrays(column: pa.ChunkedArray) -> list[Any]:
-    """Return the rows of a column of lists as `array.array`, and None where there is none."""
     found: list[Any] = []
     for chunk in column.chunks:
         offsets, kind = chunk.offsets.to_pylist(), "f" if pa.types.is_floating(chunk.type.value_type) else "i"

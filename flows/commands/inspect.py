@@ -88,7 +88,6 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def _row(run_dir: Path) -> tuple[str, ...]:
-    """Return a run's row in the table of `specrl ls`."""
     finished = finished_stages(run_dir)
     ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
     try:

@@ -99,7 +99,6 @@ def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
 
 
 def _without(needed: Path, folder: Path) -> list[Path]:
-    """Return the folder or, where `needed` lies in it, everything else in it; nothing of a link's target."""
     if folder != needed.parent or not needed.is_dir():
         return [folder]
     if folder.is_symlink():
@@ -108,7 +107,6 @@ def _without(needed: Path, folder: Path) -> list[Path]:
 
 
 def _start(run_dir: Path) -> Continuation | None:
-    """Return the checkpoint of this run that training continues, or None where it has finished or continues none."""
     record = read_record(run_dir)
     if record is None or record.continues is None or not record.continues.counts_on or _has_trained(run_dir):
         return None

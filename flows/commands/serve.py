@@ -159,7 +159,6 @@ def _started_runner(config: Config, cron: str) -> Iterator[subprocess.Popen[str]
 
 
 def _flows_of(runner: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the processes of the runner's session beside itself. Local jobs have sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [process for process in psutil.Process(runner.pid).children(recursive=True) if _is_flow(process, runner)]
     return []
@@ -200,7 +199,6 @@ def _is_held_by(run_dir: Path, processes: set[int]) -> bool:
 
 
 def _jobs(run_dir: Path) -> list[Job]:
-    """Return the jobs of a run that are pending or running, as far as the scheduler says at the moment."""
     config = read_run_config(run_dir)
     found = []
     for folder in sorted((run_dir / "jobs").glob("*/")):

@@ -107,7 +107,6 @@ class Watcher:
         return RunView(self.run_dir.name, views, training, [event_line(*entry) for entry in events], has_flow)
 
     def _stage(self, stage: StageName, folder: Path | None, *, is_next: bool) -> StageView:
-        """Return the state of a stage; only that of the first unfinished one is asked for."""
         if folder is None or not is_next:
             return StageView(stage, "waits", "")
         before = earlier_jobs(folder)
@@ -122,7 +121,6 @@ class Watcher:
         return StageView(stage, state, f"{words(progress)}  (said {ago} ago){before}", is_live)
 
     def _job(self, key: str) -> tuple[str, bool]:
-        """Return the state of a stage's job in words, and whether there is such a job."""
         asked_at, answer = self._asked.get(key, (float("-inf"), ("", False)))
         if time.monotonic() - asked_at >= ASK_SECONDS:
             answer = self._ask(JobKey(self.config, key))
@@ -192,7 +190,6 @@ def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
 
 
 def _metrics(path: Path) -> Mapping[str, float] | None:
-    """Return the metrics of a step's record; None where they are not those of this version."""
     record = read_json(path)
     metrics = record.get("metrics") if isinstance(record, dict) else None
     known = isinstance(metrics, dict) and all(isinstance(metrics.get(name), int | float) for name in SHOWN)
@@ -238,7 +235,6 @@ def watch(
 
 
 def _tables(view: RunView) -> list[tuple[str, tuple[str, ...], Any]]:
-    """Return the title, the columns and the rows of each table."""
     tables: list[tuple[str, tuple[str, ...], Any]] = [
         (
             f"Run {view.name}",

@@ -78,14 +78,12 @@ class LocalJob:
         return first_error(self.folder, ranks) or Failure(rank=min(self._failed_ranks(), default=0))
 
     def _failed_ranks(self) -> dict[int, int]:
-        """Return the exit codes of the ranks that failed, by rank."""
         path = outcome_path(self.folder, self.job_id)
         codes = json.loads(path.read_text())["exit_codes"] if path.exists() else []
         return {rank: code for rank, code in enumerate(codes) if code}
 
 
 def _is_alive(record: Record) -> bool:
-    """Return whether the controller that the record names is alive on this host."""
     return record.started is not None and start_ticks(int(record.job_id)) == record.started
 
 

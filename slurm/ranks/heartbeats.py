@@ -72,7 +72,6 @@ class Heartbeats:
         return self._folder / f"rank-{rank}"
 
     def _read(self, rank: int) -> str:
-        """Return a rank's last sign of life; empty before the first, and while a rank is writing one."""
         try:
             return self._path(rank).read_text()  # opening a file makes NFS look again, asking for its times does not
         except FileNotFoundError:

@@ -141,7 +141,6 @@ class Supervisor:
             record_event(self.stage_dir, "restart", text)
 
     def _is_begun(self, job_id: str) -> bool:
-        """Return whether the latest segment is this job's, and not that of an earlier job or of its earlier attempt."""
         segments = read_segments(self.stage_dir)
         return bool(segments) and (segments[-1].job_id, segments[-1].attempt) == (job_id, self.attempt)
 

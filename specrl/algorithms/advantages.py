@@ -78,7 +78,6 @@ def rloo_advantages(groups: Rewards, _: Options) -> list[list[float]]:
 
 
 def _members(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, list[float]]:
-    """Return the rewards of each group, in the order of the responses."""
     assert len(rewards) == len(groups), (len(rewards), len(groups))
     members: dict[Hashable, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):

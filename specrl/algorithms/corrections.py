@@ -115,6 +115,5 @@ def sequence_mask(log_ratio: Tensor, mask: Tensor, options: SequenceMaskOptions)
 
 
 def _outside(ratio: Tensor, allowed: tuple[float, float]) -> Tensor:
-    """Return a bool tensor, True where the ratio is outside the range or not a number."""
     low, high = allowed
     return ~((ratio >= low) & (ratio <= high))

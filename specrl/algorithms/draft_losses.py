@@ -121,7 +121,6 @@ def lk_hybrid(logits: Tensor, target: Tensor, options: LkHybridOptions) -> tuple
 
 
 def _overlap(q: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum min(p, q), [n], and the gradient of its negative, [n, draft vocabulary]."""
     above = (q >= target).to(q.dtype)
     kept = _dot(target, above)
     below = above.neg_().add_(1)
@@ -130,6 +129,5 @@ def _overlap(q: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of the products in each row, [n], without a product of the whole size in memory."""
     product: Tensor = (left[:, None] @ right[:, :, None])[:, 0, 0]
     return product

@@ -88,7 +88,6 @@ def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dic
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return PPO's clipped loss of each token, [batch, seq], and which tokens it clips as `clip_fraction`."""
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = (ratio * advantages).minimum(clipped * advantages)
     is_clipped = (ratio * advantages > clipped * advantages).float()

@@ -241,7 +241,6 @@ def _facts_of_torch() -> dict[str, object]:
 
 
 def _driver_cuda() -> Version | None:
-    """Return the CUDA version of the driver, which its library knows without a GPU being used."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -253,7 +252,6 @@ def _driver_cuda() -> Version | None:
 
 
 def _driver_release() -> str | None:
-    """Return the release of the loaded driver."""
     path = Path("/proc/driver/nvidia/version")
     if path.is_file() and (found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text())):
         return found[1]
@@ -262,7 +260,6 @@ def _driver_release() -> str | None:
 
 
 def _nvcc() -> tuple[Version | None, str | None]:
-    """Return the compiler's version and, if only the Python packages have one, its path."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     known = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if (found := _nvcc_version(known)) is not None:
@@ -279,7 +276,6 @@ def _nvcc_version(path: str) -> Version | None:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a command prints, or nothing where it is not there or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -170,7 +170,6 @@ class Config(Section):
         return self.cluster.model_copy(update={**own, "sbatch": sbatch})
 
     def _own(self, stage: StageName, section: type[Section]) -> dict[str, Any]:
-        """Return what `stage_resources` overrides of a section's keys."""
         own = self.stage_resources.get(stage, StageResources())
         return own.model_dump(include=set(section.model_fields), exclude_none=True)
 

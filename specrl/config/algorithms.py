@@ -152,7 +152,6 @@ class Registry:
             raise ValueError(explain(error, model, tuple(self.key.split(".")))) from None
 
     def _find(self, name: str) -> Registered:
-        """Return what is registered under a name, or the function at an import path, or raise ValueError."""
         if ":" in name:
             function = import_function(self.key, name)
             for registered in self._by_name.values():
@@ -167,13 +166,11 @@ class Registry:
         return self._by_name[name]
 
     def _allowed(self) -> str:
-        """Return the names that a configuration may give, for an error message."""
         importlib.import_module(self._home)
         return ", ".join(self._by_name) + ", or an import path package.module:function"
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """Return the module and the name by which a function is known."""
     return f"{function.__module__}.{function.__qualname__}"
 
 

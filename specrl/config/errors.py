@@ -52,7 +52,6 @@ def _join(path: Iterable[Any]) -> str:
 
 
 def _allowed(root: type[BaseModel], path: list[Any]) -> str:
-    """Return the keys of the section at `path`, in the order of their definition."""
     annotation: Any = root
     for part in path:
         annotation = _descend(annotation, part)
@@ -64,7 +63,6 @@ def _allowed(root: type[BaseModel], path: list[Any]) -> str:
 
 
 def _descend(annotation: Any, part: Any) -> Any:
-    """Return the annotation of one key of a section, or of the members of a dict, list or tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
         return plain(fields[part].annotation)

@@ -101,6 +101,5 @@ def _gpu_parts(value: OptionValue) -> list[str]:
 
 
 def _count(part: str) -> int:
-    """Return the number at the end of, say, `gpu:h100:8` or `8`; Slurm takes 1 where there is none."""
     number = part.partition("(")[0].rpartition(":")[2]
     return int(number) if number.isdecimal() else 1

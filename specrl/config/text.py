@@ -217,7 +217,6 @@ def plain(annotation: Any) -> Any:
 
 
 def _member(annotation: Any, name: str) -> Any:
-    """Return what is declared for a key of a section, or for the members of a dict, list or tuple; None if nothing."""
     kind = plain(annotation.annotation if isinstance(annotation, FieldInfo) else annotation)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return next((field for key, field in kind.model_fields.items() if name in (key, field.alias)), None)

@@ -107,7 +107,6 @@ def _next_line(text: str, position: int) -> str:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    r"""Return place and content of the last `\boxed{...}` that is closed."""
     for opening in [*re.finditer(r"\\f?box(?:ed)?\s?\{", text)][-1 : -_BOXES - 1 : -1]:
         depth = 1
         for brace in re.finditer(r"[{}]", text[opening.end() :]):
@@ -172,7 +171,6 @@ def normalise(answer: str) -> str:
 
 
 def _amount(text: str) -> tuple[Decimal | None, str]:
-    """Return a number and its unit or currency; None for what is no number, such as `2 pi` or `3 million`."""
     found = _NUMBER.fullmatch(text.replace("\\$", "$").replace("\\%", "%"))
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""

@@ -171,7 +171,6 @@ class FileProblems:
         return question in self._questions
 
     def _count_repeats(self) -> tuple[int, int]:
-        """Return how many training rows repeat the prompt of an earlier one, and how many of these its answer not."""
         answers: dict[str, str] = {}
         repeated = [(row.answer, answers.setdefault(row.identity, row.answer)) for row in self._training]
         return len(repeated) - len(answers), sum(own != first for own, first in repeated)
@@ -200,7 +199,6 @@ class FileProblems:
 
     @lru_cache(maxsize=4)  # noqa: B019 - lives as long as the run anyway
     def _order(self, stream: str, epoch: int) -> list[int]:
-        """Return the order of the training rows in one epoch of a stream."""
         random, order, first = Random(derive_seed(self.seed, stream, epoch)), [], 0
         for size, drawn in zip(self._sizes, self._drawn, strict=True):
             rows = range(first, first + size)
@@ -211,7 +209,6 @@ class FileProblems:
 
 
 def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return how many rows of each set an epoch has: by their weights, and together as many as all sets have."""
     if not weights:
         return list(sizes)
     return [max(1, round(sum(sizes) * weight / sum(weights))) for weight in weights]

@@ -239,7 +239,6 @@ class GeneratorMixture:
         return None
 
     def _why_so_few(self, advice: str) -> str:
-        """Return what is known of the reason why there are too few problems."""
         return f"of one that was left out, {self._misfit}" if self._misfit else advice
 
     def _candidates(self, stream: str, step: int) -> Iterator[Problem]:

@@ -187,7 +187,6 @@ class PromptSource:
         return PromptReport(counts.seen, counts.overlong, counts.longest, lines)
 
     def _trained_on(self, name: str) -> list[str]:
-        """Return a line if problems of a held-out set are trained on, as those of a file of its own may be."""
         if not self._config.validate_.held_out_sets[name].has_problems:
             return []
         questions = [prompt.metadata["question"] for prompt in self.validation(name)]

@@ -128,11 +128,9 @@ class Rendering:
         return fitted
 
     def _surely_fits(self, text: str) -> bool:
-        """Return whether a text is so short that no tokenizer of this kind makes too many tokens of it."""
         return self._bounded and TOKENS_PER_BYTE * len(text.encode()) + MOST_SPECIAL <= self.limit
 
     def _renderable(self, problem: Problem) -> str | Misfit:
-        """Return the text of a problem's prompt, or why there is none."""
         self.counts.seen += 1
         try:
             text = self.text(problem.question, problem.context)
@@ -147,7 +145,6 @@ class Rendering:
         return text
 
     def _judge(self, problem: Problem, length: int) -> Problem | Misfit:
-        """Return what becomes of a problem whose prompt has this many tokens."""
         self.counts.longest = max(self.counts.longest, length)
         if not length:
             self.counts.unusable += 1
@@ -164,7 +161,6 @@ class Rendering:
         return self._truncated(problem)
 
     def _truncated(self, problem: Problem) -> Problem | Misfit:
-        """Return the problem with the longest part of its question that fits."""
         question, left = problem.question, self._rule == "truncate_left"
         room = self.limit * LONGEST_TOKEN
         question = question[-room:] if left else question[:room]

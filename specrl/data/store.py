@@ -83,7 +83,6 @@ class ProblemStore:
 
 
 def _fingerprint(tokenizer: Any) -> str:
-    """Return a digest of how a tokenizer makes tokens of a text and of a conversation."""
     state: str = tokenizer.backend_tokenizer.to_str()
     rules = state[state.index('"added_tokens"') :]  # before them is how the last batch was cut and padded
     return digest((rules, tokenizer.chat_template, tokenizer.special_tokens_map))
@@ -91,13 +90,11 @@ def _fingerprint(tokenizer: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that draws problems: the modules beside this one, and reasoning-gym's version."""
     sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return digest((sources, version("reasoning-gym")))
 
 
 def _read(path: Path) -> list[Problem]:
-    """Return the problems of a file; none where there is no such file or it cannot be used."""
     try:
         checksum, _, text = path.read_bytes().partition(b"\n")
     except FileNotFoundError:
@@ -129,7 +126,6 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with objects in place of what JSON does not know."""
     if isinstance(value, tuple):
         return {TUPLE: _plain(list(value))}
     if isinstance(value, Fraction):
@@ -144,7 +140,6 @@ def _plain(value: Any) -> Any:
 
 
 def _original(value: Any) -> Any:
-    """Return the value that `_plain` made plain."""
     if isinstance(value, list):
         return [_original(item) for item in value]
     if not isinstance(value, dict):

@@ -244,7 +244,6 @@ def _swap(peer: _Peer, sent: Array, received: Array) -> None:
 
 
 def _bytes(array: Array) -> Array:
-    """Return a flat view of the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8)
 
 

@@ -112,12 +112,10 @@ def _row(found: Acceptance) -> str:
 
 
 def _table(head: str, rows: list[str]) -> str:
-    """Return a table and an empty line behind it, or nothing without rows."""
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows, ""]) if rows else ""
 
 
 def _data(config: Config) -> str:
-    """Return what the prompts are made from."""
     path = config.data.path
     return (
         ", ".join(place.name for place in path)
@@ -127,7 +125,6 @@ def _data(config: Config) -> str:
 
 
 def _title(config: Config, trained: TrainResult) -> str:
-    """Return the heading and the paragraph below it."""
     if trained.drafter_dir == trained.policy_dir:
         return f"""Policy of run {config.name}, with its multi-token-prediction layer
 

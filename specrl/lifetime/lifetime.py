@@ -180,7 +180,6 @@ class Lifetime:
         return f"{what} has taken {seconds:.0f} s{usual}"
 
     def _limit_seconds(self) -> float:
-        """Return how long what is under way may take."""
         if not self._expects_steps:
             return float("inf")  # only the time limit of the job tells how long such a stage may take
         known = self._usual_seconds()
@@ -189,7 +188,6 @@ class Lifetime:
         return max(60 * self._cluster.hang_minutes, HANG_FACTOR * median(known))
 
     def _usual_seconds(self) -> list[float]:
-        """Return how long such work as is under way has taken, the latest last."""
         return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
 
     def _too_late(self, now: float, validates: bool) -> Stop | None:

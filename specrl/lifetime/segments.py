@@ -172,7 +172,6 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
 
 
 def _latest_series(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments since the last one that was not to be followed by another one."""
     series: list[Segment] = []
     for segment in reversed(segments):
         if segment.gave_up is not None or segment.reason not in AGAIN:
@@ -182,7 +181,6 @@ def _latest_series(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _next_step(segment: Segment) -> int:
-    """Return the step in which a segment ended."""
     assert segment.first_step is not None
     return segment.first_step if segment.last_step is None else segment.last_step + 1
 

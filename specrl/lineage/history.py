@@ -67,7 +67,6 @@ def kept_checkpoints(stage_dir: Path) -> dict[int, Path]:
 
 
 def _best_step(stage_dir: Path) -> int:
-    """Return the step of the checkpoint that the stage keeps as its best; -1 without one."""
     path = stage_dir / "checkpoints" / BEST_FILE
     return int(json.loads(path.read_text())["step"]) if path.exists() else -1
 
@@ -93,5 +92,4 @@ def link(source: Path, target: Path) -> None:
 
 
 def _step(name: Path) -> int:
-    """Return the step of a file in one of these folders."""
     return int(name.parts[0].partition(".")[0].partition("=")[2])

@@ -181,7 +181,6 @@ def newest_whole_step(stage_dir: Path, last: int | None = None) -> int | None:
 
 
 def _seems_whole(checkpoint_dir: Path) -> bool:
-    """Return whether the files of a checkpoint have the sizes in its manifest; their contents are not read."""
     try:
         files = json.loads((checkpoint_dir / MANIFEST).read_text())["files"]
         return all((checkpoint_dir / file["name"]).stat().st_size == file["size"] for file in files)

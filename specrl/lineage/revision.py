@@ -175,21 +175,18 @@ class Reviser:
         return start.model_copy(update={"step": step, "num_prompts": num_prompts})
 
     def _start_is_lost(self) -> bool:
-        """Return whether training has yet to go on from a checkpoint of this run that is damaged or gone."""
         start = self.record.continues
         if start is None or not start.counts_on or newest_whole_step(self.folder("train")) is not None:
             return False
         return newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step) != start.step
 
     def _steps_made(self) -> int:
-        """Return the number of steps that training has made, with checkpoints or without."""
         records = (self.folder("train") / "steps").glob("step=*.json")
         start = self.record.continues
         before = start.step if start is not None and start.counts_on else 0
         return max([before, *(int(path.stem.partition("=")[2]) + 1 for path in records)])
 
     def _num_prompts(self, step: int) -> int:
-        """Return the number of prompts of the steps before `step`, over all changes of their number per step."""
         start = self.record.continues
         begun, before = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
         return before + (step - begun) * self.old.train.prompts_per_step

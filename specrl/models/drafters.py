@@ -103,7 +103,6 @@ def fetch_source(config: Config) -> Path:
 
 
 def _known_source(config: Config) -> dict[str, Any] | None:
-    """Return what the drafter of `drafter.source` says of itself, if there is one that can be read from here."""
     try:
         directory = find_source(config) if config.adopts_drafter else None
         return None if directory is None else read_published(directory).config
@@ -226,7 +225,6 @@ def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
 
 
 def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_residual: bool) -> dict[str, Any]:
-    """Return a configuration with defaults filled in and the rotary embedding in one form."""
     filled = {**DEFAULTS, "norm_before_residual": norm_before_residual, **config}
     filled = {key: filled[key] if filled[key] is not None else DEFAULTS.get(key) for key in filled}
     heads = filled.get("num_attention_heads")

@@ -87,13 +87,11 @@ def _tensors(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, tor
 
 
 def _rotate_halves(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Return a weight with its rows in Hugging Face's order; GGUF interleaves those of each head's rotary halves."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE in which every digit is a token of its own, which llama.cpp calls `smollm`."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

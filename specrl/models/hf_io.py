@@ -151,7 +151,6 @@ def _write_parts(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def _part(directory: Path, number: int) -> Path:
-    """Return the preliminary path of a file of weights."""
     return directory / f"part-{number}.safetensors"
 
 

@@ -157,7 +157,6 @@ def is_path(source: str) -> bool:
 
 
 def _kind(source: str) -> str:
-    """Return the kind of `model.source`: `smollm2-135m`, `tiny`, `directory` or `hub`."""
     if source in ("smollm2-135m", "tiny"):
         return source
     if is_path(source):

@@ -104,7 +104,6 @@ def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dict[str, Tensor]:
-    """Return a random multi-token-prediction layer: a decoder layer, a projection before it, and its other norms."""
     lists = {key: value[:1] for key, value in hf_config.to_dict().items() if key.endswith("layer_types") and value}
     one_layer = model_class(type(hf_config)(**{**hf_config.to_dict(), "num_hidden_layers": 1, **lists}))
     size = hf_config.hidden_size

@@ -93,7 +93,6 @@ def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return a float32 copy [row blocks, block rows, column blocks, block columns], zero where padded."""
     rows, columns = values.shape
     copy = values.to(torch.float32, copy=True)
     below, right = -rows % block[0], -columns % block[1]
@@ -103,14 +102,12 @@ def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _amax(blocks: Tensor) -> Tensor:
-    """Return the largest magnitude in each block, [row blocks, 1, column blocks, 1]."""
     sizes = (blocks.shape[1], blocks.shape[3])
     dims = [dim for dim, size in zip((1, 3), sizes, strict=True) if size > 1]
     return blocks.abs().amax(dims, keepdim=True) if dims else blocks.abs()
 
 
 def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
-    """Return each block's largest magnitude / 448, [row blocks, 1, column blocks, 1]; NaN and infinity are kept."""
     # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
     # by a tensor avoids this.
     largest = blocks.new_full((), E4M3_MAX)

@@ -213,7 +213,6 @@ def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
 
 
 def _bins(log_r: Tensor) -> Tensor:
-    """Return the bin of each log r, int64; those that are no number are in the last one."""
     # The bits of a float64 are its exponent and then its mantissa, so that their first ones number the bins.
     bits = log_r.abs().view(torch.int64) >> (MANTISSA_BITS - PER_OCTAVE.bit_length() + 1)
     place = (bits - (EXPONENT_BIAS + OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS)
@@ -221,10 +220,8 @@ def _bins(log_r: Tensor) -> Tensor:
 
 
 def _by_magnitude(bins: Floats) -> Floats:
-    """Return bins of |log r|, in ascending order, from bins of log r."""
     return np.concatenate([bins[NUM_BINS : NUM_BINS + 1], bins[NUM_BINS + 1 :] + bins[NUM_BINS - 1 :: -1]])
 
 
 def _suffix(share: float) -> str:
-    """Return the ending of a quantile's metric name: `p99` for 0.99, and `max` for 1.0."""
     return "max" if share == 1.0 else "p" + f"{share:g}".removeprefix("0.").ljust(2, "0")

@@ -251,7 +251,6 @@ def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return, say, `1 step` or `8 steps`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -284,7 +283,6 @@ def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _precision_words(precision: Mapping[str, Any]) -> str:
-    """Return, say, `generation fp8 (emulated), training bf16; FP8 in 110 of 120 linear layers, KV cache bf16`."""
     engines = []
     for engine in ("generation", "training"):
         mode = precision[f"{engine}_mode"]

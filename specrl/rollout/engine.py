@@ -506,7 +506,6 @@ class Engine:
             self._drafting.end()
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
-        """Return the response to a request, as far as it has got."""
         if self._drafting is not None:
             self._drafting.remember(request.tokens)
         by_source = SpeculationStats.of([DraftOutcome(d.source, d.drafted, d.accepted) for d in request.drafts])

@@ -71,7 +71,6 @@ def _decode_steps(run: Run) -> int:
 
 
 def _token_share(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the share of all tokens that were drafted by each source and accepted."""
     parts = [part for run in runs for part in run]
     by_source = SpeculationStats.merge(part.stats for part in parts).by_source
     num_tokens = sum(part.num_tokens for part in parts)
@@ -79,7 +78,6 @@ def _token_share(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _share_equal(left: Sequence[Run], right: Sequence[Run]) -> float:
-    """Return the share of the responses, those of all repeats, that are the same on both sides."""
     plain, other = (
         [answer.tokens for run in runs for part in run for answer in part.responses] for runs in (left, right)
     )

@@ -66,7 +66,6 @@ class MlflowSender:
         return self._parent(entry.values.get("run")) or self._id_path.read_text().strip()
 
     def _parent(self, named: str | None) -> str | None:
-        """Return the parent that an entry names, or the one that was made in place of it when somebody deleted it."""
         path = self._config.run_dir / RUN_ID_FILE
         return path.read_text().strip() if named and path.exists() else named
 
@@ -93,7 +92,6 @@ class MlflowSender:
         write_text(self._id_path, run_id + "\n")
 
     def _find(self, entry: Entry) -> str | None:
-        """Return the owner's run if there is one: the noted one, or one whose creation could not be noted any more."""
         noted = self._id_path.read_text().strip() if self._id_path.exists() else None
         if noted is not None:
             return noted if exists(self._client, noted) else None

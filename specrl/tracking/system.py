@@ -50,7 +50,6 @@ class SystemMonitor:
 
 
 def _parts() -> list[Any]:
-    """Return MLflow's measuring objects for what this machine has."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor

@@ -173,7 +173,6 @@ def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
 
 
 def _by_prompt(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
-    """Return the sequences of each prompt, those with the longest responses first."""
     groups: dict[bytes, list[TokenSequence]] = {}
     for sequence in sequences:
         prompt = np.asarray(sequence.tokens[: sequence.prompt_length], np.int64).tobytes()
@@ -233,7 +232,6 @@ def _lay_out(groups: Sequence[list[TokenSequence]], pad_multiple: int) -> MicroB
 
 
 def _outputs(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the place that predicts each response token and the token's own place, [n] each, and the mask."""
     prompt, prompt_length, response, length = (part[:, None] for part in spans.unbind(1))
     columns = torch.arange(int(length.max()) if len(spans) else 0)
     mask = columns < length

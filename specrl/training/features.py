@@ -104,7 +104,6 @@ def sequences(features: Features) -> list[Features]:
 
 
 def _lengths(features: Features) -> list[tuple[int, int]]:
-    """Return the row and the length of each sequence of a micro-batch that has something to draft."""
     masks = enumerate(features.mask)
     return [(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks if int(mask.sum()) >= 2]
 
@@ -129,5 +128,4 @@ def padded(rows: Sequence[Features]) -> Features:
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """Return tensors of [1, length, ...] each as one of [rows, width, ...], with zeros on the right."""
     return torch.cat([F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])) for tensor in tensors])

@@ -184,7 +184,6 @@ def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
 
 
 def _window(sequence: _Sequence, limit: int, random: Random) -> Window:
-    """Return a window of at most `limit` tokens, of which at least half are of the response where it has so many."""
     last = max(0, sequence.length - limit)
     start = random.randint(min(last, max(0, sequence.prompt_length - limit // 2)), last)
     return Window(start, min(sequence.length, start + limit))

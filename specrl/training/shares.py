@@ -165,7 +165,6 @@ class TrainingShares:
             rollouts.held[number].policy_logprobs = as_array("f", row)
 
     def _trained_by(self, rank: int) -> NDArray[np.int64]:
-        """Return the numbers of the rollouts that a rank trains on in any of the updates, in ascending order."""
         dp_rank = int(self.dp_ranks[rank])
         return np.array(sorted(number for update in self.dealt for number in update[dp_rank]), np.int64)
 
@@ -200,7 +199,6 @@ def deal_groups(
 
 
 def _tokens_to_compute(rollouts: RolloutBatch, numbers: Sequence[int]) -> int:
-    """Return the number of tokens of rollouts, each of their prompts counted once."""
     first_of_prompt = {int(rollouts.prompt_ids[number]): number for number in numbers}
     prompts = int(rollouts.prompt_lengths[list(first_of_prompt.values())].sum())
     return prompts + int(rollouts.response_lengths[list(numbers)].sum())

@@ -123,7 +123,6 @@ def _route_format(policy: Policy) -> RouteFormat | None:
 
 
 def _routing_disagreement(policy: Policy) -> dict[str, float]:
-    """Return how far the routers disagreed with the engine's in the passes since the last call (collective)."""
     return policy.routing.disagreement() if policy.routing is not None else {}
 
 
@@ -141,7 +140,6 @@ def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float
 
 
 def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: int) -> Sample:
-    """Return what the drafter learns from of this data-parallel rank's micro-batches."""
     return sample_sequences(
         own,
         max_tokens=config.drafter.max_tokens_per_step,
@@ -167,7 +165,6 @@ def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
 
 
 def _with_signal(rollouts: RolloutBatch, config: Config) -> list[int]:
-    """Return the numbers of the rollouts that are trained on."""
     if not config.train.drop_zero_signal_groups:
         return list(range(len(rollouts)))
     return [int(number) for number in np.flatnonzero(rollouts.advantages)]
@@ -235,12 +232,10 @@ def _loss(rows: LossInputRows, num_tokens: int, config: Config, recorded: Rows) 
 
 
 def _rows(logprobs: Tensor, batch: MicroBatch) -> Rows:
-    """Return the log-probs of each sequence's response tokens, by the sequence's index."""
     return {i: logprobs[row][batch.mask[row]].cpu().numpy() for row, i in enumerate(batch.indices)}
 
 
 def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
-    """Return the log-probs of this rank's rollouts under the policy as it is (collective)."""
     flat = [batch for part in batches for batch in part]
     found = policy.logprobs(flat, temperature=config.sampling.temperature)
     rows: Rows = {}
@@ -250,7 +245,6 @@ def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Confi
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
-    """Return the log-probs of this rank's rollouts under the reference policy (collective); none without a penalty."""
     if not config.train.kl_coef:
         return {}
     # The reference is another policy: its tokens go to the experts that it chooses.

@@ -43,7 +43,6 @@ def measure_acceptance(
 
 
 def _drafts(engine: Engine, chosen: HeldOutSet, temperature: float) -> list[VerifiedDraft]:
-    """Return the drafts that the engine made for one response to each prompt."""
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0)
     requests = [make_request(prompt, 0, chosen.config, origin) for prompt in chosen.prompts]
     generation = engine.generate([replace(request, temperature=temperature) for request in requests])

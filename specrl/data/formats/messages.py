@@ -44,7 +44,6 @@ def _is_message(value: Any) -> bool:
 
 
 def _message(place: str, message: Message) -> Message:
-    """Return a message with its role and text by their usual names, and with what else a template may read."""
     role = message.get("role") or message["from"]
     content = _text(place, message.get("content") if message.get("content") is not None else message.get("value"))
     kept = {name: value for name, value in message.items() if name not in OWN and value is not None}
@@ -54,7 +53,6 @@ def _message(place: str, message: Message) -> Message:
 
 
 def _text(place: str, content: Any) -> str | None:
-    """Return the text of a message, whose content may be a list of parts."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]

@@ -79,7 +79,6 @@ def warm_up(config: DataConfig, reward: Reward) -> None:
 
 
 def _task_reward(config: DataConfig) -> Reward:
-    """Return the reward that each generator's own scorer gives."""
     generators = [make_generator(generator) for generator in config.generators]
     part = after_thoughts if config.answer_from == "final_part" else str
 
@@ -116,7 +115,6 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
 
 
 def _text(thing: object) -> str:
-    """Return an error's message or a value's text on one line, whatever its class makes of being asked for it."""
     try:
         return shortened(str(thing) if isinstance(thing, BaseException) else reprlib.repr(thing))
     except Exception:
@@ -218,12 +216,10 @@ def _imported(config: DataConfig) -> Reward:
 
 
 def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:
-    """Return all columns of a prompt's row by name, its answer as text."""
     return {**(prompt.metadata.get("entry") or {}), config.answer_column: prompt.answer}
 
 
 def _resolved(value: Any) -> Any:
-    """Return what a reward returns, awaited where it is an `async def`."""
     if not inspect.isawaitable(value):
         return value
 

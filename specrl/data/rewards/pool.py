@@ -301,7 +301,6 @@ class _Worker:
             end_helper(self._process)
 
     def _reward(self, job: _Job) -> float | RewardFailure:
-        """Return the reward of one response, from a new process where the present one ends on it."""
         try:
             message = pickle.dumps((job.prompt, job.response))
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -347,7 +346,6 @@ class _Worker:
         return f"took longer than data.reward_timeout_s = {self._timeout:g}"
 
     def _answers(self, connection: Connection) -> bool:
-        """Return whether the answer comes in time; where it takes a while, another process is started meanwhile."""
         patience = min(PATIENCE_SECONDS, self._timeout)
         if connection.poll(patience):
             return True
@@ -355,7 +353,6 @@ class _Worker:
         return connection.poll(self._timeout - patience + GRACE_SECONDS)
 
     def _running(self) -> Connection:
-        """Return the connection to the process, which is started anew where it has ended."""
         for attempt in range(1 + TRIES):
             if self._connection is not None and self._process is not None and self._process.poll() is None:
                 return self._connection

@@ -142,7 +142,6 @@ def environment(named: tuple[str, ...], scratch: Path) -> dict[str, str]:
 
 
 def _tried_namespaces(network: bool) -> int:
-    """Return 0 where a process can enter namespaces, 2 where mounts stay writable in them, and 1 elsewhere."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -238,7 +237,6 @@ def landlock_version() -> int:
 
 @cache
 def _landlock_rights(version: int) -> int:
-    """Return all rights that change files (linux/landlock.h): write, remove, make, refer, truncate."""
     return 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
 
 
@@ -262,7 +260,6 @@ _ALLOW, _ERRNO, _KILL, _NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 
 
 def _has_filters() -> bool:
-    """Return whether filters work here, with a supervisor for the processes that own rewards start."""
     if platform.machine() not in _ARCHITECTURES:
         return False
     get_action_available = 2
@@ -283,7 +280,6 @@ def _filter_calls(held: Confinement, network: bool, processes: bool) -> int | No
 
 @cache
 def _program(held: Confinement, network: bool, processes: bool) -> bytes:
-    """Return the filter in the kernel's BPF: a list of (code, jump if true, jump if false, operand)."""
     load, jump_equal, jump_at_least, jump_set, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     to_start = _NOTIFY if processes else _ERRNO | EPERM
     steps: list[tuple[int, int, int, int]] = [(load, 0, 0, 4)]  # the architecture
@@ -357,7 +353,6 @@ def hide_memory(hidden: bool = True) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of the direct children of this process."""
     found, own = [], os.getpid()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -92,7 +92,6 @@ def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, s
 
 
 def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float | None, str | None, float]:
-    """Return score, reason of a failure and seconds."""
     pool.wait_until_ready()
     started = time.perf_counter()
     scoring = pool.begin(pool.config)
@@ -103,7 +102,6 @@ def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float | No
 
 
 def _prompt(config: Config, problem: Problem) -> Prompt:
-    """Return a problem as a prompt. A chat template, which needs the model, is left out."""
     question, template = problem.question, config.data.template
     text = question if template == CHAT else template.format(prompt=question)
     metadata = {"question": question, "generator": problem.generator, "entry": problem.entry}

@@ -120,7 +120,6 @@ def main(rank: Connection) -> None:
 
 
 def _go_on_in_child(rank: Connection) -> None:
-    """Return in the child, the first process of the new namespaces; here, wait for it and end as it does."""
     child = os.fork()
     if not child:
         end_with_parent(0)  # what a process outside of the namespaces is called inside
@@ -249,7 +248,6 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
 
 
 def _received(answer: socket.socket) -> tuple[bytes, list[int]]:
-    """Return what a fork has sent, and the file descriptors with it; nothing where it has closed its end."""
     try:
         message, descriptors, _, _ = socket.recv_fds(answer, ANSWER_BYTES + 1, 1)
     except ConnectionError:
@@ -267,7 +265,6 @@ def _understood(message: bytes) -> Outcome:
 
 
 def _exit_code(child: int) -> int | None:
-    """Return how a child has ended, which stays to be waited for; None for one that goes on."""
     found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None

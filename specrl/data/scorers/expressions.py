@@ -110,7 +110,6 @@ def _items(value: Collection[object]) -> Iterator[object]:
 
 
 def _parsed(text: str, longest: int) -> ast.Expression:
-    """Return the syntax tree of a text as a Python expression, which is not evaluated."""
     if len(text) > longest or nesting(text) > DEEPEST:
         raise NotAnAnswerError("the text is too long or nested too deeply")
     try:
@@ -131,7 +130,6 @@ def nesting(text: str) -> int:
 
 
 def _size(node: ast.expr, names: frozenset[str]) -> float:
-    """Return an upper bound of what an expression's value takes, see `LARGEST_SIZE`."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
             return max(1, number.bit_length()) if isinstance(number, int) else 64
@@ -156,13 +154,11 @@ def _has_names(node: ast.expr) -> bool:
 
 
 def _depth(call: ast.Call) -> int:
-    """Return how many functions a call calls within each other."""
     inner = [node for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Call)]
     return 1 + max(map(_depth, inner), default=0)
 
 
 def _exponent(node: ast.expr, names: frozenset[str]) -> float:
-    """Return the size of an exponent, which a number's value decides, and one with variables by its own size."""
     size = _size(node, names)
     if _has_names(node):
         return size
@@ -175,7 +171,6 @@ def _exponent(node: ast.expr, names: frozenset[str]) -> float:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Return the value of an expression of numbers, whose size has been bounded."""
     try:
         match node:
             case ast.Constant(value=int() | float() as number):
@@ -215,13 +210,11 @@ def bounded_latex(text: str) -> str:
 
 
 def _towers(plain: str) -> bool:
-    """Return whether numbers alone are raised to powers of powers that are too large to be computed."""
     towers = re.findall(r"[\d.]+(?:[)}\]]*\^[({\[+-]*[\d.]+[)}\]]*)+", plain)
     return any(_tower_size(tower) > LARGEST_EXPONENT * 100 for tower in towers)
 
 
 def _tower_size(tower: str) -> float:
-    """Return an upper bound of the bits of a power of powers, `9^{9^8}` as well as `(9^9)^8`."""
     numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", tower)]
     size = 1.0
     for number in reversed(numbers[1:]):

@@ -222,7 +222,6 @@ def _last(node: ast.Name | ast.Attribute) -> str:
 
 
 def _resolved(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return what a name, or an attribute of a module or a class, stands for; None where that is not known."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

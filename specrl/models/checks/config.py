@@ -112,7 +112,6 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
 
 
 def _settings(family: Family) -> dict[str, Any]:
-    """Return what fixes the arithmetic of a family, and the only value of each key; an absent key means this one."""
     return {
         "hidden_act": "silu",
         "attention_bias": family.qkv_bias,

@@ -144,7 +144,6 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name, inside of the layer, and shape of every tensor of a transformer layer."""
     family, hidden, heads = family_of(config), config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head

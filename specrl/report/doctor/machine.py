@@ -97,7 +97,6 @@ def check_gpu() -> Check:
 
 
 def _gpus() -> list[str]:
-    """Return the name, memory and driver of each NVIDIA GPU, or nothing without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

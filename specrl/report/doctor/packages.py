@@ -90,7 +90,6 @@ def check_bytecode(site_packages: Path) -> Check:
 
 
 def _importable(module: str) -> bool:
-    """Return whether the module's file exists. Only the packages around it (`megatron`) are imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

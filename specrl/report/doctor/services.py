@@ -116,7 +116,6 @@ def _first_line(*command: str) -> str:
 
 
 def _run(command: tuple[str, ...]) -> str | None:
-    """Return the standard output, or None when the command fails or does not answer in time."""
     try:
         result = subprocess.run(
             command, env=slurm_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False

@@ -222,7 +222,6 @@ class Bubbles:
         return None if index < 0 else (left[int(index)], seconds)
 
     def _own_choice(self, left: list[Activity], spans: Sequence[Span]) -> tuple[int, float]:
-        """Return the index of what this rank would do next, and for how many seconds at most."""
         if len(left) == 1:
             return 0, math.inf
         due = self._share.due(by_use(spans), self._expected)
@@ -231,7 +230,6 @@ class Bubbles:
 
 
 def _after(seconds: float, over: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a function that returns true once `over()` does or so many seconds have passed."""
     until = time.monotonic() + seconds
     return lambda: over() or time.monotonic() >= until
 

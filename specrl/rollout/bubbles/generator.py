@@ -137,11 +137,9 @@ class RolloutGenerator:
         return self._bubbles.metrics()
 
     def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-        """Return each engine's share of the prompts, by the response lengths that are expected now."""
         return deal(prompts, self._lengths, self._ranks.world_size // self._config.engine.tensor_parallel)
 
     def _next_engines(self, step: int) -> dict[int, int]:
-        """Return the engine that will answer each of the next step's prompts, by the prompt's id."""
         if not self._config.bubbles.pregenerates:
             return {}
         shares = self._deal(self.source.batch(step + 1))

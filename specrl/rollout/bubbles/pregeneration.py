@@ -101,7 +101,6 @@ class Pregeneration:
         return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
 
     def _request(self, prompt: Prompt, sample: int) -> Request:
-        """Return the very request of the next step or, with `bubbles.seeds = "other"`, one that no step makes."""
         other = self._config.bubbles.seeds == "other"
         index = sample + self._config.train.samples_per_prompt if other else sample
         return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))

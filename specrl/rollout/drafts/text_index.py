@@ -124,7 +124,6 @@ class TextIndex:
         return Found(torch.cat((own[:, None], places), 1), torch.cat((torch.zeros_like(kinds[:, :1]), kinds), 1))
 
     def _own(self, last: Tensor, prompts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """Return where the text of each request's own seed goes on, if the last tokens before that agree."""
         wanted = _seed_keys(prompts, seeds)
         at = torch.searchsorted(self.seed_keys, wanted)
         span = self.spans[at]
@@ -140,7 +139,6 @@ class TextIndex:
         return until_end(self.tokens[at].long())
 
     def _keys(self, last: Tensor, prompts: Tensor) -> Tensor:
-        """Return keys [..., sizes] for last tokens [..., LONGEST], the latest first, and prompts [...]."""
         sums = (last * self._factors).cumsum(-1)[..., self._last_of_size]  # products and sums wrap around
         return _mixed(sums + (prompts * _OF_PROMPT)[..., None] + self._salts)
 
@@ -155,12 +153,10 @@ def _seed_keys(prompts: Tensor, seeds: Tensor) -> Tensor:
 
 
 def _mixed(keys: Tensor) -> Tensor:
-    """Return keys that are far from `_NO_KEY`."""
     return (keys ^ (keys >> 29)) >> 1
 
 
 def _most_common(keys: Tensor, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each key once, in order, with the first of its places at which its most common next token stands."""
     # By key and next token; of places with the same ones the first comes first.
     pairs, order = (keys * (_RANDOM[0] | 1) + tokens[places]).sort(stable=True)
     fresh = torch.ones_like(pairs, dtype=torch.bool)

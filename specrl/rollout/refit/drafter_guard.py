@@ -197,7 +197,6 @@ class DrafterGuard:
         return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
 
     def _of_any_rank(self, check: Callable[[], None]) -> str | None:
-        """Return the first collapse that `check` finds on any rank, or None (collective)."""
         found = None
         try:
             check()

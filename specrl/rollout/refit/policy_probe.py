@@ -114,7 +114,6 @@ class RefitProbe:
         return [scores.get(index, gathered[index]) for index in range(count)]
 
     def _are_equal(self, fingerprints: list[str]) -> bool:
-        """Return whether the ranks at the same place of all engines have the same fingerprint."""
         equal = fingerprints == fingerprints[: self._engine_size] * (len(fingerprints) // self._engine_size)
         if not equal:
             logger.info("the engines' fingerprints differ: each is compared with the trainer on the whole probe")

@@ -246,17 +246,14 @@ def _invert(logits: Tensor, scales: Tensor, found: BlockSums, factors: Tensor, l
 
 
 def _factors(found: BlockSums, largest: Tensor, scales: Tensor) -> Tensor:
-    """Return what brings each block's sum to the row's largest logit, FP64 [rows, blocks], at most 1."""
     return _powers((_bounded(found.references) - _bounded(largest)) * scales).div_(UNIT).double()
 
 
 def _weights(distances: Tensor, scales: Tensor) -> Tensor:
-    """Return the weights, FP32 integers, of logits at `distances` (at most 0) from their reference; overwrite these."""
     return _powers(distances.mul_(scales)).floor_()
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Return UNIT * 2 ** exponent, FP32, of exponents of at most 0; overwrites them. From `LOWEST` on it is below 1."""
     exponents.clamp_(min=LOWEST)
     rounded = exponents + ROUNDER
     exponents.sub_(rounded - ROUNDER)
@@ -269,12 +266,10 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _bounded(references: Tensor) -> Tensor:
-    """Return references that can be subtracted: 0 for blocks whose logits are all -inf."""
     return references.masked_fill(references == -torch.inf, 0)
 
 
 def _scales(temperature: Tensor) -> Tensor:
-    """Return log2(e) / temperature, FP32 [rows, 1]; greedy rows are taken to be at 1."""
     divisors = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
     return (torch.full_like(divisors, LOG2_E) / divisors)[:, None]
 
@@ -286,7 +281,6 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
-    """Return `values` [rows, vocab] as [rows, blocks, BLOCK], with the last block filled up."""
     num_blocks = -(-values.shape[1] // BLOCK)
     rest = num_blocks * BLOCK - values.shape[1]
     whole = torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values
@@ -294,7 +288,6 @@ def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:
-    """Return the logits [rows, BLOCK] of one `block` [rows, 1] of each row, -inf beyond the vocabulary."""
     vocab = logits.shape[1]
     index = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     if vocab % BLOCK == 0:

@@ -39,7 +39,6 @@ def least_kept(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) ->
 
 
 def _by_rank(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return least logits [rows], and for which rows [rows] they follow from the `ranks` largest logits alone."""
     vocab = logits.shape[1]
     tokens = _highest(logits, ranks)
     highest, cumulative = logits.gather(1, tokens), weights.gather(1, tokens).cumsum(-1, dtype=torch.float64)
@@ -56,7 +55,6 @@ def _by_rank(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, rank
 
 
 def _highest(logits: Tensor, ranks: int) -> Tensor:
-    """Return the tokens [rows, ranks] of each row's largest logits, sorted by them."""
     num_blocks = -(-logits.shape[1] // BLOCK)
     padding = 0, num_blocks * BLOCK - logits.shape[1]
     parts = torch.nn.functional.pad(logits, padding, value=-torch.inf).view(-1, num_blocks, BLOCK)

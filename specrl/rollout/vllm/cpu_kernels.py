@@ -95,7 +95,6 @@ def _array(value: Any) -> Any:
 
 
 def _table(address: Any, stride: int, rows: int) -> Array:
-    """Return the first rows of a block table, int32 [rows, stride], that begins at an address."""
     return np.ctypeslib.as_array((ctypes.c_int32 * (rows * stride)).from_address(int(address))).reshape(rows, stride)
 
 

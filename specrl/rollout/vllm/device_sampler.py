@@ -132,7 +132,6 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
 
 def _not_finite(picked: Picked, first: Tensor, positions: Tensor, num_sampled: Tensor, width: int) -> Tensor:
-    """Return the position of each request's first token whose logits were not finite; 0 if it has none."""
     column = torch.arange(width, device=first.device)
     rows = (first[:, None] + column).clamp(max=len(positions) - 1)
     bad = ~picked.is_finite[rows] & (column < num_sampled[:, None])

@@ -119,7 +119,6 @@ class Drafting:
             self._engine.end()
 
     def _measure_iterations(self, batch: int, k: int) -> float | None:
-        """Return the seconds of an iteration; None if requests ended before it could be measured."""
         self._engine.draft_up_to([k] * (self._max_batch + 1))
         seconds: list[float] = []
         skipped = 0

@@ -155,7 +155,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_native(layer: Any) -> bool:
-    """Return whether vLLM was asked for FP8 in this layer."""
     return type(layer.quant_method).__name__ in (NATIVE_METHOD, experts.NATIVE_METHOD)
 
 

@@ -139,7 +139,6 @@ def install() -> None:
 
 
 def _found(path: str) -> Any:
-    """Return a module, or an attribute of one or of a class in one, by its path."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

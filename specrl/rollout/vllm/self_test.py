@@ -75,7 +75,6 @@ class CraftedInputs:
         return verified
 
     def _right(self, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
-        """Return the tokens that may be picked at a position."""
         return sorted(self.support[pick] for pick in right_picks(seed, position, temperature, top_k, top_p))
 
     def _wrong(self, right: list[int]) -> int:

@@ -143,7 +143,6 @@ class TextSpeculator:
         return drafts[:, :passes].clone() if passes else None
 
     def _found(self, drafts: Tensor, asked: Mapping[str, Any]) -> Tensor:
-        """Return drafts of vLLM's n-gram lookup with `END` where it had none and repeats the last token."""
         lookup = self._speculator
         # What it keeps of its search: n * (longest sequence + 1) + place + 1, the largest, or 0.
         score = lookup.scratch[: len(drafts)].amax(1) - 1

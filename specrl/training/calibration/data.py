@@ -63,7 +63,6 @@ def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: in
 
 
 def _shortened(rollout: Rollout, length: int) -> Rollout:
-    """Return the rollout with at most `length` tokens of prompt and response, but at least one of the response."""
     room = max(1, length - len(rollout.prompt_tokens))
     return replace(rollout, response_tokens=rollout.response_tokens[:room])
 

@@ -51,11 +51,9 @@ class KlDivergence:
         return sum(self._ranks.gather(total)) / self._num_positions
 
     def _own(self, value: int) -> int:
-        """Return `value` on one of the ranks that pass the same batches, and 0 on the others."""
         return value if self._policy.tp_rank == 0 and self._policy.pp_rank == 0 else 0
 
     def _logprobs(self, batch: MicroBatch) -> Tensor | None:
-        """Return this rank's columns, float32 [positions, columns], or None on stages without the output layer."""
         model = self._switch.model
         with _output(model) as seen:
             self._policy.logprobs([batch])
@@ -82,7 +80,6 @@ def _output(model: Any) -> Iterator[list[Tensor]]:
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return log-probs over a vocabulary that is split over the ranks of `group`: float32 [n, own columns]."""
     if group.size() == 1:
         return logits.float().log_softmax(1)
     values = logits.float()

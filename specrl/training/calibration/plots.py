@@ -46,7 +46,6 @@ def plot_kl(found: Calibration, max_kl: float) -> Figure:
 
 
 def _figure() -> tuple[Figure, Any]:
-    """Return a figure and its axes, whose lines differ in colour and marker."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.set_prop_cycle(color=COLOURS, marker=list(MARKERS))

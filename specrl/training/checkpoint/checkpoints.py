@@ -252,7 +252,6 @@ class Checkpoints:
         return self.directory / f"step={step:06d}"
 
     def _steps(self) -> list[int]:
-        """Return the steps that checkpoints are there for, in ascending order."""
         return sorted(int(path.name.partition("=")[2]) for path in self.directory.glob("step=*"))
 
     def _best(self) -> int | None:

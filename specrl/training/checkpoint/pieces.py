@@ -80,7 +80,6 @@ def cut(bands: Iterable[Band], start: int, stop: int) -> list[Piece]:
 
 
 def _rectangles(piece: Piece, start: int, stop: int) -> list[Piece]:
-    """Return a range of a rectangle's elements as the rest of a row, whole rows, and the beginning of a row."""
     width, left = piece.shape[1], piece.columns[0]
 
     def rectangle(first: int, last: int, begin: int, end: int) -> Piece:

@@ -125,7 +125,6 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
 
 
 def _window(shape: Eagle3Shape) -> dict[str, Any]:
-    """Return the keys of a sliding window: vLLM reads it where the type of a layer says so."""
     if shape.sliding_window is None:
         return {}
     return {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}

@@ -342,7 +342,6 @@ class Drafter:
         return TrainingProgress(0, torch.zeros((), dtype=torch.float64, device=device), sums, [])
 
     def _pack(self, features: Features | None, depth: int | None = None) -> ChainBatch | None:
-        """Return the chains of a micro-batch, unrolled for `depth` steps, by default for all; None without any."""
         if features is None:
             return None
         return pack_chains(features, self.draft_tokens, self.shape.vocab_size, depth or self.config.ttt_steps)

@@ -83,7 +83,6 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
 
 
 def _lay_out(x: Tensor, batch: ChainBatch) -> Tensor:
-    """Return `x` `[slots, ...]` in the padded layout `[rows, width, ...]`; slots that rows share stand in each."""
     return _spread(rows_of(x, batch.slot_of), batch.slot_places, len(batch.chains_per_row), batch.width)
 
 
@@ -129,13 +128,11 @@ def _in_window(visible: Tensor, step: int, window: int | None) -> Tensor:
 
 
 def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    """Return packed `[n, ...]` at its places in a padded `[rows, width, ...]`, with zeros elsewhere."""
     padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, places, x)
     return padded.view(rows, width, *x.shape[1:])
 
 
 def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
-    """Return the index in sorted `whole` of each element of its subset `part`."""
     return torch.searchsorted(whole, part)
 
 

@@ -133,7 +133,6 @@ def _named(weights: WeightMap, part: Part, held: Tensor) -> Iterator[tuple[str, 
 
 
 def _own_parts(weights: WeightMap, message: list[Part], own: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return what this rank holds of each tensor of a message."""
     parameters = dict.fromkeys(part.parameter for part in message)
     held = {
         parameter: weights.unmerge(parameter, own[parameter.name].detach(), parameter.place[1])
@@ -143,7 +142,6 @@ def _own_parts(weights: WeightMap, message: list[Part], own: Mapping[str, Tensor
 
 
 def _joined(shards: list[Tensor] | None) -> Tensor | None:
-    """Return the tensors behind each other in one dimension; a single one is not copied."""
     if shards is None:
         return None
     rows = [shard.reshape(-1) for shard in shards]
@@ -151,7 +149,6 @@ def _joined(shards: list[Tensor] | None) -> Tensor | None:
 
 
 def _gather(flat: Tensor, part: Part) -> Tensor:
-    """Return what all ranks hold that share the tensors of this part, [ranks, elements] (collective)."""
     if not len(flat):
         return flat[None]
     gathered = flat.new_empty(part.copies * len(flat))

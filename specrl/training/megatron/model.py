@@ -303,7 +303,6 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
 
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
-    """Return Transformer Engine's layers, with an attention over flat rows."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -314,7 +313,6 @@ def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
 
 
 def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
-    """Return Megatron's local layers, with its tensor parallelism, and an attention over flat rows."""
     frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"

@@ -155,7 +155,6 @@ class Policy:
             self.model.eval().requires_grad_(False)
 
     def _load(self, fp8: LinearArithmetic | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
-        """Return this rank's part of the network with its weights, its weight map and Megatron's config."""
         cuda = self.ranks.device.type == "cuda"
         if fp8 is not None and not fp8.is_native:
             cuda = False  # Megatron's local layers, on whatever device
@@ -418,7 +417,6 @@ class Policy:
         return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
 
     def _kept(self, batch: MicroBatch, spec: FeatureSpec | None, windows: Mapping[int, Window] | None) -> _Kept | None:
-        """Return what is kept of a micro-batch for the drafter, or None if no rank keeps anything of it."""
         if spec is None:
             return None
         draft_tokens = spec.draft_tokens.to(batch.tokens.device)
@@ -433,14 +431,12 @@ class Policy:
         return _Kept(own, wanted)
 
     def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        """Return a context manager for the forward pass of a micro-batch, in which `kv_observer` observes it."""
         observer = self.kv_observer
         if observer is None or (observer.training_only and not trains):
             return nullcontext()
         return observer.forward_pass(batch.num_real)
 
     def _routed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        """Return a context manager for the forward pass of a micro-batch, in which `routing` chooses the experts."""
         return self.routing.micro_batch(batch, trains=trains) if self.routing is not None else nullcontext()
 
     @property
@@ -461,7 +457,6 @@ class Policy:
     def _features(
         self, spec: FeatureSpec, kept: list[_Kept | None], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
-        """Return the drafter's features of these micro-batches; take what `inputs` recorded of them (collective)."""
         heads: list[HeadOutput | None] = [outcome.head for outcome in outcomes]
         heads = heads or [None] * len(kept)
         chosen = [(part, head) for part, head in zip(kept, heads, strict=True) if part is not None]
@@ -484,7 +479,6 @@ class Policy:
         return [features for features in found if features is not None]
 
     def _head_rows(self, spec: FeatureSpec) -> Tensor:
-        """Return the rows of the output layer for the draft vocabulary, [draft_vocab, hidden] (collective)."""
         last, tokens = self.pp_size - 1, spec.draft_tokens.to(self.ranks.device)
         rows = self.model.head_rows(tokens) if self.pp_rank == last else None
         return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
@@ -506,7 +500,6 @@ def _add(total: dict[str, float], metrics: Mapping[str, float]) -> None:
 
 
 def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
-    """Return what Megatron wants of a loss function: the loss, a token count that nothing uses, what is kept."""
     logprobs, entropy = _spread(head.logprobs, batch.mask), _spread(head.entropy, batch.mask)
     value, metrics = head.logprobs.sum() * 0.0, dict[str, Tensor]()  # keeps every parameter in the graph
     if loss is not None and batch.indices:
@@ -519,7 +512,6 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a tensor in the shape of `mask` with `values` [n] where `mask` is True and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 

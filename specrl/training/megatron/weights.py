@@ -161,7 +161,6 @@ class WeightMap:
         return [(rows // len(parameter.hf) // size, *rest)] * len(parameter.hf)
 
     def _group_rows(self, parameter: Parameter) -> list[int]:
-        """Return the numbers of rows of queries, key and value in one key-value group."""
         return [parameter.shape[0] // self.num_groups - 2 * self.head_dim, self.head_dim, self.head_dim]
 
 
@@ -295,7 +294,6 @@ def _mlp_shape(linear: Linear, hidden: int, inner: int) -> tuple[int, int]:
 
 
 def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place: _Place) -> list[Parameter]:
-    """Return the router's weight and those of all experts, expert by expert."""
     assert family.router is not None
     router = [f"{family.router.hf}.weight"]
     parameters = [place.parameter(f"{family.router.megatron}.weight", "none", router, experts.num_experts, hidden)]
@@ -344,7 +342,6 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
 
 
 def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) -> Tensor:
-    """Return what this rank holds of a parameter, from disk."""
     rank, size = parameter.place
     parts = []
     for name in parameter.hf:

@@ -228,7 +228,6 @@ def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
 
 
 def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
-    """Return the context length that the engine can have, and what the model's configuration needs for it."""
     hf_config = json.loads((policy_dir / "config.json").read_text())
     longest = hf_config.get(POSITIONS, length)
     if length <= longest:

@@ -54,7 +54,6 @@ def outputs_of_experts(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def _outputs(layer: Any, numbers: Tensor, inputs: Tensor) -> Tensor:
-    """Return the outputs of experts with these numbers for the same inputs: [n, hidden] -> [experts, n, hidden]."""
     chosen, method = numbers.repeat_interleave(len(inputs))[:, None], layer.quant_method
     rows = inputs.repeat(len(numbers), 1)
     if method.is_monolithic:  # the kernel routes by itself

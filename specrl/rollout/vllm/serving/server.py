@@ -180,7 +180,6 @@ def parse_metrics(page: str) -> tuple[int, SpeculationStats]:
 
 
 def _last_words(log: Path) -> str:
-    """Return the last error of a log, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\w(Error|Exception|Interrupt)\b.*:|^vllm.*error:", line)]
     return (errors or lines or ["it said nothing"])[-1][:600]

@@ -261,7 +261,6 @@ def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
 
 
 def _is_held(held: Held, fused_name: str, note: Note) -> bool:
-    """Return whether the engine computes with what was noted for a place, element by element."""
     if note.expected is None:
         return False
     layer, kind, expert = _found(held.model, fused_name)
@@ -273,7 +272,6 @@ def _is_held(held: Held, fused_name: str, note: Note) -> bool:
 
 
 def _are_equal(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether outputs on the fixed rows [PROBE_ROWS, out] are equal but for rounding."""
     if actual.shape != expected.shape:
         return False
     found, reference = actual.float(), expected.to(actual.device).float()
@@ -318,7 +316,6 @@ def _factors(count: int) -> Tensor:
 
 
 def _parameter(model: nn.Module) -> Tensor:
-    """Return one of the model's parameters in the type that it computes in."""
     return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
 
 
@@ -330,7 +327,6 @@ def _multiplies(layer: nn.Module) -> bool:
 
 
 def _width(layer: Any) -> int:
-    """Return the number of inputs of a linear layer or head, or of this rank's part of it."""
     if hasattr(layer, "embedding_dim"):
         return int(layer.embedding_dim)
     return int(getattr(layer, "input_size_per_partition", layer.input_size))

@@ -227,7 +227,6 @@ class Attention(nn.Module):
         return self._rotate(keys, positions), self.v_proj(x).unflatten(-1, heads)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return `x` `[n, heads, head_dim]` rotated by its positions `[n]`, halves against each other as in Llama."""
         angles = positions[:, None].float() * self.frequencies
         cos, sin = (self.rope_scale * part[:, None] for part in (angles.cos(), angles.sin()))
         low, high = x.float().chunk(2, -1)

@@ -58,7 +58,6 @@ def _without_kernel(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tenso
 
 
 def _transformer_engine(config: Any, layer_number: int) -> Kernel | None:
-    """Return Transformer Engine's attention for a layer, or None where it has no kernel for it."""
     if config.params_dtype == torch.float32 or torch.cuda.get_device_capability() < KERNEL_CAPABILITY:
         return None
     module = extension.te.pytorch.DotProductAttention(

@@ -65,7 +65,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tens
 
 @lru_cache(maxsize=32)
 def _causal_mask(size: int, device: torch.device) -> Tensor:
-    """Return [size, size] float32: -inf above the diagonal, zero elsewhere."""
     return torch.full((size, size), float("-inf"), device=device).triu_(1)
 
 
@@ -87,7 +86,6 @@ def _weights(q: Tensor, k: Tensor, each: int) -> Tensor:
 
 
 def _keys_of(x: Tensor, segment: Segment) -> Tensor:
-    """Return what a segment attends to, [groups, keys, width], of keys or values [groups, tokens, width]."""
     own = x[:, segment.start : segment.stop]
     if segment.prefix_start == segment.prefix_stop:
         return own
@@ -158,7 +156,6 @@ class _Attention(torch.autograd.Function):
 
 @lru_cache(maxsize=8)
 def _angles(rotary: Rotary, layout: RowLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each token of a row, [tokens, width / 2] each, which all layers share."""
     cos, sin = rotary(layout.longest, dtype, layout.device)
     return cos[layout.positions], sin[layout.positions]
 
