@@ -112,7 +112,6 @@ class Trainer:
         found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
-        self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
         return None
 
     def run(self, first_step: int, progress: Progress) -> int:
@@ -216,7 +215,7 @@ class Trainer:
         metrics = merged or self.drafter.update(features, lr=self.config.drafter.online_lr)
         if self.spot is not None:
             self.spot.remember(features)
-        return metrics
+        return metrics if metrics["num_tokens"] else {}  # or nothing was measured
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length.

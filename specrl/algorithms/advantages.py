@@ -14,7 +14,7 @@ AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
 """(rewards by group, options) -> advantages by group, one for each reward.
 
 A group whose rewards are all equal must get zeros: it says nothing about its responses, and
-`train.drop_zero_signal_groups` leaves out responses whose advantage is zero.
+`train.drop_zero_signal_groups` leaves out groups whose advantages are all zero.
 """
 
 STD_EPSILON = 1e-6

@@ -30,9 +30,13 @@ class LossInputs:
 LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 """(inputs, options) -> (loss of each token, metrics); all are [batch, seq].
 
-The loss of an update is the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), each
-weighted by `train.correction`. The unweighted mean of each metric over the same tokens is logged as `policy/NAME`.
+The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
+tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
+which those of groups without signal count with a loss of 0, whether `train.drop_zero_signal_groups` computes them or
+not. The unweighted mean of each metric over the trained tokens is logged as `policy/NAME`.
 """
+LARGEST_LOG_RATIO = 20.0
+"""The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""
 
 
 def register_loss(
@@ -63,7 +67,7 @@ class GrpoLossOptions(Options):
 @register_loss("grpo", GrpoLossOptions, metrics=CLIPPED_METRICS)
 def grpo_loss(inputs: LossInputs, options: GrpoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio, inputs.advantages, options.clip_low, options.clip_high)
 
 
@@ -83,7 +87,7 @@ def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dic
     The paper averages within each response first. Here, as with every loss, all tokens of an update count the same.
     """
     log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
-    ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).exp()
+    ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio[:, None], inputs.advantages, options.clip_low, options.clip_high)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specrl.algorithms.losses import LossInputs
+from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
 from specrl.config import TrainConfig
 from specrl.config.algorithms import CORRECTIONS, LOSSES
 
@@ -70,7 +70,7 @@ def policy_loss(
     per_token = weights * loss
     shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
-        log_ratio = targets.reference_logprobs - logprobs
+        log_ratio = (targets.reference_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
         shared["kl"] = log_ratio.exp() - log_ratio - 1
         per_token = per_token + config.kl_coef * shared["kl"]
     if taken := metrics.keys() & shared.keys():

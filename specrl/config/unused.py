@@ -87,10 +87,32 @@ def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Itera
             f"train.keep_every = {every} with train.checkpoint_every = {step}: step {every} writes no checkpoint that "
             f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all",
         )
+    yield from _clips_nothing(train)
     metric = train.stop_when.metric if train.stop_when is not None else ""
     if found := _why_never_measured(metric, train, speculation):
         key, reason = found
         yield Unused(("train.stop_when.metric", key), f'train.stop_when.metric = "{metric}": {reason}')
+
+
+def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
+    """Yield the settings of ratios that are 1, because a step's only update trains the policy that sampled."""
+    loss, one = train.loss, "train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
+    if train.updates_per_step > 1:
+        return
+    if loss.name == "gspo":
+        yield Unused(
+            ("train.loss.name", "train.updates_per_step"),
+            f'train.loss = "gspo" with {one}; take "grpo", or raise train.updates_per_step',
+        )
+    elif loss.name == "grpo":
+        defaults = LOSSES.choose(loss.name).options
+        for name, value in loss.options.items():
+            if value != (default := defaults[name]):
+                yield Unused(
+                    (f"train.loss.{name}", "train.updates_per_step"),
+                    f"train.loss.{name} = {value:g} with {one}; leave it at {default:g}, or raise "
+                    "train.updates_per_step",
+                )
 
 
 def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:

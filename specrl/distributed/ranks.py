@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,10 @@ KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"
 BF16 product on a CPU is compiled once and then takes half a megabyte in every cache. Nearly every micro-batch has a
 number of tokens of its own, and so a dozen new shapes, which no later step has again: with the default of 1,024 a rank
 grows by a gigabyte in its first dozen steps. All layers and micro-batches of one step fit into 256."""
+
+TIMEOUT = timedelta(days=7)
+"""The time that a rank waits for the others. What ends a hang are the limits of the job (`cluster.hang_minutes`, or ten
+times a step's usual time, and `cluster.start_minutes`), which may be far above gloo's own half hour."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def join() -> Ranks:
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)
 
 

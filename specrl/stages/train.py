@@ -167,7 +167,6 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
         config.policy,
         dtype=config.model.dtype,
         ranks=ranks,
-        num_updates=config.train.num_updates,
         seed=config.seed,
         fp8=training,
         keep_reference=config.train.kl_coef > 0,

@@ -19,6 +19,8 @@ from specrl.config import DrafterConfig, PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
+from specrl.training.checkpoint import checkpoints as checkpointing
+from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
@@ -60,7 +62,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
 """With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
-CONFIG = {"lr": 3e-3, "lr_warmup_steps": 2, "clip_grad": 0.5}
+CONFIG = {"lr": 3e-3, "clip_grad": 0.5}
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
     error = fill_disk(checkpoints, interrupted, scratch)
+    other_error = fail_to_write(checkpoints, interrupted)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
     assert found is not None
@@ -234,6 +237,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     return {
         "step": found.state.step,
         "full disk": error,
+        "no memory": other_error,
         "kept": sorted(path.name for path in scratch.iterdir() if path.is_dir()),  # unfinished folders, too
         "metrics": (metrics[2:], again),
         "weights": (weights_of(straight), weights_of(resumed)),
@@ -254,6 +258,25 @@ def fill_disk(checkpoints: Checkpoints, policy: Policy, folder: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def fail_to_write(checkpoints: Checkpoints, policy: Policy) -> str:
+    """What a save says for which the last rank has no memory."""
+    write = files.write_blocks
+    if policy.ranks.rank == policy.ranks.world_size - 1:
+        checkpointing.write_blocks = no_memory  # this process is the test's own
+    checkpoints.save(TrainState(3, policy, None))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointing.write_blocks = write
+    return ""
+
+
+def no_memory(*_: Any) -> Any:
+    raise MemoryError("no memory to write with")
 
 
 def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:

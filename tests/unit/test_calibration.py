@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +282,14 @@ def test_the_set_grows_until_other_prompts_agree() -> None:
     assert curve[grown_prefix(20, 100, curve.__getitem__, 0.02)] <= 0.02
     assert grown_prefix(20, 100, lambda count: 1.0, 0.02) == 100
     assert grown_prefix(50, 100, curve.__getitem__, 0.02) == 50
+
+
+def test_a_divergence_that_is_no_number_holds_no_budget() -> None:
+    """Mutation: `kl > budget`, which NaN is not."""
+    curve = [math.nan] * 5 + [0.01] * 5
+    assert grown_prefix(3, 10, curve.__getitem__, 0.02) == 5
+    assert grown_prefix(3, 10, lambda count: math.nan, 0.02) == 10
+    assert smallest_prefix(10, lambda count: math.nan, 0.02) == 10
 
 
 def test_held_out_prompts_are_other_prompts() -> None:

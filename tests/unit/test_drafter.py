@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,17 @@ def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> Non
     assert metrics["loss"] == 0
     assert metrics["acceptance_length"] == 1
     assert drafter.update([], lr=1e-3)["loss"] == 0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(policy_dir: Path) -> None:
+    """Mutation: `norm > clip_grad` alone, which NaN is not."""
+    drafter = make_drafter(policy_dir)
+    before = {name: tensor.clone() for name, tensor in drafter.model.state_dict().items()}
+    drafter._loss = lambda logits, target: (logits.sum(-1), logits * math.nan)
+    with pytest.raises(FloatingPointError, match="the norm of the drafter's gradient is nan"):
+        drafter.update([make_features(drafter, [(3, 4)])], lr=1e-3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.model.state_dict().items())
+    assert not drafter.optimizer.state
 
 
 def assert_equal_state(left: dict[str, Any], right: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     }
     answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
     engine.shutdown()
-    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, num_updates=1, seed=config.seed)
+    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
     settings, found = config.drafter, {}
     for name, rollouts in answers.items():
         made = new_drafter(config, policy_dir, rollouts, ranks)

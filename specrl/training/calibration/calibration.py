@@ -8,6 +8,7 @@ holds the budget there too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,7 +197,7 @@ def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
     """Return `count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
-    while count < size and kl_of(count) > budget:
+    while count < size and not kl_of(count) <= budget:  # NaN holds no budget
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
 
@@ -226,7 +227,8 @@ def _each_alone(
     found = {}
     for done, name in enumerate(names):
         on_progress(done, len(names), "layers one by one")
-        found[name] = divergence.kl([name])
+        kl = divergence.kl([name])
+        found[name] = math.inf if math.isnan(kl) else kl  # such a layer is the first that stays in BF16
     return found
 
 

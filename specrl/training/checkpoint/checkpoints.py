@@ -89,6 +89,10 @@ class Checkpoints:
         """Whether this rank's part of the last checkpoint has been written, or could not be."""
         self._number = 0
         """The number of saves so far, by which the ranks' messages about them are told apart."""
+        self._best_step: int | None = None
+        """The step of the checkpoint that was marked as the best, which may not be complete yet."""
+        self._naming = threading.Lock()
+        """Held while a checkpoint gets its name, or is looked for under it."""
         self.newest: int | None = None
         """The step of the newest checkpoint, written or still being written; None before the first."""
         if self._ranks.is_first:
@@ -174,9 +178,17 @@ class Checkpoints:
         self._writing = None
 
     def mark_best(self, step: int) -> None:
-        """Keep the checkpoint from which `step` starts until another one is marked."""
-        if self._ranks.is_first:
-            write_json(self.directory / BEST_FILE, {"step": step})
+        """Keep the checkpoint from which `step` starts until another one is marked, as soon as it is complete.
+
+        Until then the one that was marked before stays: a kill must not leave the run without any.
+        """
+        with self._naming:
+            self._best_step = step
+            if self._ranks.is_first and self._folder(step).exists():
+                self._write_best(step)
+
+    def _write_best(self, step: int) -> None:
+        write_json(self.directory / BEST_FILE, {"step": step})
 
     def _write(self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
         """Write this rank's files; on the first rank complete the checkpoint when all ranks have written theirs."""
@@ -186,8 +198,9 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
             report: _Report | str = _Report(tuple(files))
-        except OSError as error:
-            report = f"rank {self._ranks.rank}: {error.strerror or error}"
+        except Exception as error:  # whatever it is: the first rank waits for a report
+            words = error.strerror if isinstance(error, OSError) else None
+            report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
         finally:
             self._reported.set()
         reports = self._exchange(number, report)
@@ -220,7 +233,10 @@ class Checkpoints:
         final = self._folder(manifest.step)
         if final.exists():  # of an earlier start, whose newer checkpoints were damaged
             _remove(final)
-        folder.replace(final)
+        with self._naming:
+            folder.replace(final)
+            if self._best_step == manifest.step:
+                self._write_best(manifest.step)
         sync_folder(self.directory)
         for step in self._retention.old(self._steps(), self._best()):
             _remove(self._folder(step))

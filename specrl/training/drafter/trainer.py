@@ -6,6 +6,7 @@ parameters only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from pathlib import Path
@@ -415,12 +416,18 @@ class Drafter:
         return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
 
     def _descend(self, lr: float, alone: bool) -> float:
-        """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""
+        """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`).
+
+        Raises:
+            FloatingPointError: The norm is not finite; the weights are as before.
+        """
         if not alone:
             self._all_reduce(self._summed)
             if self._positions.measured:
                 self._positions.follow(*self._reached.view(2, -1).tolist())
         norm = float(self._gradient.norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the drafter's gradient is {norm}; its weights are unchanged")
         if norm > self.config.clip_grad:
             self._gradient.mul_(self.config.clip_grad / norm)
         for group in self.optimizer.param_groups:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from specrl.distributed.ranks import TIMEOUT
+
 
 def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
     """Split the ranks into tensor x pipeline x data parallel groups, unless these sizes are set up already.
@@ -57,6 +59,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         )
     with torch.random.fork_rng(devices=[]):
         # Names the random states that megatron's layers ask for; without dropout nothing draws from them.

@@ -103,7 +103,6 @@ class Policy:
         dtype: str,
         ranks: Ranks,
         trainable: bool = True,
-        num_updates: int | None = None,
         seed: int,
         fp8: LinearArithmetic | None = None,
         keep_reference: bool = False,
@@ -115,8 +114,6 @@ class Policy:
             dtype: The type of parameters and activations, `bfloat16` or `float32`; master weights, gradients and
                 moments are float32.
             trainable: Whether there are gradient buffers and an optimizer.
-            num_updates: The number of updates of the whole run, over which `policy.lr_schedule` falls; not needed where
-                the schedule is constant or `train_step` is given its learning rate.
             seed: The seed of Megatron's own random generators.
             fp8: Makes linear layers compute in FP8; without it all compute in `dtype`.
             keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
@@ -150,7 +147,7 @@ class Policy:
         self._optimizer: PolicyOptimizer | None = None
         if trainable:
             self._chain = wrap(self._chain, megatron)
-            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, num_updates=num_updates)
+            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype)
         else:
             self.model.eval().requires_grad_(False)
 
@@ -264,7 +261,7 @@ class Policy:
             windows: What to keep of which sequences, by `TokenSequence.index`, on which rank; the ranks that hold the
                 policy together pass the same. By default each rank keeps everything.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
-            lr: The learning rate of this update, instead of that of `policy.lr_schedule`.
+            lr: The learning rate of this update; `policy.lr` by default.
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
@@ -272,7 +269,7 @@ class Policy:
             its rows in the order of the micro-batch.
 
         Raises:
-            FloatingPointError: The loss is not finite; the weights are as before.
+            FloatingPointError: The loss or the gradient is not finite; the weights are as before.
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
@@ -281,7 +278,7 @@ class Policy:
         num_tokens = metrics.pop("num_tokens")
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the policy's loss is {metrics['loss']}; its weights are unchanged")
-        metrics["lr"] = self.optimizer.learning_rate if lr is None else lr
+        metrics["lr"] = self.config.lr if lr is None else lr
         metrics["grad_norm"] = self.optimizer.step(metrics["lr"]) if num_tokens else 0.0
         return metrics, kept
 
