@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -68,8 +68,8 @@ class LossInputRows:
             np.full(len(row), self.advantages[number]) for number, row in zip(batch.indices, rows, strict=True)
         ]
         return TokenTargets(
-            advantages=align(advantages, batch.mask),
-            generation_logprobs=align(rows, batch.mask),
+            advantages=align(advantages, batch.mask, batch.num_tokens),
+            generation_logprobs=align(rows, batch.mask, batch.num_tokens),
             old_logprobs=_aligned(self.old, batch),
             reference_logprobs=_aligned(self.reference, batch),
         )
@@ -103,7 +103,7 @@ def update_policy(
         old, routing = _logprob_pass(policy, batches, config), _routing_disagreement(policy)
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
     logprob_s = time.perf_counter() - started
-    recorded: Rows = {}
+    recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
     metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
     routing |= _routing_disagreement(policy) if len(parts) == 1 else {}
@@ -112,7 +112,7 @@ def update_policy(
         sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
         metrics["sampled_fraction"] = sampled / max(sum(map(len, parts)), 1)
         features = sample.arrange(kept, chain.from_iterable(batches), policy.model_rank)
-    sampled_with = old or recorded
+    sampled_with = old or _rows(recorded)
     shares.return_logprobs(rollouts, sampled_with)
     counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
@@ -156,15 +156,19 @@ def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: i
     )
 
 
-def align(rows: Sequence[ArrayLike], mask: Tensor) -> Tensor:
-    """Return each sequence's values at the True places of its row of `mask` [batch, seq], and zeros elsewhere."""
+def align(rows: Sequence[ArrayLike], mask: Tensor, num_tokens: int) -> Tensor:
+    """Spread each sequence's values over the True places of its row of `mask` [batch, seq], and zeros elsewhere.
+
+    Args:
+        num_tokens: The number of these places, for which a mask on a GPU would have to be waited for.
+    """
     flat = torch.from_numpy(_joined(rows)).to(mask.device)
-    assert len(flat) == int(mask.sum()), "one value per response token"
+    assert len(flat) == num_tokens, "one value per response token"
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
 
 
 def _aligned(rows: Rows, batch: MicroBatch) -> Tensor | None:
-    return align([rows[number] for number in batch.indices], batch.mask) if rows else None
+    return align([rows[number] for number in batch.indices], batch.mask, batch.num_tokens) if rows else None
 
 
 def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
@@ -217,7 +221,7 @@ def _run_updates(
     parts: list[list[int]],
     batches: list[list[MicroBatch]],
     rows: LossInputRows,
-    recorded: Rows,
+    recorded: list[tuple[MicroBatch, Tensor]],
     config: Config,
     spec: FeatureSpec | None,
     sample: Sample | None,
@@ -227,7 +231,7 @@ def _run_updates(
 
     Args:
         batches: This rank's micro-batches of each part.
-        recorded: Gets the log-probs that a single update computes, by rollout.
+        recorded: Gets the log-probs that a single update computes.
     """
     metrics: dict[str, float] = {}
     features: list[Features] = []
@@ -252,34 +256,35 @@ def _run_updates(
     return metrics, features
 
 
-def _loss(rows: LossInputRows, scale: float, config: Config, recorded: Rows) -> LossFn:
+def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
     """Return the loss of a micro-batch as a share of the whole update's.
 
     Args:
         scale: What sums over tokens are divided by.
-        recorded: Gets the log-probs that a single update on the batch computes, by rollout.
+        recorded: Gets the log-probs that a single update on the batch computes.
     """
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if not rows.old:
-            recorded.update(_rows(logprobs.detach(), batch))
+            recorded.append((batch, logprobs.detach()))
         total, metrics = policy_loss(logprobs, entropy, batch.mask, rows.targets(batch), config.train)
         return total / scale, {name: value / scale for name, value in metrics.items()}
 
     return loss
 
 
-def _rows(logprobs: Tensor, batch: MicroBatch) -> Rows:
-    return {i: logprobs[row][batch.mask[row]].cpu().numpy() for row, i in enumerate(batch.indices)}
+def _rows(found: Iterable[tuple[MicroBatch, Tensor]]) -> Rows:
+    return {
+        number: row[:length]
+        for batch, logprobs in found
+        for number, row, length in zip(batch.indices, logprobs.cpu().numpy(), batch.spans[:, 3].tolist(), strict=True)
+    }
 
 
 def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
     flat = [batch for part in batches for batch in part]
     found = policy.logprobs(flat, temperature=config.sampling.temperature)
-    rows: Rows = {}
-    for batch, logprobs in zip(flat, found, strict=True):
-        rows |= _rows(logprobs.to(batch.mask.device), batch)
-    return rows
+    return _rows(zip(flat, found, strict=True))
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:

@@ -119,7 +119,7 @@ def my_sequences(policy: Policy) -> list[TokenSequence]:
 
 
 def my_batches(policy: Policy) -> list[MicroBatch]:
-    return pack(my_sequences(policy), 90)
+    return pack(my_sequences(policy), 90, policy.pad_multiple)
 
 
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,7 +183,7 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
         result["reference"] = by_response(batches, policy.logprobs(batches, temperature=0.7))
     result["after_reference"] = weights_of(policy)
     policy.save_pretrained(scratch / "saved")
-    alone = [pack([sequence], 1)[0] for sequence in my_sequences(policy)]
+    alone = [pack([sequence], policy.pad_multiple, policy.pad_multiple)[0] for sequence in my_sequences(policy)]
     result["shared"] = sum(batch.num_shared for batch in batches)
     result["gradients"] = [gradients(policy, batches), gradients(policy, alone)]
     return result
@@ -194,7 +194,7 @@ def train_drafter(policy: Policy, as_hidden: bool) -> dict[str, Any]:
     config = DrafterConfig(max_tokens_per_step=90, tokens_per_micro_batch=50)
     drafter = Drafter.create(policy.model_dir, config, torch.arange(0, VOCABULARY - 1, 2), policy.ranks, seed=3)
     spec = replace(drafter.feature_spec, as_hidden=as_hidden)
-    batches = pack(sequences(), 90)
+    batches = pack(sequences(), 90, policy.pad_multiple)
     sampling.MIN_WINDOW = 16  # this process is the test's own
     sample = sampling.sample_sequences(
         [batches], max_tokens=90, tokens_per_micro_batch=50, owners=policy.model_size, seed=1
@@ -229,7 +229,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
     error = fill_disk(checkpoints, interrupted, scratch)
-    other_error = fail_to_write(checkpoints, interrupted)
+    other_error = fail_to_write(Checkpoints(scratch, interrupted, Retention(1)), interrupted)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
     assert found is not None

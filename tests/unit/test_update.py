@@ -29,7 +29,7 @@ ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 def test_align_puts_values_where_the_mask_is_true() -> None:
     mask = torch.tensor([[False, True, True, False], [True, False, False, False]])
-    assert align([[1.0, 2.0], [3.0]], mask).tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
+    assert align([[1.0, 2.0], [3.0]], mask, 3).tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
 
 
 def test_micro_batches_are_padded_as_the_policy_needs() -> None:
@@ -48,7 +48,7 @@ def test_micro_batches_are_padded_as_the_policy_needs() -> None:
 
 def test_align_refuses_another_number_of_values() -> None:
     with pytest.raises(AssertionError):
-        align([[1.0]], torch.tensor([[True, True]]))
+        align([[1.0]], torch.tensor([[True, True]]), 2)
 
 
 @pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask"])
@@ -67,9 +67,9 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
         shares = TrainingShares.of(policy, rollouts, [[0]])
         own = shares.deliver(rollouts)
         batch = _micro_batches(policy, own, shares.own(0), config)[0]
-        logprobs = align([whole], batch.mask)
+        logprobs = align([whole], batch.mask, 3)
         rows = LossInputRows(rollouts.advantages, own, {}, {})
-        return float(_loss(rows, 3, config, {})(logprobs, logprobs, batch)[0])
+        return float(_loss(rows, 3, config, [])(logprobs, logprobs, batch)[0])
 
     def mismatch() -> dict[str, float]:
         return MismatchSums.of(rollout.policy_logprobs or [], rollout.whole_generation_logprobs).metrics()

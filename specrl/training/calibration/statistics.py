@@ -113,8 +113,7 @@ def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[N
         if inputs.dim() == 2:
             observer.observe(inputs)
             return
-        first = observer.linear.first_position(inputs.shape[0])
-        observer.observe(inputs[: max(0, num_tokens - first), 0])
+        observer.observe(observer.linear.whole_row(inputs)[:num_tokens, 0])
 
     handles = [
         observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))

@@ -54,6 +54,8 @@ class KeptRows:
         self._outputs = (firsts[rows] + response)[mask]
         device = batch.tokens.device
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
+        self.with_targets = mask.flatten().nonzero()[:, 0].to(device)
+        """The True places of `mask`, int64 [n]."""
         self.mask = mask.to(device)
         """The places of these rows that have targets, bool [rows, width]."""
         self.tokens = batch.tokens[self._places] * inside.to(device)
@@ -70,10 +72,10 @@ class KeptRows:
         return tensor[self._places]
 
     def outputs(self) -> Tensor:
-        """Return which of `MicroBatch.predictors` have targets in these rows, bool [n]."""
+        """Find which of `MicroBatch.predictors` have targets in these rows, ascending int64 in host memory."""
         found = torch.zeros(self._num_outputs, dtype=torch.bool)
         found[self._outputs] = True
-        return found.to(self.mask.device)
+        return found.nonzero()[:, 0]
 
 
 class LayerInputs:
@@ -165,10 +167,9 @@ def assemble(
     targets = top1 = None
     if head is not None:
         assert head.targets is not None and head.top1 is not None
-        targets = head.targets.new_zeros(rows, width, size)
-        targets[kept.mask] = head.targets
-        top1 = torch.zeros_like(kept.mask, dtype=torch.int64)
-        top1[kept.mask] = head.top1
+        targets = head.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, head.targets)
+        top1 = head.top1.new_zeros(rows * width).index_copy_(0, kept.with_targets, head.top1)
+        targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
     features = Features(
         tokens=kept.tokens,
         mask=kept.mask,

@@ -133,10 +133,10 @@ class EmulatedLinear:
         weight: Tensor = self.module.weight.detach()
         return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
 
-    def first_position(self, length: int) -> int:
-        """Return which position of the sequence is the first of `length` inputs that this rank's module gets."""
+    def whole_row(self, inputs: Tensor) -> Tensor:
+        """Gather the inputs [tokens, 1, in] of the whole row where the layer gets a part of it (collective)."""
         has_part = isinstance(self.module, ColumnParallelLinear) and self.module.sequence_parallel
-        return self.module.tp_group.rank() * length if has_part else 0
+        return gather_from_sequence_parallel_region(inputs, group=self.module.tp_group) if has_part else inputs
 
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         """Return the dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""

@@ -44,10 +44,10 @@ class TargetInput:
     as_hidden: bool
     """Whether the targets are hidden states, and not logits on the draft vocabulary."""
     kept: Tensor | None = None
-    """[n] bool: True for those of the positions at which the output layer is evaluated that have targets on any
+    """[kept] int64: those of the positions at which the output layer is evaluated that have targets on any
     tensor-parallel rank; None for all."""
     own: Tensor | None = None
-    """[kept] bool: True for those of them that have targets on this rank; None for all."""
+    """[own] int64: those of `kept` that have targets on this rank; None for all."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ def transformer_config(
         native_fp8: Whether Transformer Engine computes in blockwise FP8.
     """
     family, experts = family_of_model(hf), expert_shape_of_model(hf)
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -236,7 +237,10 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=tensor,
+        # "Makes tensor parallelism more memory efficient for LLMs (20B+) by parallelizing layer norms and dropout
+        # sequentially" (`ModelParallelConfig`): norms and residuals are computed once, and not on every rank.
+        sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=pipeline,
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
@@ -250,7 +254,7 @@ def transformer_config(
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
         **(recompute_all if recompute else {}),
         **(_expert_options(hf, experts, cuda=cuda) if experts else {}),
         **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
@@ -260,8 +264,7 @@ def transformer_config(
 def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, Any]:
     """Return the part of Megatron's configuration that is about experts.
 
-    There is no loss that balances their load, as usual in RL. The router computes in float32. With tensor parallelism
-    each rank routes its part of the sequence.
+    There is no loss that balances their load, as usual in RL. The router computes in float32.
     """
     return {
         "num_moe_experts": experts.num_experts,
@@ -274,7 +277,6 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,  # without it tokens are added up in no fixed order
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
     }
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -21,9 +22,23 @@ from specrl.training.checkpoint.manifest import KINDS, MASTER
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
     """Return the model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        # "If true, overlap grad all-reduce / reduce-scatter with backward compute" (`DistributedDataParallelConfig`).
+        overlap_grad_reduce=parallel_state.get_data_parallel_world_size() > 1,
+        # Its counterpart would "overlap param all-gather with forward compute", but what follows an update here is the
+        # refit, which reads every parameter at once; the next forward pass would only gather them a second time.
+        overlap_param_gather=False,
     )
-    return DistributedDataParallel(config, ddp, model)
+    wrapped = DistributedDataParallel(config, ddp, model)
+    config.no_sync_func = wrapped.no_sync  # gradients of all micro-batches but the last one stay where they are
+    for layer in model.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            # Transformer Engine: "enables fusing of creation and accumulation of the weight gradient. When enabled, it
+            # is assumed that the weights have an additional `main_grad` attribute [...] to accumulate gradients in".
+            # `TransformerConfig.gradient_accumulation_fusion` would ask for APEX in the output layer.
+            layer.fuse_wgrad_accumulation = True
+    return wrapped
 
 
 class PolicyOptimizer:

@@ -70,7 +70,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
 def _one_group_for_equal_ranks() -> Iterator[None]:
     """Let Megatron make one process group where it would make several of the same ranks, each for a purpose of its own.
 
-    Most are the same here, where nothing overlaps and no context is split. A GPU has buffers for each group in use.
+    Most are the same here, where no context is split. A GPU has buffers for each group in use.
     """
     create = parallel_state.create_group
     made: dict[tuple[Any, ...], Any] = {}

@@ -88,8 +88,8 @@ class _Outcome:
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
     head: HeadOutput
-    loss: float
-    metrics: dict[str, float]
+    sums: dict[str, Tensor]
+    """`loss` and the loss function's metrics, which nothing waits for before the pass is over."""
 
 
 class Policy:
@@ -424,7 +424,9 @@ class Policy:
             return None
         own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.tp_size))
         outputs = everyone.outputs()
-        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs, own.outputs()[outputs])
+        own_outputs = torch.searchsorted(outputs, own.outputs())
+        device = batch.tokens.device
+        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs.to(device), own_outputs.to(device))
         return _Kept(own, wanted)
 
     def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
@@ -482,18 +484,14 @@ class Policy:
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
+        chosen = outcomes if self.tp_rank == 0 else []
+        own = [dict(zip(item.sums, torch.stack(list(item.sums.values())).tolist(), strict=True)) for item in chosen]
+        num_tokens = sum(len(item.head.logprobs) for item in chosen)
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
-        own: dict[str, float] = {}
-        for item in outcomes if self.tp_rank == 0 else []:
-            _add(own, {**item.metrics, "loss": item.loss, "num_tokens": len(item.head.logprobs)})
-        for metrics in self.ranks.gather(own):
-            _add(total, metrics)
+        for metrics in chain.from_iterable(self.ranks.gather([*own, {"num_tokens": float(num_tokens)}])):
+            for name, value in metrics.items():
+                total[name] = total.get(name, 0.0) + value
         return total
-
-
-def _add(total: dict[str, float], metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-        total[name] = total.get(name, 0.0) + value
 
 
 def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
@@ -503,8 +501,8 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
     detached = HeadOutput(head.logprobs.detach(), head.entropy, head.targets, head.top1)
-    sums = {name: float(tensor.detach()) for name, tensor in metrics.items()}
-    kept = _Outcome(logprobs.detach(), detached, float(value.detach()), sums)
+    sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
+    kept = _Outcome(logprobs.detach(), detached, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
 

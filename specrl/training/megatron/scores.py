@@ -52,9 +52,11 @@ class _TokenScores(torch.autograd.Function):
         grad: Tensor = weights.detach()
         for part in _chunks(grad):
             grad[part].mul_((-grad_logprobs * factor)[part, None].to(grad.dtype))
-        (mine,) = ((targets >= 0) & (targets < grad.shape[1])).nonzero(as_tuple=True)
-        at_target = -torch.expm1(logprobs) * grad_logprobs * ctx.scale
-        grad[mine, targets[mine]] = at_target[mine].to(grad.dtype)
+        mine = (targets >= 0) & (targets < grad.shape[1])
+        columns = targets.clamp(0, grad.shape[1] - 1)[:, None]
+        at_target = (-torch.expm1(logprobs) * grad_logprobs * ctx.scale)[:, None].to(grad.dtype)
+        # The places of other ranks' targets are not picked out, for which the host would have to wait.
+        grad.scatter_(1, columns, torch.where(mine[:, None], at_target, grad.gather(1, columns)))
         return grad, None, None, None, None
 
 
