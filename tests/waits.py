@@ -28,7 +28,7 @@ class _Operations(TorchDispatchMode):
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.dtype == torch.bool]
+        masks = [leaf for leaf in tree_leaves(args[1:2]) if isinstance(leaf, Tensor) and leaf.dtype == torch.bool]
         if func in WAITS or (func in INDEXED and masks):
             self._found[str(func)] += 1
         result = func(*args, **(kwargs or {}))

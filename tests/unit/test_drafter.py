@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
-from specrl.training.drafter import ttt
+from specrl.training.drafter import attention, ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
-from specrl.training.drafter.kinds import layers as draft_layers
 from specrl.training.drafter.kinds.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens, schedule
 from specrl.training.drafter.ttt import Objective, Tally, feed_context, metrics_from_sums, train_chains
@@ -149,7 +148,7 @@ def test_chunked_attention_gives_the_same_loss_and_gradients(policy_dir: Path, m
     enlarge(drafter)
     features = make_features(drafter, [(3, 9), (7, 4)])
     whole = trained(drafter, features)
-    monkeypatch.setattr(draft_layers, "MAX_SCORES", 200)
+    monkeypatch.setattr(attention, "MAX_SCORES", 200)
     torch.testing.assert_close(trained(drafter, features), whole)
 
 

@@ -15,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import PolicyConfig, parse_config
 from specrl.distributed import Ranks, join, leave
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.drafter import chains
 from specrl.training.features import FeatureSpec, Window
 from specrl.training.megatron import policy as policies
 from specrl.training.megatron.policy import Policy
 from specrl.training.shares import OwnRollouts
 from specrl.training.update import LossInputRows, _loss
+from tests.unit.test_drafter import DEEP, make_drafter, make_features, write_policy
 from tests.waits import counting
 
 # isort: split
@@ -92,3 +94,50 @@ def test_a_micro_batch_of_the_policy_waits_for_nothing(
     assert len(batches) > 2
     policy.train_step(batches, _loss(inputs, 100.0, config, []), features=spec, windows=kept)
     assert not waits
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.parametrize("shape", [{}, DEEP | {"sliding_window": 16}], ids=["one layer", "several layers and a window"])
+def test_a_step_of_the_drafter_waits_as_often_for_many_rows_as_for_one(
+    shape: dict[str, Any], policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For mask and tokens, whether prompts are shared, the gradient's norm, the flag, and how far drafts came."""
+
+    def found(rows: int, most: int) -> Counter[str]:
+        monkeypatch.setattr(chains, "MAX_CHAINS", most)
+        drafter = make_drafter(policy_dir, **shape)
+        features = make_features(drafter, [(6, 4 + row) for row in range(rows)])
+        features.tokens[:, :6], features.hidden[:, :5] = features.tokens[0, :6], features.hidden[0, :5]
+        batch = drafter._pack(features)  # what it has on the host is read there
+        assert batch is not None
+        waits: Counter[str] = Counter()
+        with counting(waits):
+            learnt = drafter._step(batch, 1e-3, measure=True)
+        assert learnt.norm > 0
+        return waits
+
+    few, many = found(2, 1024), found(6, 5)
+    assert few == many == {"aten._local_scalar_dense.default": 2, "tolist": 1}
+
+
+def test_packing_chains_waits_for_no_row(policy_dir: Path) -> None:
+    """Mutation: a comparison of prompts row by row. What `tolist` and `nonzero` read lies on the host."""
+
+    def found(rows: int) -> Counter[str]:
+        drafter = make_drafter(policy_dir)
+        features = make_features(drafter, [(6, 4 + row) for row in range(rows)])
+        features.tokens[:, :6], features.hidden[:, :5] = features.tokens[0, :6], features.hidden[0, :5]
+        waits: Counter[str] = Counter()
+        with counting(waits):
+            batch = drafter._pack(features)
+        assert batch is not None and len(batch.slot_rows) < sum(batch.slots_per_row)
+        return waits
+
+    few, many = found(2), found(6)
+    assert few["cpu"] == many["cpu"] == 2
+    for name in ("aten.equal.default", "aten._local_scalar_dense.default"):
+        assert not few[name] and not many[name]

@@ -2,7 +2,7 @@
 
 A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
 token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
-query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
+query sees the keys of the policy-fed slots up to c (the same for every step) and the chain's own keys after
 that. Only chains are computed step by step: prompt slots contribute keys and values alone, once for all responses to a
 prompt, padding contributes nothing, and a chain ends where its response does. A drafter of several layers computes all
 but the last one for every slot, because the keys of a layer are made of what the layer before it returns.
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specrl.training.drafter.attention import attend
 from specrl.training.drafter.chains import ChainBatch, Part
-from specrl.training.drafter.kinds.layers import DraftModule, causal_attention, chain_attention
+from specrl.training.drafter.kinds.layers import DraftModule
 from specrl.training.gather import rows_of
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -49,9 +50,9 @@ class Context(NamedTuple):
     x: Tensor
     """The input of the last layer's attention, `[slots, width of the input]`."""
     keys: list[Tensor]
-    """The rotated keys of each layer, `[rows, width, kv_heads, head_dim]`."""
+    """The rotated keys of each layer, `[slots, kv_heads, head_dim]`."""
     values: list[Tensor]
-    """The values of each layer, `[rows, width, kv_heads, head_dim]`."""
+    """The values of each layer, `[slots, kv_heads, head_dim]`."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the order in which `of` takes them."""
@@ -72,18 +73,15 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
     all_keys, all_values = [], []
     for layer, attention in enumerate(model.attentions):
         residual, x = model.enter(layer, embedded, hidden)
-        keys, values = (_lay_out(part, batch) for part in attention.keys_values(x, batch.positions))
+        keys, values = attention.keys_values(x, batch.positions)
         all_keys.append(keys)
         all_values.append(values)
         if layer + 1 < len(model.attentions):
-            queries = _lay_out(attention.queries(x, batch.positions), batch)
-            attended = causal_attention(queries, keys, values, model.shape.sliding_window).flatten(0, 1)
+            inputs = attention.queries(x, batch.positions), keys, values
+            q, k, v = (rows_of(each, batch.slot_of) for each in inputs)
+            attended = attend(q, k, v, batch.spans(), window=model.shape.sliding_window)
             hidden = model.finish(layer, residual, attended.index_select(0, batch.own_places))
     return Context(embedded, residual, x, all_keys, all_values)
-
-
-def _lay_out(x: Tensor, batch: ChainBatch) -> Tensor:
-    return _spread(rows_of(x, batch.slot_of), batch.slot_places, len(batch.chains_per_row), batch.width)
 
 
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
@@ -92,44 +90,41 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
     Yields:
         For each step, the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
     """
-    rows_count, columns, width = part.visible.shape
-    all_keys, all_values = ([[x[part.rows, :width]] for x in kind] for kind in (context.keys, context.values))
+    keys, values = ([rows_of(x, part.slots) for x in kind] for kind in (context.keys, context.values))
+    own_keys, own_values = ([list[Tensor]() for _ in model.attentions] for _ in range(2))
+    window = model.shape.sliding_window
     starts, last = batch.starts[part.chains], len(model.attentions) - 1
     residual, x = context.residual.index_select(0, starts), context.x.index_select(0, starts)
     hidden = residual
     for step, alive in enumerate(part.alive):
-        slots, places = batch.starts[alive] + step, part.places[alive - part.chains.start]
-        positions, visible = batch.positions[slots], _in_window(part.visible, step, model.shape.sliding_window)
+        slots, places = batch.starts[alive] + step, alive - part.chains.start
+        positions = batch.positions[slots]
         if step:
             hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
             embedded = context.embedded.index_select(0, slots)
         for layer in range(0 if step else last, last + 1):
-            attention, keys, values = model.attentions[layer], all_keys[layer], all_values[layer]
+            attention = model.attentions[layer]
             if step:
                 residual, x = model.enter(layer, embedded, hidden)
                 own = attention.keys_values(x, positions)
-                keys.append(_spread(own[0], places, rows_count, columns))
-                values.append(_spread(own[1], places, rows_count, columns))
-            queries = _spread(attention.queries(x, positions), places, rows_count, columns)
-            attended = chain_attention(queries, keys, values, visible)
-            hidden = model.finish(layer, residual, attended.flatten(0, 1).index_select(0, places))
+                own_keys[layer].append(_spread(own[0], places, part.size))
+                own_values[layer].append(_spread(own[1], places, part.size))
+            attended = attend(
+                _spread(attention.queries(x, positions), places, part.size),
+                keys[layer],
+                values[layer],
+                part.spans,
+                window=None if window is None else window - step,  # a chain always sees all of itself: it is shorter
+                own_keys=own_keys[layer],
+                own_values=own_values[layer],
+            )
+            hidden = model.finish(layer, residual, attended.index_select(0, places))
         yield model.logits(hidden)
 
 
-def _in_window(visible: Tensor, step: int, window: int | None) -> Tensor:
-    """Return which slots the chains see at a step, bool `[rows, columns, width]`, given those up to their starts.
-
-    A window is longer than a chain, so that chains always see all of themselves.
-    """
-    if window is None or window >= visible.shape[-1] + step:
-        return visible
-    slots = torch.arange(visible.shape[-1], device=visible.device)
-    return visible & (slots >= visible.sum(-1, keepdim=True) + step - window)
-
-
-def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, places, x)
-    return padded.view(rows, width, *x.shape[1:])
+def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
+    """Give chains that have ended a row of zeros."""
+    return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
 
 
 def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
@@ -273,9 +268,9 @@ class Tally:
         it are all the response's own.
         """
         right = self._matches.cumprod(1)
-        before = [right[alive, step - 1].sum() if step else len(alive) for step, alive in enumerate(self._batch.alive)]
-        chains = [len(alive) for alive in self._batch.alive]
-        return torch.tensor([chains, before], dtype=torch.float64, device=right.device)
+        chains = torch.tensor([len(alive) for alive in self._batch.alive], device=right.device)
+        before = [right[alive, step].sum() for step, alive in enumerate(self._batch.alive[1:])]
+        return torch.stack([chains, torch.stack([chains[0], *before])]).double()
 
     def sums(self) -> Tensor:
         """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.

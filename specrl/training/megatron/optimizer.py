@@ -37,7 +37,7 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
             # Transformer Engine: "enables fusing of creation and accumulation of the weight gradient. When enabled, it
             # is assumed that the weights have an additional `main_grad` attribute [...] to accumulate gradients in".
             # `TransformerConfig.gradient_accumulation_fusion` would ask for APEX in the output layer.
-            layer.fuse_wgrad_accumulation = True
+            setattr(layer, "fuse_wgrad_accumulation", True)  # noqa: B010  (mypy takes it for a tensor)
     return wrapped
 
 

@@ -16,14 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from specrl.models.checks.config import rope_of
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 
-MAX_SCORES = 1 << 26
-"""The number of attention scores kept at once; with more, queries go in chunks that the backward pass recomputes."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -245,72 +242,3 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return result
-
-
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Return the attention of whole rows, in which each place sees itself and those before it.
-
-    Args:
-        queries: `[rows, width, heads, head_dim]`, scaled.
-        keys: `[rows, width, kv_heads, head_dim]`.
-        values: As the keys.
-        window: The number of places that each sees, itself among them; None for all.
-
-    Returns:
-        `[rows, width, heads, head_dim]`
-    """
-    shared, width = queries.shape[2] // keys.shape[2], queries.shape[1]
-    mask = None
-    if window is not None and window < width:
-        place = torch.arange(width, device=queries.device)
-        behind = place[:, None] - place
-        mask = (behind >= 0) & (behind < window)
-    q = queries.transpose(1, 2)
-    k, v = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (keys, values))
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
-    return attended.transpose(1, 2)
-
-
-def chain_attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor) -> Tensor:
-    """Return the attention of drafting chains at one step: each sees the context up to its start, and itself.
-
-    Args:
-        queries: `[batch, chains, heads, head_dim]`, scaled.
-        keys: The keys of the context, `[batch, slots, kv_heads, head_dim]`, then those of each later step of the
-            chains themselves, `[batch, chains, kv_heads, head_dim]`; a chain sees only its own.
-        values: The values, in the same order and shapes as `keys`.
-        visible: bool `[batch, chains, slots]`: True for the slots before or at the chain's start.
-
-    Returns:
-        `[batch, chains, heads, head_dim]`
-    """
-    batch, chains, heads, _ = queries.shape
-    chunk = max(1, MAX_SCORES // (batch * heads * visible.shape[-1]))
-    if chunk >= chains:
-        return _attend(queries, visible, *keys, *values)
-    parts = []
-    for start in range(0, chains, chunk):
-        part = slice(start, start + chunk)
-        own = [tensors[0:1] + [tensor[:, part] for tensor in tensors[1:]] for tensors in (keys, values)]
-        parts.append(checkpoint(_attend, queries[:, part], visible[:, part], *own[0], *own[1], use_reentrant=False))
-    return torch.cat(parts, 1)
-
-
-def _attend(queries: Tensor, visible: Tensor, *keys_values: Tensor) -> Tensor:
-    steps = len(keys_values) // 2
-    batch, chains, _, size = queries.shape
-    # Query heads that share a key head lie in the row dimension, so that keys are never repeated.
-    kv_heads = keys_values[0].shape[2]
-    q = queries.reshape(batch, chains, kv_heads, -1, size).permute(0, 2, 3, 1, 4)  # [batch, kv, group, chains, dim]
-    keys, values = ([t.transpose(1, 2) for t in part] for part in (keys_values[:steps], keys_values[steps:]))
-    rows = q.flatten(2, 3)  # [batch, kv, group * chains, dim]
-    context = (rows @ keys[0].transpose(-1, -2)).view(*q.shape[:-1], -1).float()
-    # Finite, so that rows without a chain (padding) stay free of NaN.
-    scores = [context.masked_fill(~visible[:, None, None], -1e9)]
-    scores += [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key in keys[1:]]
-    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
-    slots = visible.shape[-1]
-    result = (weights[..., :slots].flatten(2, 3) @ values[0]).view_as(q)
-    for step, value in enumerate(values[1:]):
-        result = result + weights[..., slots + step, None] * value[:, :, None]
-    return result.permute(0, 3, 1, 2, 4).flatten(2, 3)
