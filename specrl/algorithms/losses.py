@@ -42,7 +42,7 @@ LARGEST_LOG_RATIO = 20.0
 def register_loss(
     name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
 ) -> Callable[[LossFunction], LossFunction]:
-    """Return the decorator that registers a policy loss under `name` for `train.loss`.
+    """The decorator that registers a policy loss under `name` for `train.loss`.
 
     Args:
         metrics: The names of all metrics that it returns, so that `train.stop_when` is refused another name; None lets
@@ -66,7 +66,7 @@ class GrpoLossOptions(Options):
 
 @register_loss("grpo", GrpoLossOptions, metrics=CLIPPED_METRICS)
 def grpo_loss(inputs: LossInputs, options: GrpoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
+    """-min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
     ratio = (inputs.logprobs - inputs.old_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio, inputs.advantages, options.clip_low, options.clip_high)
 
@@ -82,7 +82,7 @@ class GspoLossOptions(Options):
 
 @register_loss("gspo", GspoLossOptions, metrics=CLIPPED_METRICS)
 def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
+    """GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
 
     The paper averages within each response first. Here, as with every loss, all tokens of an update count the same.
     """

@@ -46,7 +46,7 @@ class TokenTargets:
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, mask: Tensor, targets: TokenTargets, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the objective of one micro-batch, summed over its tokens; the caller divides by their number.
+    """The objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
     The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
     k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference) over the tokens that are kept.

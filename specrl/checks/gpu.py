@@ -85,7 +85,7 @@ class GpuNeeds:
 
 
 def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
-    """Return the findings about a GPU on a machine with a driver; the first failure often explains the others."""
+    """The findings about a GPU on a machine with a driver; the first failure often explains the others."""
     found = [check_driver(facts), check_device(facts, needs)]
     if facts.total_gib:
         found.append(check_memory(facts, needs))
@@ -186,7 +186,7 @@ def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
 
 
 def check_without_driver(torch_version: str | None) -> Check:
-    """Return what the jobs of this environment need, on a machine without a driver such as a login node."""
+    """What the jobs of this environment need, on a machine without a driver such as a login node."""
     cuda = cuda_of_build(torch_version)
     if cuda is None:
         return Check("GPU", "ok", "none; runs use the CPU")
@@ -197,7 +197,7 @@ def check_without_driver(torch_version: str | None) -> Check:
 
 
 def gather_facts(*, use_torch: bool) -> GpuFacts:
-    """Return what this machine has.
+    """What this machine has.
 
     Args:
         use_torch: Whether to import torch and Transformer Engine, and to look at the GPU. A job does, as it imports
@@ -291,12 +291,12 @@ def _version(package: str) -> str | None:
 
 
 def installed_torch() -> str | None:
-    """Return the version of the installed torch, or None without one."""
+    """The version of the installed torch, or None without one."""
     return _version("torch")
 
 
 def cuda_of_build(torch_version: str | None) -> Version | None:
-    """Return the CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
+    """The CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
 
     The name of PyPI's build has no such part; its CUDA packages tell.
     """
@@ -308,11 +308,11 @@ def cuda_of_build(torch_version: str | None) -> Version | None:
 
 
 def as_version(text: str | None) -> Version | None:
-    """Return the leading numbers of a version."""
+    """The leading numbers of a version."""
     found = re.match(r"\d+(?:\.\d+)*", text or "")
     return tuple(int(part) for part in found[0].split(".")) if found else None
 
 
 def dotted(parts: Version) -> str:
-    """Return a version as text."""
+    """A version as text."""
     return ".".join(map(str, parts))

@@ -37,7 +37,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[ArrayLike], dtype: DTypeLike, item_shape: tuple[int, ...] = ()) -> Ragged:
-        """Return rows that are copied only where they are no contiguous arrays of this type.
+        """Rows that are copied only where they are no contiguous arrays of this type.
 
         Args:
             rows: The rows; each is [length, *item_shape].
@@ -67,7 +67,6 @@ class Ragged:
         return np.concatenate([np.empty((0, *self.item_shape), self.dtype), *self.rows])
 
     def row_of_length(self, length: int) -> Array:
-        """Return a new row with as many items, which are not set."""
         return np.empty((length, *self.item_shape), self.dtype)
 
 
@@ -83,7 +82,7 @@ class Route:
     """By rank: the numbers of the rows that the rank holds already, in ascending order."""
 
     def messages(self, sender: int, receiver: int) -> NDArray[np.int64]:
-        """Return the positions in `wanted` of the receiver at which the rows stand that the sender sends it."""
+        """The positions in `wanted` of the receiver at which the rows stand that the sender sends it."""
         wanted = self.wanted[receiver]
         if sender == receiver:
             return np.flatnonzero(np.isin(wanted, self.held[receiver]))
@@ -127,7 +126,7 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
-    """Return the entries of all ranks, in rank order, on every rank, and the rank that each is from (collective).
+    """The entries of all ranks, in rank order, on every rank, and the rank that each is from (collective).
 
     Args:
         columns: Arrays with one entry for each item of this rank; every rank has the same names and types.
@@ -149,7 +148,7 @@ def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str
 
 
 def gather_rows(ranks: Ranks, row: Array) -> Array:
-    """Return the arrays of all ranks, which have one shape, as [ranks, *shape] on every rank (collective)."""
+    """The arrays of all ranks, which have one shape, as [ranks, *shape] on every rank (collective)."""
     gathered = np.empty((ranks.world_size, *row.shape), row.dtype)
     if ranks.world_size == 1:
         gathered[0] = row
@@ -160,7 +159,7 @@ def gather_rows(ranks: Ranks, row: Array) -> Array:
 
 
 def sum_arrays(ranks: Ranks, values: Array) -> Array:
-    """Return the sum of the arrays of all ranks, which have one shape and type, on every rank (collective)."""
+    """The sum of the arrays of all ranks, which have one shape and type, on every rank (collective)."""
     total = np.array(values)
     if ranks.world_size > 1:
         dist.all_reduce(torch.from_numpy(total))
@@ -180,7 +179,7 @@ class _Peer:
 
 
 def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
-    """Return this rank's rounds: in round i it sends to the i-th rank after it and receives from the i-th before it.
+    """This rank's rounds: in round i it sends to the i-th rank after it and receives from the i-th before it.
 
     Every rank goes through the rounds in the same order, so none waits for one that waits for it.
     """
@@ -232,7 +231,6 @@ def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
 
 
 def _swap(peer: _Peer, sent: Array, received: Array) -> None:
-    """Send bytes to one peer and fill `received` from the other, whichever of the two have any."""
     works = []
     if received.size:
         works.append(dist.irecv(torch.from_numpy(received), peer.source))

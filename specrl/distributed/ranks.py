@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank (collective).
+        """The values of all ranks, in rank order, on every rank (collective).
 
         Values are pickled and every rank holds all of them, which suits a few numbers, counters and error messages.
         Whatever grows with the number of responses or tokens travels as arrays, see `specrl.distributed.arrays`.
@@ -58,7 +58,6 @@ class Ranks:
         return values
 
     def store(self) -> Store:
-        """Return the key-value store that formed the process group, for messages that need no collective."""
         store: Store = _get_default_store()
         return store
 

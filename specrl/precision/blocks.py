@@ -48,7 +48,7 @@ def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = Fal
 
 
 def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Tensor:
-    """Return the product of what `quantise` returns, in the type of `values`.
+    """The product of what `quantise` returns, in the type of `values`.
 
     This is five times faster than casting to e4m3 and back.
     """
@@ -67,7 +67,7 @@ def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool 
 
 
 def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """Return `fake_quantise` of a weight in which several matrices are stacked; blocks begin anew at each of them.
+    """`fake_quantise` of a weight in which several matrices are stacked; blocks begin anew at each of them.
 
     Args:
         weight: [rows of all matrices, columns].
@@ -81,14 +81,13 @@ def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bo
 
 
 def row_scales(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """Return the scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
+    """The scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
     return torch.cat(
         [quantise(part, SQUARE, power_of_two=power_of_two)[1] for part in torch.split(weight, list(sizes))]
     )
 
 
 def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude in each block, float32 [row blocks, column blocks]."""
     return _amax(_blocks(values, block))[:, 0, :, 0]
 
 

@@ -40,7 +40,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 
 def layer_table(layers_path: Path) -> str:
-    """Return, as text, a table of the layers that change the model's output most when they alone are in FP8."""
+    """As text, a table of the layers that change the model's output most when they alone are in FP8."""
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])

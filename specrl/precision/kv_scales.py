@@ -86,7 +86,7 @@ class KvObserver:
             hook.remove()
 
     def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """Return the scales for all tokens of all ranks since the last call (collective).
+        """The scales for all tokens of all ranks since the last call (collective).
 
         Returns:
             The scales and the seconds that measuring them took; None where there was no token.
@@ -104,7 +104,6 @@ class KvObserver:
 
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Count the maxima of queries, keys and values, each [1, heads, tokens, head_dim]."""
         if self.num_tokens is None:
             return
         started = time.perf_counter()
@@ -118,13 +117,12 @@ class KvObserver:
 
 
 def kv_scale(counts: Tensor) -> Tensor:
-    """Return the scale of each layer, float64 [layers], from the number of tokens in each bin, [layers, bins]."""
+    """The scale of each layer, float64 [layers], from the number of tokens in each bin, [layers, bins]."""
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
 
 
 def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    """Observe the inputs of attention that gets rotated queries and keys; each is [tokens, 1, heads, head_dim]."""
     query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
     observe(query, key, value)

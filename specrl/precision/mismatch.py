@@ -79,7 +79,6 @@ class MismatchSums:
 
     @classmethod
     def nothing(cls) -> MismatchSums:
-        """Return the sums over no token."""
         return cls(np.zeros(6), np.zeros(2 * NUM_BINS + 1), np.zeros(2 * NUM_BINS + 1), -math.inf)
 
     @classmethod
@@ -106,7 +105,7 @@ class MismatchSums:
         )
 
     def over(self, ranks: Ranks) -> MismatchSums:
-        """Return the sums over all ranks (collective)."""
+        """The sums over all ranks (collective)."""
         largest = np.zeros(ranks.world_size)  # a place for each rank, so that a sum tells the maximum too
         largest[ranks.rank] = self.largest
         summed = sum_arrays(ranks, np.concatenate([self.totals, self.counts, self.errors, largest]))
@@ -168,7 +167,7 @@ class MismatchSums:
         return self._mean(LARGE)
 
     def importance_ratio_quantiles(self) -> dict[float, float]:
-        """Return the quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
+        """The quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
         reached = np.cumsum(self.counts)
         found = {}
         for share in QUANTILES:
@@ -180,7 +179,6 @@ class MismatchSums:
             return found | {1.0: float(np.exp(self.largest))}
 
     def metrics(self) -> dict[str, float]:
-        """Return the `mismatch/...` metrics of `specrl.metrics`; none without a token."""
         if not self.num_tokens:
             return {}
         quantiles = self.importance_ratio_quantiles()
@@ -198,7 +196,7 @@ class MismatchSums:
 
 
 def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
-    """Return log r = log q - log p as float64 [tokens].
+    """log r = log q - log p as float64 [tokens].
 
     Raises:
         ValueError: There is not the same number of tokens on both sides.

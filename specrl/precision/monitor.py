@@ -87,7 +87,7 @@ class PrecisionMonitor:
             self._is_checked = True
 
     def measure_kv_scales(self, timer: Timer) -> KvScales | None:
-        """Return the scales of an FP8 KV cache for the tokens that the step trained on (collective).
+        """The scales of an FP8 KV cache for the tokens that the step trained on (collective).
 
         Args:
             timer: The step's timer, which records as `kv_scales` the seconds that observing and measuring took.
@@ -102,7 +102,7 @@ class PrecisionMonitor:
         return scales
 
     def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
-        """Return how far generation and training disagree about the tokens trained on, as `mismatch/...` metrics.
+        """How far generation and training disagree about the tokens trained on, as `mismatch/...` metrics.
 
         It is collective.
 

@@ -144,5 +144,5 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
 
 def computes_in_fp8(module: Any) -> bool:
-    """Return whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
+    """Whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
     return bool(getattr(module, "fp8", False))

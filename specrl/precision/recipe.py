@@ -74,35 +74,35 @@ class Recipe:
         return [engine_name(self.family, name) for name in self.fp8_layers]
 
     def with_kv_scales(self, scales: KvScales | None) -> Recipe:
-        """Return this recipe with new scales of the KV cache, or with its own where there are no new ones."""
+        """This recipe with new scales of the KV cache, or with its own where there are no new ones."""
         return replace(self, kv_scales=scales or self.kv_scales)
 
 
 def layer_names(family: Family, num_layers: int) -> list[str]:
-    """Return the trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
+    """The trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
     return [f"layers.{layer}.{name}" for layer in range(num_layers) for name in family.layer_names]
 
 
 def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
-    """Return the names of all linear layers in the `first` first and the `last` last transformer layers."""
+    """The names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
     return [f"layers.{layer}.{name}" for layer in kept for name in family.layer_names]
 
 
 def engine_name(family: Family, name: str) -> str:
-    """Return the engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
+    """The engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
     layers, index, own = name.split(".")
     (found,) = {linear.engine for linear in family.linears if linear.name == own}
     return f"model.{layers}.{index}.{found}"
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """Return the digest of a policy's weights and configuration, by which a recipe identifies its policy."""
+    """The digest of a policy's weights and configuration, by which a recipe identifies its policy."""
     return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
 
 
 def shared_policy_digest(policy_dir: Path, ranks: Ranks) -> str:
-    """Return what `policy_digest` does; the ranks share the files among them (collective)."""
+    """What `policy_digest` does; the ranks share the files among them (collective)."""
     own = {path.name: file_digest(path) for path in _digested(policy_dir)[ranks.rank :: ranks.world_size]}
     return contents_digest({name: digest for part in ranks.gather(own) for name, digest in part.items()})
 
@@ -132,7 +132,7 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 
 
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
-    """Return the recipe at `path`, which must have been made for the policy in `policy_dir` (collective).
+    """The recipe at `path`, which must have been made for the policy in `policy_dir` (collective).
 
     For the weights' digest, the ranks read each file once among them.
 
@@ -153,7 +153,7 @@ def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
 
 
 def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
-    """Return the recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8 (collective).
+    """The recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8 (collective).
 
     Raises:
         ValueError: It was made for another policy.

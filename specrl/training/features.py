@@ -62,17 +62,11 @@ class Features:
     """int64 `[batch]`: the position in its sequence of each row's first token; None where all are 0."""
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the policy's logits on the draft vocabulary at some places, `[n, draft_vocab]`.
-
-        Args:
-            rows: int64 `[n]`.
-            columns: int64 `[n]`.
-        """
+        """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""
         targets = self.targets[rows, columns]
         return targets if self.head is None else F.linear(targets, self.head)
 
     def choose(self, rows: Sequence[int]) -> Features:
-        """Return some of the rows, copied."""
         chosen = list(rows)
         return Features(
             tokens=self.tokens[chosen],
@@ -85,7 +79,6 @@ class Features:
         )
 
     def row(self, row: int, length: int) -> Features:
-        """Return the first `length` columns of one row, copied."""
         part = (slice(row, row + 1), slice(0, length))
         return Features(
             tokens=self.tokens[part].clone(),
@@ -99,7 +92,7 @@ class Features:
 
 
 def sequences(features: Features) -> list[Features]:
-    """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
+    """One by one and without padding, those sequences of a micro-batch that have something to draft."""
     return [features.row(row, length) for row, length in _lengths(features)]
 
 
@@ -109,7 +102,7 @@ def _lengths(features: Features) -> list[tuple[int, int]]:
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """Return one micro-batch of single sequences; each stays a row of its own, so that none attends to another.
+    """One micro-batch of single sequences; each stays a row of its own, so that none attends to another.
 
     All of them have targets of the same kind, and those with hidden states are of the same forward pass.
     """

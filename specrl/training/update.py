@@ -62,7 +62,6 @@ class LossInputRows:
     """Log-probs under the reference policy; empty without a KL penalty."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
-        """Return the data of each token of a micro-batch."""
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
         advantages = [
             np.full(len(row), self.advantages[number]) for number, row in zip(batch.indices, rows, strict=True)
@@ -80,15 +79,12 @@ def update_policy(
 ) -> PolicyUpdate:
     """Train the policy on the groups that carry signal (collective).
 
-    Each rollout's tokens are sent to the ranks that train on it. With `updates_per_step = 1` the forward pass of the
-    update is the log-prob pass. The rollouts trained on are given their `policy_logprobs`, under the policy that
-    sampled them, on the rank that writes them. With fewer groups than `updates_per_step` there are as many updates as
-    groups.
+    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
+    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them. With fewer groups than
+    `updates_per_step` there are as many updates as groups.
 
     Args:
-        rollouts: All rollouts of the step.
         spec: The features that the drafter is trained on; with None, no features are kept.
-        step: The RL step, which determines the learning rate and, with `seed`, the sample that the drafter learns from.
     """
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
@@ -134,7 +130,7 @@ def _routing_disagreement(policy: Policy) -> dict[str, float]:
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
-    """Return how much of the policy's passes is padding, and how much sharing prompts saves (collective).
+    """How much of the policy's passes is padding, and how much sharing prompts saves (collective).
 
     `real_token_share` is the share of the computed tokens that belong to a sequence, and `shared_token_share` the share
     of the sequences' tokens that are not computed, because another sequence shares its prompt.
@@ -157,10 +153,9 @@ def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: i
 
 
 def align(rows: Sequence[ArrayLike], mask: Tensor, num_tokens: int) -> Tensor:
-    """Spread each sequence's values over the True places of its row of `mask` [batch, seq], and zeros elsewhere.
+    """Spread each sequence's values over the `num_tokens` True places of its row of `mask`, and zeros elsewhere.
 
-    Args:
-        num_tokens: The number of these places, for which a mask on a GPU would have to be waited for.
+    The number is given, because a mask on a GPU would have to be waited for.
     """
     flat = torch.from_numpy(_joined(rows)).to(mask.device)
     assert len(flat) == num_tokens, "one value per response token"
@@ -227,12 +222,7 @@ def _run_updates(
     sample: Sample | None,
     step: int,
 ) -> tuple[dict[str, float], list[Features]]:
-    """Update the policy once for each part; return the means of the metrics, and the features that are kept.
-
-    Args:
-        batches: This rank's micro-batches of each part.
-        recorded: Gets the log-probs that a single update computes.
-    """
+    """Update the policy once for each part; return the means of the metrics, and the features that are kept."""
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
@@ -257,12 +247,7 @@ def _run_updates(
 
 
 def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
-    """Return the loss of a micro-batch as a share of the whole update's.
-
-    Args:
-        scale: What sums over tokens are divided by.
-        recorded: Gets the log-probs that a single update on the batch computes.
-    """
+    """The loss of a micro-batch as a share of the whole update's."""
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if not rows.old:

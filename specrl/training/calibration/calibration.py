@@ -126,9 +126,8 @@ def calibrate(
 
     Args:
         policy: The policy, built with `fp8=switch`.
-        max_kl: The largest KL(bf16 || fp8) of the output distribution that the choice may have, in nats per token.
+        max_kl: The largest KL(bf16 || fp8) that the choice may have, in nats per token.
         on_progress: Called with the number of passes done, their total and the name of the phase.
-        always_bf16: The layers that stay in BF16 whatever they cost.
     """
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
@@ -167,7 +166,7 @@ def layer_statistics(
     ranks: Ranks,
     on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
+    """The statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
     observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
     batches = policy.evenly_many(batches)
@@ -180,12 +179,7 @@ def layer_statistics(
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Return the smallest number of leading layers in BF16 that holds the budget, found by bisection.
-
-    Args:
-        size: The number of layers; with all of them in BF16 the KL divergence is 0.
-        kl_of: The KL divergence by the number of leading layers in BF16, taken to fall as that number grows.
-    """
+    """Find by bisection the smallest number of leading layers in BF16 that holds the budget; all `size` of them do."""
     if kl_of(0) <= budget:
         return 0
     low, high = 0, size
@@ -196,7 +190,7 @@ def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> 
 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Return `count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
+    """`count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
     while count < size and not kl_of(count) <= budget:  # NaN holds no budget
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
@@ -214,7 +208,7 @@ class _Search:
         self.known = {len(order): 0.0}
 
     def kl(self, count: int) -> float:
-        """Return the divergence with the first `count` layers in BF16, in nats per token (collective)."""
+        """The divergence with the first `count` layers in BF16, in nats per token (collective)."""
         if count not in self.known:
             self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
             self.known[count] = self._divergence.kl(self._order[count:])
@@ -253,7 +247,7 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
 
 
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
-    """Return the recipe of the policy that was calibrated, of this family and with so many transformer layers."""
+    """The recipe of the policy that was calibrated, of this family and with so many transformer layers."""
     return Recipe(
         family=family,
         num_layers=num_layers,
@@ -264,7 +258,7 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, po
 
 
 def layer_details(calibration: Calibration) -> dict[str, Any]:
-    """Return each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
+    """Each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
     return {
         row.name: {
             "precision": row.precision,

@@ -41,7 +41,7 @@ class KlDivergence:
             raise ValueError("no response tokens to calibrate on: give precision.calibration_tokens room for some")
 
     def kl(self, fp8_layers: Sequence[str]) -> float:
-        """Return the divergence in nats per token with exactly these layers in FP8 (collective)."""
+        """The divergence in nats per token with exactly these layers in FP8 (collective)."""
         self._switch.set_fp8(fp8_layers)
         total = 0.0
         for batch, reference in zip(self._batches, self._references, strict=True):
@@ -67,7 +67,6 @@ class KlDivergence:
 
 @contextmanager
 def _output(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the outputs of this rank's output layer inside the block; there are none on stages without one."""
     seen: list[Tensor] = []
     if not model.post_process:
         yield seen

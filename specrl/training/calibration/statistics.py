@@ -46,7 +46,7 @@ class LayerStatistics:
         return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
 
     def amax_quantile(self, share: float) -> float:
-        """Return a quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
+        """A quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
         counts = self.amax_counts.cumsum(0)
         index = int((counts < share * int(counts[-1])).sum())
         return min(self.amax, float(2.0 ** ((index + 1) / BINS_PER_OCTAVE + LOWEST_OCTAVE)))
@@ -127,7 +127,7 @@ def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[N
 
 
 def merge(parts: Iterable[dict[str, LayerStatistics]]) -> dict[str, LayerStatistics]:
-    """Return the statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
+    """The statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
     total: dict[str, LayerStatistics] = {}
     for part in parts:
         for name, statistics in part.items():

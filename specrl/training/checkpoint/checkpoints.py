@@ -55,12 +55,7 @@ class Retention:
     """All those of steps that are multiples of this number; None for no others."""
 
     def old(self, steps: list[int], best: int | None) -> list[int]:
-        """Return which of the steps with checkpoints need theirs no more.
-
-        Args:
-            steps: In ascending order.
-            best: The step whose checkpoint is the best.
-        """
+        """Which of the steps, in ascending order, need their checkpoints no more."""
         others = (step for step in steps[: -self.last] if step != best)
         return [step for step in others if self.every is None or step % self.every]
 
@@ -101,9 +96,7 @@ class Checkpoints:
         self._ranks.barrier()
 
     def restore(self, drafter: TrainedDrafter | None) -> Restored | None:
-        """Restore policy, optimizer and drafter from the newest checkpoint that is whole; None if there is none at all.
-
-        Damaged ones are renamed.
+        """Restore from the newest checkpoint that is whole, and rename damaged ones; None if there is none at all.
 
         Raises:
             CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
@@ -165,11 +158,7 @@ class Checkpoints:
             raise CheckpointError(found) from error
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait until the last checkpoint is written; raise CheckpointError if it cannot be."""
         if self._writing is not None:
             self._reported.wait()
             self._ranks.barrier()  # fails where a rank has died, for whose report the first rank would wait for ever
@@ -191,7 +180,6 @@ class Checkpoints:
         write_json(self.directory / BEST_FILE, {"step": step})
 
     def _write(self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
-        """Write this rank's files; on the first rank complete the checkpoint when all ranks have written theirs."""
         started = time.monotonic()
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
@@ -222,7 +210,6 @@ class Checkpoints:
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 
     def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:
-        """Write the manifest, give the folder its name, and remove old checkpoints."""
         files = [
             replace(file, pieces=pieces if file.name != DRAFTER_FILE else ())
             for report, pieces in zip(reports, self._pieces, strict=True)
@@ -244,7 +231,7 @@ class Checkpoints:
             _remove(damaged)
 
     def _exchange(self, number: int, report: _Report | str) -> list[_Report | str]:
-        """Return all ranks' reports on the first rank, in the order of ranks; an empty list on the others.
+        """All ranks' reports on the first rank, in the order of ranks; an empty list on the others.
 
         The process group's store carries them: a collective of this thread would get mixed up with those of the step.
         """
@@ -275,7 +262,6 @@ class Checkpoints:
         return int(json.loads(path.read_text())["step"]) if path.exists() else None
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Rename the checkpoints of these steps, so that nobody takes them for whole ones."""
         if self._ranks.is_first:
             for step in steps:
                 aside = self.directory / f"{DAMAGED}step={step:06d}"

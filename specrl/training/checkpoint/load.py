@@ -97,9 +97,6 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
     Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
     which the checkpoint knows nothing stays as it is.
 
-    Args:
-        folder: The folder of one checkpoint; nothing in it is changed.
-
     Raises:
         CheckpointError: The checkpoint is damaged, or was written with a policy of another shape.
         ValueError: Its drafter has another draft vocabulary.
@@ -109,12 +106,7 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
 
 
 def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
-    """Do what `load` does, with the first of several checkpoints that is whole (collective).
-
-    Raises:
-        CheckpointError: None is whole, or the first whole one was written with a policy of another shape.
-        ValueError: Its drafter has another draft vocabulary.
-    """
+    """Do what `load` does, with the first of several checkpoints that is whole (collective)."""
     damaged: list[str] = []
     for folder in policy.ranks.gather(list(folders))[0]:
         damage = find_damage(folder, policy.ranks)
@@ -147,11 +139,7 @@ def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter |
 
 
 def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
-    """Restore a drafter alone from one checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint has no drafter.
-    """
+    """Restore a drafter alone from one checkpoint."""
     if not read_manifest(folder).has_drafter:
         raise CheckpointError(f"checkpoint {folder} holds no drafter: start with another speculation.method")
     drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
@@ -159,7 +147,6 @@ def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
 
 @torch.no_grad()
 def _read_shards(folder: Path, manifest: Manifest, shards: list[Shard]) -> None:
-    """Copy what the shards need into their tensors, reading nothing else."""
     held = pieces_by_tensor(manifest)
     files: dict[str, Any] = {}
     for shard in shards:

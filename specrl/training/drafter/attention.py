@@ -67,18 +67,13 @@ def attend(
     own_keys: Sequence[Tensor] = (),
     own_values: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Attend to packed rows, and to keys that each query has for itself.
+    """Attend to packed rows, and to keys that each query has for itself: [queries, heads, width].
 
     Args:
         queries: [queries, heads, width], scaled.
-        keys: [keys, kv_heads, width].
-        values: As the keys.
+        keys: [keys, kv_heads, width], as the values.
         window: The number of keys of its row that a query sees; None for all.
-        own_keys: [queries, kv_heads, width] each: further keys, which their query alone sees.
-        own_values: As `own_keys`.
-
-    Returns:
-        [queries, heads, width].
+        own_keys: [queries, kv_heads, width] each, as `own_values`: further keys, which their query alone sees.
     """
     result: Tensor = _Attention.apply(queries, keys, values, spans, window, *own_keys, *own_values)  # type: ignore[no-untyped-call]
     return result
@@ -131,7 +126,6 @@ def _merged(q: Tensor, out: Tensor, lse: Tensor, own: Sequence[Tensor]) -> tuple
 def _own_gradients(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, own: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradients of the queries, float32, and of the own keys and values."""
     keys, values = _stacked(own)
     d_out, query = _grouped(grad, keys.shape[1]), _grouped(q, keys.shape[1])
     weights = (query @ keys.mT - _grouped(lse.t(), keys.shape[1])[..., None]).exp_()

@@ -109,15 +109,10 @@ class ChainBatch:
 
 
 def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
-    """Find the chains of one micro-batch; None when no response has a second token to draft.
+    """Find the chains of one micro-batch, each for `steps` steps; None when no response has a second token to draft.
 
     Features are not copied. The host waits for mask and tokens, once each, and works out the rest while the device
     goes on.
-
-    Args:
-        draft_tokens: int64 `[draft_vocab]`: the target ids of the draft vocabulary.
-        vocab_size: The number of tokens of the policy.
-        steps: The number of steps that each chain is unrolled for.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
     assert not features.targets.requires_grad, "targets must be detached from the policy"
@@ -167,10 +162,6 @@ def _shared_prompts(features: Features, rows: Tensor, mask: Tensor) -> dict[int,
 
     The slots are those of the whole prompt but its last token, beside which the response's first token stands. The
     hidden states are compared too: those of the same prompt differ if they come from different passes.
-
-    Args:
-        rows: int64 `[rows]`: the rows of `features` that have chains.
-        mask: Their rows of `features.mask`.
     """
     leaders: dict[tuple[int, ...], int] = {}
     found: dict[int, tuple[int, int]] = {}

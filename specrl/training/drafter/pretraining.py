@@ -24,15 +24,9 @@ def pretrain(
 ) -> dict[str, float]:
     """Train the drafter for `config.epochs` on this rank's micro-batches, or measure it with 0 epochs (collective).
 
-    The metrics are those of `Drafter.update`.
-
     Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
     each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
-    policy is frozen, and the steps are the same. Ranks that hold the policy together divide the rows of each
-    micro-batch among them.
-
-    Args:
-        checkpoints: Of an interrupted training of the same drafter on the same micro-batches, which goes on.
+    policy is frozen, and the steps are the same.
 
     Raises:
         LeftJobError: The ranks have left the training between two steps, with a checkpoint.
@@ -76,11 +70,10 @@ def pretrain(
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:
-    """Cut an epoch's steps where a rank's micro-batches would exceed `max_tokens`; a window has at least one step.
+    """Cut an epoch's steps where any rank's micro-batches would exceed `max_tokens`, after at least one step.
 
     Args:
-        areas: For each rank, the padded tokens of its micro-batches in the order of the steps. The windows are the
-            same on all ranks, because computing features is collective.
+        areas: For each rank, the padded tokens of its micro-batches in the order of the steps.
     """
     found: list[range] = []
     start, held = 0, [0] * len(areas)

@@ -49,15 +49,7 @@ class TrainingCheckpoints:
         lifetime: Lifetime,
         seconds: float = SAVE_SECONDS,
     ) -> None:
-        """Find out which training it is (collective).
-
-        Args:
-            directory: The folder of the checkpoints.
-            batches: This rank's micro-batches. A checkpoint of other ones, because there were more or fewer ranks, is
-                not used.
-            lifetime: Knows whether the ranks are to leave their job.
-            seconds: The time from one checkpoint to the next.
-        """
+        """Find out which training it is (collective): a checkpoint of other micro-batches is not used."""
         self._directory, self._ranks, self._lifetime, self._seconds = directory, ranks, lifetime, seconds
         own = [(batch.indices, batch.lengths.tolist()) for batch in batches]
         self._training = digest(ranks.gather(digest(own)))
@@ -66,11 +58,7 @@ class TrainingCheckpoints:
         self._saved_at: float | None = None
 
     def restore(self, drafter: ResumedDrafter) -> TrainingProgress | None:
-        """Restore the drafter from the newest checkpoint, and return how far its training was (collective).
-
-        Returns:
-            None if there is no checkpoint of this training.
-        """
+        """Restore the drafter from the newest checkpoint of this training; return the progress (collective)."""
         path = self._ranks.gather(self._newest())[0]
         if path is None:
             return None
@@ -87,7 +75,7 @@ class TrainingCheckpoints:
         )
 
     def wanted(self) -> bool:
-        """Return whether this rank wants `reached` to be called after the present step of the training."""
+        """Whether this rank wants `reached` to be called after the present step of the training."""
         if self._saved_at is None:  # the first step: what takes long before it is no part of the training
             self._lifetime.begin_steps(self._part)
             self._saved_at = time.monotonic()
@@ -95,11 +83,7 @@ class TrainingCheckpoints:
         return due or self._lifetime.stop is not None
 
     def reached(self, drafter: ResumedDrafter, progress: TrainingProgress) -> None:
-        """Write a checkpoint and, if any rank is to leave its job, leave it (collective).
-
-        Raises:
-            LeftJobError: The ranks are to leave their job.
-        """
+        """Write a checkpoint, and raise LeftJobError if any rank is to leave its job (collective)."""
         started = time.monotonic()
         self._part += 1
         self._save(drafter, progress)

@@ -55,12 +55,10 @@ class Context(NamedTuple):
     """The values of each layer, `[slots, kv_heads, head_dim]`."""
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the order in which `of` takes them."""
         return [self.embedded, self.residual, self.x, *self.keys, *self.values]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Context:
-        """Return the context of these tensors."""
         embedded, residual, x, *rest = tensors
         return cls(embedded, residual, x, rest[: len(rest) // 2], rest[len(rest) // 2 :])
 
@@ -85,11 +83,7 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
 
 
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
-    """Draft with the chains of a part, step by step.
-
-    Yields:
-        For each step, the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
-    """
+    """Draft with the chains of a part, and yield each step's logits `[alive, draft_vocab]` of those in `part.alive`."""
     keys, values = ([rows_of(x, part.slots) for x in kind] for kind in (context.keys, context.values))
     own_keys, own_values = ([list[Tensor]() for _ in model.attentions] for _ in range(2))
     window = model.shape.sliding_window
@@ -132,14 +126,9 @@ def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return the policy's distribution on the draft vocabulary at the targets of a part, float32.
+    """The policy's distribution on the draft vocabulary at a part's targets, float32 `[targets, draft_vocab]`.
 
-    Args:
-        policy_head: Computes the logits where the features hold no targets, from hidden states `[targets, hidden]`.
-
-    Returns:
-        `[targets, draft_vocab]`: the step-0 targets of the part's chains, and of the chains after them that its last
-        ones reach in later steps.
+    They are the step-0 targets of its chains, and of the chains after them that its last ones reach in later steps.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
     rows, columns = batch.slot_rows[starts], batch.columns[starts] + 1
@@ -159,14 +148,10 @@ def train_chains(
     learn: bool,
     tally: Tally | None = None,
 ) -> Tensor:
-    """Return the loss of a micro-batch, and with `learn` add its gradient to the parameters'.
+    """The loss of a micro-batch; with `learn`, add its gradient to the parameters'.
 
-    It is the sum of the tokens' losses at each step, divided by `counts[step]` and weighted, and summed over the steps.
-
-    Args:
-        counts: float64 `[steps]`: the number of terms at each step over all ranks, so that gradients summed over ranks
-            weight every token alike.
-        tally: Counts what the chains draft.
+    It is the sum of the tokens' losses at each step, divided by `counts[step]`, the number of them over all ranks, and
+    weighted, and summed over the steps.
     """
     with _computing(model, learn):
         fed = feed_context(model, batch)
@@ -223,7 +208,7 @@ class _StepLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
-        """Return the sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
+        """The sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
         with torch.autocast(logits.device.type, enabled=False):
             terms, gradient = loss(logits.float(), target)
         ctx.save_for_backward(gradient.mul_(weights[:, None]).to(logits.dtype))
@@ -247,12 +232,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
-        """Count the drafts of the chains `alive` at a step.
-
-        Args:
-            logits: The drafter's logits, `[alive, draft_vocab]`.
-            p: The policy's probabilities at the same targets, `[alive, draft_vocab]`.
-        """
+        """Count the drafts of the chains `alive` at a step; logits and the policy's `p` are `[alive, draft_vocab]`."""
         batch, target = self._batch, alive + step
         drafted = logits.argmax(-1)
         drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
@@ -262,18 +242,14 @@ class Tally:
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
     def reached(self) -> Tensor:
-        """Return how far drafts come: float64 `[2, steps]`, which adds up over batches and ranks.
-
-        For each step it holds the number of chains that have a token there, and the number of those whose tokens before
-        it are all the response's own.
-        """
+        """The numbers of chains at each step, and of those whose tokens before it are all right: `[2, steps]`."""
         right = self._matches.cumprod(1)
         chains = torch.tensor([len(alive) for alive in self._batch.alive], device=right.device)
         before = [right[alive, step].sum() for step, alive in enumerate(self._batch.alive[1:])]
         return torch.stack([chains, torch.stack([chains[0], *before])]).double()
 
     def sums(self) -> Tensor:
-        """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
+        """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 
         A step's row holds the number of chains, the number of drafts that are the policy's most likely token, and the
         sum of p(draft). The last row holds the numbers of drafts and of accepted tokens if the responses were decoded
@@ -286,7 +262,7 @@ class Tally:
 
 
 def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
-    """Return the numbers of drafts and of accepted tokens when the responses are decoded again.
+    """The numbers of drafts and of accepted tokens when the responses are decoded again.
 
     After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it.
     """
@@ -301,7 +277,7 @@ def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
 
 
 def metrics_from_sums(sums: Tensor) -> dict[str, float]:
-    """Return `top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
+    """`top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
     and `expected_acceptance_pos_i`.
 
     The expected acceptance at position i, from 0, is the mean of p(draft) over the chains that are alive there, whose

@@ -24,12 +24,7 @@ class KeptRows:
     def __init__(
         self, batch: MicroBatch, windows: Mapping[int, Window] | None = None, owners: Container[int] = ()
     ) -> None:
-        """Choose the sequences.
-
-        Args:
-            windows: What is kept of each sequence, by its index; with None everything is kept on every rank.
-            owners: The ranks whose sequences are chosen.
-        """
+        """Choose the sequences of `owners`; with `windows` of None every rank keeps everything."""
         self.owners: list[int] | None = None
         """The rank that keeps each row; None where every rank keeps all of them, whole."""
         lengths = batch.lengths.tolist()
@@ -64,11 +59,10 @@ class KeptRows:
         """The position of each row's first token, int64 [rows]; None where all are 0."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.mask)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
+        """The rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
         return tensor[self._places]
 
     def outputs(self) -> Tensor:
@@ -109,11 +103,7 @@ class LayerInputs:
 
     @contextmanager
     def micro_batch(self, kept: KeptRows) -> Iterator[None]:
-        """Record what happens inside the block as one micro-batch, appended to `recorded`.
-
-        Args:
-            kept: The rows to record.
-        """
+        """Record the rows to keep inside the block as one micro-batch, appended to `recorded`."""
         self._current, self._kept = {}, kept
         yield
         self.recorded.append(self._current)
@@ -138,22 +128,14 @@ def assemble(
     hidden_size: int,
     dtype: torch.dtype,
 ) -> Features | None:
-    """Return one micro-batch's features of this rank's own rows; all ranks of the pipeline group call it.
+    """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
 
     Targets and top-1 are zero where the mask is False: the output layer is not evaluated there.
 
     Args:
-        kept: The rows that were recorded on this tensor-parallel rank.
         inputs: The recorded layer inputs of this stage by layer index, [rows, width, hidden] each.
         head: The results of the output layer on the last stage; None on the others.
-        model_rank: The number of this rank among those that hold the policy together.
         head_rows: The rows of the policy's head, where the targets are hidden states.
-        num_layers: The number of transformer layers of the whole policy.
-        hidden_size: The width of the residual stream.
-        dtype: The compute type.
-
-    Returns:
-        None if no row belongs to this rank.
     """
     if not len(kept):
         return None

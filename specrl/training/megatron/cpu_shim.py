@@ -149,7 +149,6 @@ def _torch_for_megatron() -> _Proxy:
 
 
 def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
-    """Hand a freshly imported megatron module the proxy, and fix what goes around `torch.cuda`."""
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = proxy
     if module.__name__ == "megatron.core.jit":
@@ -196,11 +195,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again.
-
-    Raises:
-        RuntimeError: Megatron-core was imported before, and so holds the real `torch.cuda`.
-    """
+    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:

@@ -20,7 +20,7 @@ from specrl.training.checkpoint.manifest import KINDS, MASTER
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
-    """Return the model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
+    """The model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -95,7 +95,7 @@ class PolicyOptimizer:
         return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
-        """Return which elements of a parameter this rank updates, and their state; None if it updates none of them.
+        """Which elements of a parameter this rank updates, and their state; None if it updates none of them.
 
         Returns:
             The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
@@ -139,7 +139,6 @@ class PolicyOptimizer:
 
     @property
     def _counts_per_parameter(self) -> bool:
-        """Whether the optimizer counts its steps for each parameter, as PyTorch does, or for each group of them."""
         return isinstance(self._parts[0].optimizer, torch.optim.Adam)
 
     def _adam_steps(self) -> int:

@@ -28,10 +28,11 @@ from transformers import AutoConfig
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
-from specrl.models.hf_io import TensorReader, write_model
+from specrl.models.hf_io import write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.checkpoint.pieces import Shard
+from specrl.training.checkpoint.policy_folder import mtp_layers
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
@@ -110,12 +111,8 @@ class Policy:
         """Load a Hugging Face directory (collective).
 
         Args:
-            model_dir: The directory, which must be the same on every rank.
-            dtype: The type of parameters and activations, `bfloat16` or `float32`; master weights, gradients and
-                moments are float32.
+            dtype: `bfloat16` or `float32`, of parameters and activations; masters, gradients and moments are float32.
             trainable: Whether there are gradient buffers and an optimizer.
-            seed: The seed of Megatron's own random generators.
-            fp8: Makes linear layers compute in FP8; without it all compute in `dtype`.
             keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
 
         Raises:
@@ -131,6 +128,15 @@ class Policy:
         sizes = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
         check_supported(self.hf_config, *sizes)
         parallel.set_up(*sizes, seed)
+        self.dp_rank: int = parallel_state.get_data_parallel_rank()
+        self.dp_size: int = parallel_state.get_data_parallel_world_size()
+        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+        self.pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.pp_size: int = parallel_state.get_pipeline_model_parallel_world_size()
+        tp_size = config.tensor_parallel
+        self.model_rank = self.pp_rank * tp_size + self.tp_rank
+        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
+        self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
@@ -171,46 +177,6 @@ class Policy:
         return model, names, megatron
 
     @property
-    def dp_rank(self) -> int:
-        """The number of this rank among the data-parallel ranks."""
-        return int(parallel_state.get_data_parallel_rank())
-
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    def tp_rank(self) -> int:
-        """The number of this rank among the tensor-parallel ranks."""
-        return int(parallel_state.get_tensor_model_parallel_rank())
-
-    @property
-    def pp_rank(self) -> int:
-        """The number of this rank's pipeline stage."""
-        return int(parallel_state.get_pipeline_model_parallel_rank())
-
-    @property
-    def pp_size(self) -> int:
-        """The number of pipeline stages."""
-        return int(parallel_state.get_pipeline_model_parallel_world_size())
-
-    @property
-    def tp_size(self) -> int:
-        """The number of tensor-parallel ranks."""
-        return int(parallel_state.get_tensor_model_parallel_world_size())
-
-    @property
-    def model_rank(self) -> int:
-        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    @property
-    def model_size(self) -> int:
-        """The number of ranks that hold the policy together."""
-        return self.pp_size * self.tp_size
-
-    @property
     def pad_multiple(self) -> int:
         """The number of which a micro-batch's number of tokens must be a multiple: pass it to `batches.pack`."""
         tokens = FP8_TOKENS if self.model.config.fp8 else 1
@@ -219,13 +185,7 @@ class Policy:
 
     @property
     def optimizer(self) -> PolicyOptimizer:
-        """The optimizer of a trainable policy.
-
-        Raises:
-            ValueError: The policy was built with `trainable=False`.
-        """
-        if self._optimizer is None:
-            raise ValueError("this policy was built with trainable=False: it has no optimizer")
+        assert self._optimizer is not None, "this policy was built with trainable=False: it has no optimizer"
         return self._optimizer
 
     @property
@@ -235,11 +195,11 @@ class Policy:
         return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every Hugging Face tensor that is trained, by its name."""
+        """The shape of every Hugging Face tensor that is trained, by its name."""
         return tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        """Return this rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
+        """This rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
         return policy_shards(self.model, self._weights, self.optimizer)
 
     def train_step(
@@ -265,8 +225,7 @@ class Policy:
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
-            `grad_norm` (before clipping); and one `Features` for each micro-batch of which this rank keeps a row, with
-            its rows in the order of the micro-batch.
+            `grad_norm` (before clipping); and the `Features` of each micro-batch of which this rank keeps a row.
 
         Raises:
             FloatingPointError: The loss or the gradient is not finite; the weights are as before.
@@ -283,13 +242,7 @@ class Policy:
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
-        """Return log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective).
-
-        They are [sequences, longest response] float32 and zero where the mask is False.
-
-        Args:
-            temperature: What logits are divided by.
-        """
+        """Log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective)."""
         outcomes, _ = self._run(micro_batches, temperature)
         last = self.pp_size - 1
         found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
@@ -301,15 +254,11 @@ class Policy:
     def forward_features(
         self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
     ) -> list[Features]:
-        """Return the drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
+        """The drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
         return self._run(micro_batches, 1.0, spec, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its Hugging Face name, whole, in the compute type, on every rank (collective).
-
-        `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
-        view of the parameters, which the next `train_step` changes.
-        """
+        """Yield every tensor under its Hugging Face name, see `export` (collective)."""
         return export(self.model, self._weights)
 
     def save_pretrained(
@@ -320,14 +269,13 @@ class Policy:
     ) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
 
-        Tied models stay tied.
-
         Args:
-            mtp_layer: The tensors of a multi-token-prediction layer that was trained (`Drafter.named_weights`). All
-                others that the model was loaded with are written unchanged.
+            mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
             keys: Entries of `config.json` beside those that the model was loaded with.
         """
-        tensors = chain(self._named_for_disk(), self._mtp_tensors(dict(mtp_layer)))
+        trained = dict(mtp_layer)
+        others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
+        tensors = chain(self._named_for_disk(), others)
         write_model(directory, self.model_dir, tensors, self.dtype, keys, writes=self.ranks.is_first)
         self.ranks.barrier()
 
@@ -336,22 +284,9 @@ class Policy:
             if name != "lm_head.weight" or not self._weights.tied:
                 yield name, tensor
 
-    def _mtp_tensors(self, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if self.family.mtp is None:
-            return
-        reader = TensorReader(self.model_dir)
-        for name in sorted(name for name in reader.names if name.startswith(self.family.mtp.prefix)):
-            yield name, trained[name] if name in trained else reader.read(name).to(self.dtype)
-
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty.
-
-        Raises:
-            ValueError: The policy was built without `keep_reference`.
-        """
-        if self._reference is None:
-            raise ValueError("no reference weights: build the policy with keep_reference=True")
+        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty."""
         self._swap_reference()
         try:
             yield
@@ -360,7 +295,7 @@ class Policy:
 
     @torch.no_grad()
     def _swap_reference(self) -> None:
-        assert self._reference is not None
+        assert self._reference is not None, "build the policy with keep_reference=True"
         for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(other)
@@ -422,7 +357,7 @@ class Policy:
         everyone = KeptRows(batch, windows, range(self.model_size))
         if not len(everyone):
             return None
-        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.tp_size))
+        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.config.tensor_parallel))
         outputs = everyone.outputs()
         own_outputs = torch.searchsorted(outputs, own.outputs())
         device = batch.tokens.device
@@ -443,10 +378,7 @@ class Policy:
         return empty_micro_batch(self.pad_multiple)
 
     def evenly_many(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches to which empty ones are added, so that ranks that share experts have equally many.
-
-        The methods of this class do it for those that they are given together (collective).
-        """
+        """Add empty micro-batches, so that ranks that share experts have equally many (collective)."""
         if self.config.expert_parallel == 1:
             return micro_batches
         most = torch.tensor(len(micro_batches), device=self.ranks.device)
@@ -483,7 +415,6 @@ class Policy:
         return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
-        """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
         chosen = outcomes if self.tp_rank == 0 else []
         own = [dict(zip(item.sums, torch.stack(list(item.sums.values())).tolist(), strict=True)) for item in chosen]
         num_tokens = sum(len(item.head.logprobs) for item in chosen)

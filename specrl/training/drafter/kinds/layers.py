@@ -59,16 +59,7 @@ class DraftShape:
         num_layers: int = 1,
         sliding_window: int | None = None,
     ) -> Self:
-        """Return the shape of a drafter with the sizes of the policy's own layers.
-
-        Args:
-            hf_config: Transformers' configuration object of the policy.
-            draft_vocab_size: The number of tokens that can be drafted.
-            feature_layers: See `FeatureSpec.layers`.
-            intermediate_size: The width of the drafter's MLPs; the policy's where it is None.
-            num_layers: The number of decoder layers.
-            sliding_window: The number of positions that attention sees; None for all.
-        """
+        """The shape of a drafter with the sizes of the policy's own layers."""
         return cls(
             hidden_size=hf_config.hidden_size,
             intermediate_size=intermediate_size or hf_config.intermediate_size,
@@ -116,16 +107,12 @@ class DraftModule(nn.Module, ABC):
                 held.copy_(tensor)  # the pages of new memory would have to be mapped first
 
     def name_on_disk(self, name: str) -> str:
-        """Return the name on disk of a parameter, given that in this module."""
+        """The name on disk of a parameter, given that in this module."""
         return name
 
     @property
     def policy_head(self) -> Callable[[Tensor], Tensor] | None:
-        """The function from features `[n, hidden]` to the policy's logits `[n, vocab]`.
-
-        It exists for a drafter that has the policy's head and drafts over the whole vocabulary, and is None for a
-        drafter with a head and a draft vocabulary of its own.
-        """
+        """The function from features to the policy's logits; None for a drafter with a head of its own."""
         return None
 
     @property
@@ -143,10 +130,9 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
+        """The residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
         Args:
-            layer: The number of the layer, from 0.
             embedded: The result of `embed`, which the first layer alone reads.
             hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
                 step, and the module's own output in later ones.
@@ -162,7 +148,7 @@ class DraftModule(nn.Module, ABC):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-    """Return a linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
+    """A linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:
@@ -209,14 +195,14 @@ class Attention(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
+        """Rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
         q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
         return self._rotate(q * self.shape.head_dim**-0.5, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
+        """Rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         keys = self.k_proj(x).unflatten(-1, heads)
         if self.k_norm is not None:

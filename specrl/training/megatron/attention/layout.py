@@ -80,12 +80,7 @@ class RowLayout:
 
 
 def row_layout(segments: Tensor, device: torch.device) -> RowLayout:
-    """Return the layout of a row, the same object for the same segments, so that its tensors are made once.
-
-    Args:
-        segments: `MicroBatch.segments`.
-        device: Where its tensors are wanted.
-    """
+    """The layout of a row, the same object for the same segments, so that its tensors are made once."""
     return _row_layout(tuple(Segment(*row) for row in segments.tolist()), device)
 
 
