@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,27 +68,16 @@ class Features:
 
     def choose(self, rows: Sequence[int]) -> Features:
         chosen = list(rows)
-        return Features(
-            tokens=self.tokens[chosen],
-            mask=self.mask[chosen],
-            hidden=self.hidden[chosen],
-            targets=self.targets[chosen],
-            target_top1=self.target_top1[chosen],
-            head=self.head,
-            starts=None if self.starts is None else self.starts[chosen],
-        )
+        return self._of(lambda tensor: tensor[chosen])
 
     def row(self, row: int, length: int) -> Features:
-        part = (slice(row, row + 1), slice(0, length))
-        return Features(
-            tokens=self.tokens[part].clone(),
-            mask=self.mask[part].clone(),
-            hidden=self.hidden[part].clone(),
-            targets=self.targets[part].clone(),
-            target_top1=self.target_top1[part].clone(),
-            head=self.head,
-            starts=None if self.starts is None else self.starts[row : row + 1].clone(),
-        )
+        """The first `length` columns of one row, copied."""
+        return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
+
+    def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
+        parts = (self.tokens, self.mask, self.hidden, self.targets, self.target_top1)
+        starts = None if self.starts is None else rows(self.starts[:, None])[:, 0]
+        return Features(*map(rows, parts), self.head, starts)
 
 
 def sequences(features: Features) -> list[Features]:
@@ -109,15 +98,9 @@ def padded(rows: Sequence[Features]) -> Features:
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
     starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
-    return Features(
-        tokens=_stack([row.tokens for row in rows], width),
-        mask=_stack([row.mask for row in rows], width),
-        hidden=_stack([row.hidden for row in rows], width),
-        targets=_stack([row.targets for row in rows], width),
-        target_top1=_stack([row.target_top1 for row in rows], width),
-        head=rows[0].head,
-        starts=torch.cat([start.to(rows[0].tokens.device) for start in starts]),
-    )
+    parts = ("tokens", "mask", "hidden", "targets", "target_top1")
+    stacked = [_stack([getattr(row, part) for row in rows], width) for part in parts]
+    return Features(*stacked, rows[0].head, torch.cat([start.to(rows[0].tokens.device) for start in starts]))
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:

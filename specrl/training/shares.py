@@ -46,9 +46,9 @@ class OwnRollouts:
 
     def sequence(self, number: int) -> TokenSequence:
         prompt, response = self.row("prompt", number), self.row("response", number)
-        routes = self.row("routes", number) if "routes" in self.columns else ()
         tokens = np.concatenate([prompt, response])
-        return TokenSequence(tokens, len(prompt), number, routes if len(routes) else None)
+        routes = self.row("routes", number) if "routes" in self.columns else None
+        return TokenSequence(tokens, len(prompt), number, None if routes is None or not len(routes) else routes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -31,9 +30,9 @@ from specrl.training.checkpoint.load import (
     TrainedDrafter,
     TrainedPolicy,
     TrainState,
-    load_verified,
+    load_newest,
 )
-from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
+from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, write_manifest
 
 DAMAGED = "damaged-"
 """The prefix of the folder of a checkpoint that was found damaged."""
@@ -41,6 +40,9 @@ NICENESS = 10
 """How far the writing threads stand back where processors are short, so that generation goes first."""
 POLL_SECONDS = 0.05
 """The time between two looks of the first rank whether the others have written."""
+
+Report = list[StoredFile] | str
+"""What a rank has written of a checkpoint, or why it could not."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +60,6 @@ class Retention:
         """Which of the steps, in ascending order, need their checkpoints no more."""
         others = (step for step in steps[: -self.last] if step != best)
         return [step for step in others if self.every is None or step % self.every]
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank has written of one checkpoint."""
-
-    files: tuple[StoredFile, ...]
 
 
 class Checkpoints:
@@ -103,23 +98,12 @@ class Checkpoints:
         """
         started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
-        damaged: list[str] = []
-        for step in reversed(steps):
-            damage = find_damage(self._folder(step), self._ranks)
-            if damage is None:
-                self._set_aside(steps[len(steps) - len(damaged) :])
-                state = load_verified(self._folder(step), self._policy, drafter)
-                self.newest, self.seconds = step, time.monotonic() - started
-                return Restored(state, tuple(damaged))
-            damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
-            if self._ranks.is_first:
-                logger.warning(damaged[-1])
-        if damaged:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is whole ({'; '.join(damaged)}): put one back from a copy, or "
-                "remove the folder to begin again at the first step"
-            )
-        return None
+        if not steps:
+            return None
+        found = load_newest([self._folder(step) for step in reversed(steps)], self._policy, drafter)
+        self._set_aside(steps[len(steps) - len(found.damaged) :])
+        self.newest, self.seconds = found.state.step, time.monotonic() - started
+        return found
 
     def save(self, state: TrainState) -> None:
         """Copy the state and begin to write it, once the last one is written. The first rank writes the drafter.
@@ -185,7 +169,7 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
-            report: _Report | str = _Report(tuple(files))
+            report: Report = files
         except Exception as error:  # whatever it is: the first rank waits for a report
             words = error.strerror if isinstance(error, OSError) else None
             report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
@@ -198,22 +182,22 @@ class Checkpoints:
         try:
             if errors:
                 raise CheckpointError(errors[0])
-            self._complete(folder, manifest, [found for found in reports if isinstance(found, _Report)])
+            self._complete(folder, manifest, [files for files in reports if not isinstance(files, str)])
         except (OSError, CheckpointError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({error}): make room "
                 "or repair the disk, then resume the run, which goes on from the checkpoint before"
             ) from error
-        size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
+        size = sum(file.size for files in reports if not isinstance(files, str) for file in files)
         self.seconds = time.monotonic() - started
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 
-    def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:
+    def _complete(self, folder: Path, manifest: Manifest, reports: list[list[StoredFile]]) -> None:
         files = [
             replace(file, pieces=pieces if file.name != DRAFTER_FILE else ())
             for report, pieces in zip(reports, self._pieces, strict=True)
-            for file in report.files
+            for file in report
         ]
         write_manifest(folder, replace(manifest, files=tuple(files)))
         sync_folder(folder)
@@ -230,7 +214,7 @@ class Checkpoints:
         for damaged in self.directory.glob(f"{DAMAGED}*"):
             _remove(damaged)
 
-    def _exchange(self, number: int, report: _Report | str) -> list[_Report | str]:
+    def _exchange(self, number: int, report: Report) -> list[Report]:
         """All ranks' reports on the first rank, in the order of ranks; an empty list on the others.
 
         The process group's store carries them: a collective of this thread would get mixed up with those of the step.
@@ -239,7 +223,8 @@ class Checkpoints:
             return [report]
         store = PrefixStore("specrl/checkpoints", self._ranks.store())
         if not self._ranks.is_first:
-            store.set(f"{number}/{self._ranks.rank}", json.dumps(report if isinstance(report, str) else asdict(report)))
+            data = report if isinstance(report, str) else [asdict(file) for file in report]
+            store.set(f"{number}/{self._ranks.rank}", json.dumps(data))
             return []
         found = [report]
         for rank in range(1, self._ranks.world_size):
@@ -248,7 +233,7 @@ class Checkpoints:
                 time.sleep(POLL_SECONDS)
             data = json.loads(store.get(key))
             store.delete_key(key)
-            found.append(data if isinstance(data, str) else _report(data))
+            found.append(data if isinstance(data, str) else [StoredFile(**{**file, "pieces": ()}) for file in data])
         return found
 
     def _folder(self, step: int) -> Path:
@@ -268,10 +253,6 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 self._folder(step).replace(aside)
         self._ranks.barrier()
-
-
-def _report(data: Mapping[str, Any]) -> _Report:
-    return _Report(tuple(StoredFile(**{**file, "pieces": ()}) for file in data["files"]))
 
 
 def _remove(folder: Path) -> None:

@@ -113,9 +113,10 @@ def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: Trained
         if damage is None:
             return Restored(load_verified(folder, policy, drafter), tuple(damaged))
         damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
+        logger.warning(damaged[-1])
     raise CheckpointError(
-        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or remove the "
-        "folder and let training start over: specrl resume RUN --restart"
+        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or let training "
+        "start over: specrl resume RUN --restart"
     )
 
 

@@ -8,7 +8,7 @@ from itertools import repeat
 from specrl.config import DrafterConfig
 from specrl.training.batches import MicroBatch
 from specrl.training.drafter.resume import TrainingCheckpoints
-from specrl.training.drafter.trainer import Drafter
+from specrl.training.drafter.trainer import Drafter, FeatureStream
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.sample import feature_area, whole_sample
@@ -38,18 +38,6 @@ def pretrain(
     def features_of(part: list[MicroBatch]) -> list[Features | None]:
         return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
 
-    progress = checkpoints.restore(drafter) if checkpoints is not None else None
-    if max(policy.ranks.gather(sum(feature_area(batch) for batch in batches))) <= config.max_tokens_per_window:
-        features = features_of(batches)
-        return drafter.update(
-            features,
-            lr=lr,
-            epochs=config.epochs,
-            on_progress=on_progress,
-            boundaries=checkpoints,
-            progress=progress,
-        )
-
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]
         everyone = policy.ranks.gather([feature_area(batch) for batch in ordered])
@@ -58,15 +46,10 @@ def pretrain(
             yield from features_of(part)  # not kept by name: it goes before the next window comes
             yield from repeat(None, len(window) - len(part))
 
-    return drafter.update_streaming(
-        stream,
-        len(batches),
-        lr=lr,
-        epochs=config.epochs,
-        on_progress=on_progress,
-        boundaries=checkpoints,
-        progress=progress,
-    )
+    area = max(policy.ranks.gather(sum(feature_area(batch) for batch in batches)))
+    fit = area <= config.max_tokens_per_window
+    features = features_of(batches) if fit else FeatureStream(len(batches), stream)
+    return drafter.update(features, lr=lr, epochs=config.epochs, on_progress=on_progress, boundaries=checkpoints)
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:

@@ -25,6 +25,9 @@ class TrainingProgress:
 class Boundaries(Protocol):
     """What a training asks between its steps."""
 
+    def restore(self, drafter: Any) -> TrainingProgress | None:
+        """Restore the drafter of an interrupted training, if any, and say how far that was (collective)."""
+
     def wanted(self) -> bool:
         """Return whether this rank wants `reached` to be called after the present step."""
 

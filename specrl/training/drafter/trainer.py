@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +98,20 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
     model.lm_head.weight.copy_(policy.read(head)[draft_tokens])
 
 
+class FeatureStream(NamedTuple):
+    """Features of a rank's micro-batches that do not fit into memory together."""
+
+    size: int
+    """The number of micro-batches."""
+    in_order: Callable[[list[int]], Iterator[Features | None]]
+    """Yields the features of micro-batches in the order of an epoch, then None for every step that other ranks take
+    alone."""
+
+
+def _held(features: Sequence[Features | None]) -> FeatureStream:
+    return FeatureStream(len(features), lambda order: chain((features[index] for index in order), repeat(None)))
+
+
 class _StepResult(NamedTuple):
     """What one step of the training gives."""
 
@@ -182,15 +196,8 @@ class Drafter:
         stored = read_drafter(directory, policy_dir, dtype)
         model = Eagle3(stored.shape)
         model.load_state_dict(stored.tensors)
-        shape = stored.shape
-        sizes = {
-            "draft_vocab_size": shape.draft_vocab_size,
-            "num_layers": shape.num_layers,
-            "feature_layers": shape.feature_layers,
-            "intermediate_size": shape.intermediate_size,
-            "sliding_window": shape.sliding_window,
-        }
-        config = config.model_copy(update=sizes)
+        sizes = ("draft_vocab_size", "num_layers", "feature_layers", "intermediate_size", "sliding_window")
+        config = config.model_copy(update={name: getattr(stored.shape, name) for name in sizes})
         drafter = cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
         drafter._positions.go_on(read_model_config(directory).get(POSITIONS_KEY))
         return drafter
@@ -221,13 +228,12 @@ class Drafter:
 
     def update(
         self,
-        features: Sequence[Features | None],
+        features: Sequence[Features | None] | FeatureStream,
         *,
         lr: float,
         epochs: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
         boundaries: Boundaries | None = None,
-        progress: TrainingProgress | None = None,
     ) -> dict[str, float]:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
 
@@ -236,58 +242,26 @@ class Drafter:
 
         Args:
             features: None stands for a micro-batch of which this rank has no row, but another one has.
-            boundaries: Is asked between the steps.
-            progress: What a training that was left between two steps goes on from; the drafter has to be as it was.
+            boundaries: Knows how far an interrupted training was, and is asked between the steps.
 
         Returns:
             `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics of
             `metrics_from_sums`, all of the last epoch. Each batch is measured before it is trained on.
         """
-
-        def stream(order: list[int]) -> Iterator[Features | None]:
-            yield from (features[index] for index in order)
-            yield from repeat(None)
-
-        return self.update_streaming(
-            stream,
-            len(features),
-            lr=lr,
-            epochs=epochs,
-            on_progress=on_progress,
-            boundaries=boundaries,
-            progress=progress,
-        )
-
-    def update_streaming(
-        self,
-        stream: Callable[[list[int]], Iterator[Features | None]],
-        size: int,
-        *,
-        lr: float,
-        epochs: int,
-        on_progress: Callable[[int, int], None] | None = None,
-        boundaries: Boundaries | None = None,
-        progress: TrainingProgress | None = None,
-    ) -> dict[str, float]:
-        """Do what `update` does, with the same result, on features that do not fit into memory together (collective).
-
-        Args:
-            stream: Called in each epoch with an order of this rank's `size` micro-batches; yields their features in it,
-                then None for every step that other ranks take alone.
-        """
+        size, stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(size))
-        so_far = progress or self._no_progress()
+        so_far = (boundaries and boundaries.restore(self)) or self._no_progress()
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
             order = self._order(size, epoch) if train else list(range(size))
-            for features in islice(stream(order[first:]), num_steps - first):
+            for batch in islice(stream(order[first:]), num_steps - first):
                 rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
                 depth = unrolled_positions(
                     so_far.done, (epochs - 1) * num_steps, self.config.ttt_steps, self.config.ttt_growth
                 )
                 wanted = boundaries is not None and boundaries.wanted()
-                result = self._step(self._pack(features, depth), rate, measure=last, flag=wanted)
+                result = self._step(self._pack(batch, depth), rate, measure=last, flag=wanted)
                 so_far.done += 1
                 if last:
                     so_far.loss, so_far.sums = so_far.loss + result.loss, so_far.sums + result.sums
@@ -343,14 +317,7 @@ class Drafter:
     def _step(
         self, batch: ChainBatch | None, lr: float, measure: bool, *, alone: bool = False, flag: bool = False
     ) -> _StepResult:
-        """Run a forward pass and, with lr > 0, a backward pass and an optimizer step (collective unless `alone`).
-
-        Args:
-            batch: This rank's chains; a rank without any contributes zeros.
-            measure: Whether drafts are counted.
-            alone: Whether this rank's copy is trained without the other ranks.
-            flag: Is told to all ranks.
-        """
+        """Run a forward pass and, with lr > 0, a backward pass and an optimizer step (collective unless `alone`)."""
         device, steps = self.ranks.device, self.config.ttt_steps
         shared = torch.zeros(steps + 1, dtype=torch.float64, device=device)
         shared[steps] = flag

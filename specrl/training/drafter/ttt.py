@@ -54,13 +54,13 @@ class Context(NamedTuple):
     values: list[Tensor]
     """The values of each layer, `[slots, kv_heads, head_dim]`."""
 
+    def detached(self, *, learn: bool) -> Context:
+        """The same numbers, as leaves of a graph of their own."""
+        embedded, residual, x, *rest = (tensor.detach().requires_grad_(learn) for tensor in self.tensors())
+        return Context(embedded, residual, x, rest[: len(self.keys)], rest[len(self.keys) :])
+
     def tensors(self) -> list[Tensor]:
         return [self.embedded, self.residual, self.x, *self.keys, *self.values]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Context:
-        embedded, residual, x, *rest = tensors
-        return cls(embedded, residual, x, rest[: len(rest) // 2], rest[len(rest) // 2 :])
 
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
@@ -156,7 +156,7 @@ def train_chains(
     with _computing(model, learn):
         fed = feed_context(model, batch)
     # Cut here: the gradients of all parts come together at the context, and go through it once.
-    context = Context.of([tensor.detach().requires_grad_(learn) for tensor in fed.tensors()])
+    context = fed.detached(learn=learn)
     total = torch.zeros((), device=batch.starts.device)
     for part in batch.parts():
         with _computing(model, learn):
