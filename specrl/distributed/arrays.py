@@ -37,13 +37,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[ArrayLike], dtype: DTypeLike, item_shape: tuple[int, ...] = ()) -> Ragged:
-        """Rows that are copied only where they are no contiguous arrays of this type.
-
-        Args:
-            rows: The rows; each is [length, *item_shape].
-            dtype: The type of the values.
-            item_shape: The shape of an item of a row; a number by default.
-        """
+        """Rows [length, *item_shape] that are copied only where they are no contiguous arrays of this type."""
         kind = np.dtype(dtype)
         return cls([np.ascontiguousarray(row, kind).reshape(-1, *item_shape) for row in rows], kind, item_shape)
 
@@ -126,11 +120,7 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
-    """The entries of all ranks, in rank order, on every rank, and the rank that each is from (collective).
-
-    Args:
-        columns: Arrays with one entry for each item of this rank; every rank has the same names and types.
-    """
+    """The entries of all ranks' columns, in rank order, and the rank that each is from (collective)."""
     counts = gather_rows(ranks, np.array([len(next(iter(columns.values())))], np.int64))[:, 0]
     sizes = [column.dtype.itemsize for column in columns.values()]
     buffer = np.zeros(int(counts.max()) * sum(sizes), np.uint8)
@@ -195,12 +185,6 @@ def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
 
 
 def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[list[Array]]) -> None:
-    """Exchange the rows of one round, message by message.
-
-    Args:
-        outgoing: The rows of each message to send.
-        incoming: The rows of each message to receive, which are filled.
-    """
     for number in range(max(len(outgoing), len(incoming))):
         sends = [_bytes(row) for row in outgoing[number]] if number < len(outgoing) else []
         receives = [_bytes(row) for row in incoming[number]] if number < len(incoming) else []
@@ -213,11 +197,7 @@ def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[l
 
 
 def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
-    """Join the rows of all columns into messages of at most `CHUNK_BYTES`, or of one row of each column.
-
-    Args:
-        rows: For each row its part in every column.
-    """
+    """Join rows, given by their parts in every column, into messages of at most `CHUNK_BYTES`, or of one row."""
     messages: list[list[Array]] = []
     total = 0
     for parts in rows:

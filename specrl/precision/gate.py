@@ -16,16 +16,9 @@ class EngineMismatchError(RuntimeError):
 
 
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
-    """Check that training and generation agree about the tokens of a step.
+    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN.
 
-    Args:
-        metrics: The step's metrics; without `mismatch/bulk_error` nothing was trained on and there is nothing to check.
-        limit: The largest error allowed, `precision.max_token_mult_prob_error`.
-        layers_path: The calibration's table of layers.
-
-    Raises:
-        EngineMismatchError: The error is above the limit or not a number; the message lists the layers that FP8 changes
-            most.
+    Without `mismatch/bulk_error` nothing was trained on, and there is nothing to check.
     """
     error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:

@@ -62,15 +62,7 @@ class MismatchSums:
 
     @classmethod
     def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
-        """Count the tokens of a share, which may be none.
-
-        Args:
-            training: [tokens]: the trainer's log-probs.
-            generation: [tokens]: the engine's log-probs.
-
-        Raises:
-            ValueError: There is not the same number of tokens on both sides.
-        """
+        """Count the tokens of a share, which may be none, from both log-probs, [tokens] each."""
         log_r = log_ratio(training, generation)
         found = cls.nothing()
         for start in range(0, len(log_r), CHUNK_TOKENS):
@@ -128,9 +120,8 @@ class MismatchSums:
     def bulk_error(self) -> float:
         """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
 
-        Rounding can make a token that is nearly a toss-up hundreds of times more likely. One such token among a
-        thousand would weigh as much as all others, although the engines agree. A single token gives 1, and NaN gives
-        NaN.
+        Rounding can make a token that is nearly a toss-up hundreds of times more likely, and one such token among a
+        thousand would weigh as much as all others. A single token gives 1, and NaN gives NaN.
         """
         if self.totals[NOT_NUMBERS]:
             return math.nan
@@ -196,11 +187,7 @@ class MismatchSums:
 
 
 def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
-    """log r = log q - log p as float64 [tokens].
-
-    Raises:
-        ValueError: There is not the same number of tokens on both sides.
-    """
+    """log r = log q - log p as float64 [tokens]; raise ValueError for other shapes."""
     q, p = np.asarray(training, np.float64), np.asarray(generation, np.float64)
     if q.shape != p.shape or q.ndim != 1:
         raise ValueError(

@@ -112,12 +112,7 @@ def _digested(policy_dir: Path) -> list[Path]:
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe for the policy in `policy_dir` as JSON.
-
-    Args:
-        layers: What the calibration measured of each layer: the block scales of its weights, the maxima of its
-            activations.
-    """
+    """Write a recipe for the policy in `policy_dir` as JSON, with what was measured of each layer."""
     value = {
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),
@@ -132,13 +127,7 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 
 
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
-    """The recipe at `path`, which must have been made for the policy in `policy_dir` (collective).
-
-    For the weights' digest, the ranks read each file once among them.
-
-    Raises:
-        ValueError: It was made for another policy.
-    """
+    """The recipe at `path`; raise ValueError if it was made for another policy (collective)."""
     value = json.loads(path.read_text())
     if value["policy_digest"] != shared_policy_digest(policy_dir, ranks):
         raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
@@ -153,26 +142,15 @@ def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
 
 
 def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
-    """The recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8 (collective).
-
-    Raises:
-        ValueError: It was made for another policy.
-    """
+    """The recipe that `train` wrote beside the policy's weights, None where nothing was in FP8 (collective)."""
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir, ranks) if path.exists() else None
 
 
 def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
-    """Refuse tensor-parallel sizes under which trainer and engine would cut the same matrix into different blocks.
+    """Raise ValueError if trainer and engine would cut the same matrix into different blocks.
 
-    Args:
-        hf: Transformers' configuration object of the policy.
-        trainer_size: `policy.tensor_parallel`.
-        engine_size: `engine.tensor_parallel`.
-
-    Raises:
-        ValueError: The sizes differ, or the model has experts, which only the engine splits, and a shard's boundary
-            falls inside a block.
+    They do where tensor-parallel sizes differ, or only the engine splits experts, and a shard ends inside a block.
     """
     experts = expert_shape_of_model(hf)
     if experts is not None and experts.intermediate_size % (engine_size * BLOCK) and engine_size > 1:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
+"""What `Features` have for each row and column."""
+
 
 @dataclass(frozen=True)
 class FeatureSpec:
@@ -75,9 +78,8 @@ class Features:
         return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
 
     def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
-        parts = (self.tokens, self.mask, self.hidden, self.targets, self.target_top1)
         starts = None if self.starts is None else rows(self.starts[:, None])[:, 0]
-        return Features(*map(rows, parts), self.head, starts)
+        return Features(**{part: rows(getattr(self, part)) for part in PARTS}, head=self.head, starts=starts)
 
 
 def sequences(features: Features) -> list[Features]:
@@ -98,9 +100,9 @@ def padded(rows: Sequence[Features]) -> Features:
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
     starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
-    parts = ("tokens", "mask", "hidden", "targets", "target_top1")
-    stacked = [_stack([getattr(row, part) for row in rows], width) for part in parts]
-    return Features(*stacked, rows[0].head, torch.cat([start.to(rows[0].tokens.device) for start in starts]))
+    stacked = {part: _stack([getattr(row, part) for row in rows], width) for part in PARTS}
+    where = torch.cat([start.to(rows[0].tokens.device) for start in starts])
+    return Features(**stacked, head=rows[0].head, starts=where)
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:
