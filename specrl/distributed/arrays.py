@@ -87,14 +87,8 @@ class Route:
 def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[str, Ragged]:
     """Send rows of several columns to the ranks that want them (collective).
 
-    Args:
-        columns: By name, one row for each entry of `route.held` of this rank, in that order. Every rank names the same
-            columns in the same order with the same types and item shapes, also where it holds no rows. Rows of
-            different columns may have different lengths.
-
-    Returns:
-        The columns of the rows that this rank wants, in the order of `route.wanted`. Rows that it holds are those of
-        `columns` themselves, so that only what comes from others takes memory: change none of them.
+    Columns have a row for each entry of `route.held` of this rank, and the same names, types and item shapes on every
+    rank; what comes back are the rows of `route.wanted`. Those that this rank holds are no copies: change none of them.
     """
     held, wanted = route.held[ranks.rank], route.wanted[ranks.rank]
     assert all(len(column) == len(held) for column in columns.values()), "a row for each one that is held"

@@ -57,7 +57,12 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
                 TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
                 for index, rollout in enumerate(rollouts)
             ]
-            pretrain(policy, made, pack(sequences, settings.tokens_per_micro_batch, counts_repeated=True), settings)
+            pretrain(
+                policy,
+                made,
+                pack(sequences, settings.tokens_per_micro_batch, policy.pad_multiple, counts_repeated=True),
+                settings,
+            )
         found[name] = folder / name
         made.save(found[name], policy_version=0)
         say(f"drafter {name}: {sum(len(rollout.response_tokens) for rollout in rollouts)} tokens")
