@@ -57,12 +57,8 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
                 TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
                 for index, rollout in enumerate(rollouts)
             ]
-            pretrain(
-                policy,
-                made,
-                pack(sequences, settings.tokens_per_micro_batch, policy.pad_multiple, counts_repeated=True),
-                settings,
-            )
+            size, multiple = settings.tokens_per_micro_batch, policy.pad_multiple
+            pretrain(policy, made, pack(sequences, size, multiple, counts_repeated=True), settings)
         found[name] = folder / name
         made.save(found[name], policy_version=0)
         say(f"drafter {name}: {sum(len(rollout.response_tokens) for rollout in rollouts)} tokens")

@@ -1,8 +1,9 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `drafter/ttt.py` drives.
 
 There are two: EAGLE-3 (`eagle3.py`), and the multi-token-prediction layer of a policy that has one (`mtp.py`). Both run
-their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary position i: this is what
-vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
+their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's hidden state
+of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not
+the positions).
 """
 
 from __future__ import annotations
