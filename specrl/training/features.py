@@ -32,9 +32,7 @@ class Window:
     """The part of a sequence whose features are kept, and the rank that keeps them."""
 
     start: int
-    """The position of its first token."""
     stop: int
-    """The position behind its last token."""
     owner: int = 0
     """The number of the rank that keeps the features, among the ranks that hold the policy together
     (`Policy.model_rank`)."""
@@ -48,7 +46,6 @@ class Features:
     """
 
     tokens: Tensor
-    """int64 `[batch, seq]`: the token ids."""
     mask: Tensor
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor

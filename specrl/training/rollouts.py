@@ -29,7 +29,6 @@ class RolloutBatch:
     response_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
     truncated: NDArray[np.bool_]
-    """Whether the response was cut off."""
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     engine_size: int

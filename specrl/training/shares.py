@@ -25,9 +25,7 @@ class RouteFormat(NamedTuple):
     """How the experts of one token are kept."""
 
     dtype: str
-    """The integer type of an expert's number."""
     item_shape: tuple[int, int]
-    """The number of layers, and of experts per token."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class TrainingShares:
     dealt: list[list[list[int]]]
     """By update and data-parallel rank: the numbers of its rollouts."""
     dp_ranks: NDArray[np.int64]
-    """By rank: its data-parallel rank."""
     computes_loss: NDArray[np.bool_]
     """By rank: whether it is on the last pipeline stage, where log-probs are computed and compared."""
     is_first_shard: NDArray[np.bool_]

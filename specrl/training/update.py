@@ -91,18 +91,17 @@ def update_policy(
     own = shares.deliver(rollouts, _route_format(policy))
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
-    if policy.routing is not None:
-        policy.routing.clear()
-    routing: dict[str, float] = {}
-    old: Rows = {}
-    if len(parts) > 1:
-        old, routing = _logprob_pass(policy, batches, config), _routing_disagreement(policy)
+    routes = policy.routing  # what the pass under the policy that sampled says of them counts
+    if routes is not None:
+        routes.clear()
+    old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
+    routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
     logprob_s = time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
     metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
-    routing |= _routing_disagreement(policy) if len(parts) == 1 else {}
+    routing |= routes.disagreement() if routes is not None and len(parts) == 1 else {}
     features: list[Features | None] = []
     if sample is not None:
         sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
@@ -123,10 +122,6 @@ def _route_format(policy: Policy) -> RouteFormat | None:
     if experts is None:
         return None
     return RouteFormat(experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token))
-
-
-def _routing_disagreement(policy: Policy) -> dict[str, float]:
-    return policy.routing.disagreement() if policy.routing is not None else {}
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:

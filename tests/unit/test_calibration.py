@@ -28,7 +28,6 @@ from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write
 from specrl.schemas import Rollout
 from specrl.training.calibration.calibration import (
     Calibration,
-    SwitchableLinears,
     calibrate,
     grown_prefix,
     layer_details,
@@ -38,7 +37,7 @@ from specrl.training.calibration.calibration import (
     write_layers,
 )
 from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import KlDivergence
+from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
 from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.calibration.statistics import LayerStatistics, merge
 from specrl.training.megatron.policy import Policy

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 from specrl.artifacts import atomic_path
 from specrl.distributed import Ranks
@@ -23,34 +22,13 @@ from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.training.batches import MicroBatch
-from specrl.training.calibration.divergence import KlDivergence
+from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
 from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
-from specrl.training.megatron.fp8 import EmulatedLinear, emulate, layer_of
+from specrl.training.megatron.fp8 import layer_of
 from specrl.training.megatron.policy import Policy
 
 GROWTH = 1 / 16
 """The share of all layers by which the set grows while the held-out prompts exceed the budget."""
-
-
-class SwitchableLinears:
-    """Lets each linear layer of a policy switch between BF16 and emulated FP8: pass it as `Policy(..., fp8=...)`."""
-
-    def __init__(self, *, power_of_two: bool = False) -> None:
-        self.power_of_two = power_of_two
-        self.is_native = False
-        """Statistics and single layers need the emulation, on GPUs too."""
-        self.model: Any = None
-        self.linears: dict[str, EmulatedLinear] = {}
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Make the layers of this rank's part of the model switchable; all begin in BF16."""
-        self.model, self.linears = model, emulate(model, power_of_two=self.power_of_two)
-        self.set_fp8([])
-
-    def set_fp8(self, names: Sequence[str]) -> None:
-        """Let exactly these layers compute in FP8; names of layers that other ranks hold are ignored here."""
-        for name, linear in self.linears.items():
-            linear.active = layer_of(name) in names
 
 
 @dataclass(frozen=True)
@@ -72,7 +50,6 @@ class LayerRow:
     kl_alone: float
     """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
     precision: str
-    """The choice: `bf16` or `fp8`."""
 
 
 @dataclass(frozen=True)

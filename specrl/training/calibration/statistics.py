@@ -27,11 +27,8 @@ class LayerStatistics:
     error_squares: float = 0.0
     """The sum of (y_fp8 - y_bf16)^2, where both come from the same BF16 input."""
     output_squares: float = 0.0
-    """The sum of y_bf16^2."""
     amax_counts: Tensor = field(default_factory=lambda: torch.zeros(BINS_PER_OCTAVE * NUM_OCTAVES, dtype=torch.int64))
-    """The number of activation blocks in each bin of the histogram."""
     amax: float = 0.0
-    """The largest magnitude of any activation."""
     weight_amax: float = 0.0
     weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
     """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]. Those of experts are left

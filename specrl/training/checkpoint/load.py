@@ -73,7 +73,6 @@ class TrainState:
     """
 
     step: int
-    """The step to run next."""
     policy: TrainedPolicy
     """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part."""
     drafter: TrainedDrafter | None

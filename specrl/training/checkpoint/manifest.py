@@ -35,7 +35,6 @@ class StoredFile:
 
     name: str
     size: int
-    """Its bytes."""
     crc32: Sequence[int]
     """The checksums of its blocks, see `write_blocks`."""
     pieces: tuple[Piece, ...] = ()
@@ -47,11 +46,9 @@ class Manifest:
     """The contents of `manifest.json`."""
 
     step: int
-    """The step to run next."""
     model: str
     """The shape of the policy in words; a policy of another shape cannot be restored from this checkpoint."""
     counters: Mapping[str, int]
-    """The counters of the policy's optimizer."""
     tensors: Mapping[str, Sequence[int]]
     """The shape of each tensor of the policy, by its Hugging Face name; all are float32."""
     files: tuple[StoredFile, ...]

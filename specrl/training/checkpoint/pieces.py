@@ -49,7 +49,6 @@ class Band:
     """Whole rows of a rank's matrix, which are a rectangle of one Hugging Face tensor."""
 
     first: int
-    """The first of these rows in the rank's matrix."""
     piece: Piece
 
 

@@ -63,7 +63,6 @@ class ChainBatch:
     alive: list[Tensor]
     """For each step, int64 `[alive]`: the chains that have a target at it, all of which have one at the step before."""
     alive_on_host: list[list[int]]
-    """The same in host memory."""
     target_top1: Tensor
     """int64 `[chains]`: the policy's most likely token for each chain's step-0 target."""
     target_in_vocab: Tensor

@@ -13,7 +13,6 @@ class TrainingProgress:
     """The number of steps done, and what they add to the metrics of the last epoch, on one rank."""
 
     done: int
-    """The number of steps done, of all epochs together."""
     loss: Tensor
     """float64 `[]`: this rank's part of the sum of the losses."""
     sums: Tensor

@@ -44,7 +44,6 @@ FINAL_LR_FRACTION = 0.05
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's names of its moments."""
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
@@ -102,7 +101,6 @@ class FeatureStream(NamedTuple):
     """Features of a rank's micro-batches that do not fit into memory together."""
 
     size: int
-    """The number of micro-batches."""
     in_order: Callable[[list[int]], Iterator[Features | None]]
     """Yields the features of micro-batches in the order of an epoch, then None for every step that other ranks take
     alone."""

@@ -35,7 +35,6 @@ class Objective:
     """What the drafter is trained for."""
 
     loss: LossFunction
-    """The loss of a token."""
     weights: Sequence[float]
     """The weight of each step in the loss; steps beyond those of a batch are not used."""
 

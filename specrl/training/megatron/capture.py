@@ -121,11 +121,9 @@ def assemble(
     kept: KeptRows,
     inputs: dict[int, Tensor],
     head: HeadOutput | None,
-    *,
+    hf: Any,
     model_rank: int,
     head_rows: Tensor | None,
-    num_layers: int,
-    hidden_size: int,
     dtype: torch.dtype,
 ) -> Features | None:
     """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
@@ -140,6 +138,7 @@ def assemble(
     if not len(kept):
         return None
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_layers, hidden_size = hf.num_hidden_layers, hf.hidden_size
     rows, width = kept.mask.shape
     hidden = [
         from_stage(min(layer * stages // num_layers, stages - 1), inputs.get(layer), (rows, width, hidden_size), dtype)

@@ -32,9 +32,7 @@ class Part:
     names: tuple[str, ...]
     """The name of the tensor; of experts one name for each expert-parallel rank, whose tensor is whole there."""
     parameter: Parameter
-    """The parameter that it is a part of."""
     index: int
-    """Its place among the tensors of that parameter."""
     shape: tuple[int, ...]
     """The shape of what one rank holds; of a vocabulary with the padding."""
     copies: int

@@ -57,7 +57,6 @@ class HeadInput:
     places: Tensor
     """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
     targets: Tensor
-    """[n] int64: the token to score at each of them."""
     temperature: float
     wanted: TargetInput | None = None
     """The positions of which the drafter's targets are returned too."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -273,16 +273,11 @@ class Policy:
             mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
             keys: Entries of `config.json` beside those that the model was loaded with.
         """
-        trained = dict(mtp_layer)
+        trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
+        own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
-        tensors = chain(self._named_for_disk(), others)
-        write_model(directory, self.model_dir, tensors, self.dtype, keys, writes=self.ranks.is_first)
+        write_model(directory, self.model_dir, chain(own, others), self.dtype, keys, writes=self.ranks.is_first)
         self.ranks.barrier()
-
-    def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.hf_weights():
-            if name != "lm_head.weight" or not self._weights.tied:
-                yield name, tensor
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -310,10 +305,7 @@ class Policy:
         loss: LossFn | None = None,
         windows: Mapping[int, Window] | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
-        """Run forward passes, and with a loss backward passes, through Megatron's schedule (collective).
-
-        Outcomes are empty except on the last stage.
-        """
+        """Run forward and, with a loss, backward passes (collective); only the last stage has outcomes."""
         device = self.ranks.device
         batches = [batch.to(device) for batch in self.evenly_many(micro_batches or [self._empty])]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
@@ -327,7 +319,7 @@ class Policy:
             head = HeadInput(batch.predictors, batch.targets, temperature, part.wanted if part else None)
             recording = inputs.micro_batch(part.rows) if part else nullcontext()
             trains = loss is not None
-            with self._observed(batch, trains=trains), recording, self._routed(batch, trains=trains):
+            with self._observed(batch, trains=trains), recording:
                 output = model(batch.tokens, batch.segments, head)
             return output, partial(_outcome, batch, loss)
 
@@ -364,14 +356,14 @@ class Policy:
         wanted = TargetInput(draft_tokens, spec.as_hidden, outputs.to(device), own_outputs.to(device))
         return _Kept(own, wanted)
 
-    def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        observer = self.kv_observer
-        if observer is None or (observer.training_only and not trains):
-            return nullcontext()
-        return observer.forward_pass(batch.num_real)
-
-    def _routed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        return self.routing.micro_batch(batch, trains=trains) if self.routing is not None else nullcontext()
+    @contextmanager
+    def _observed(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.kv_observer is not None and (trains or not self.kv_observer.training_only):
+                stack.enter_context(self.kv_observer.forward_pass(batch.num_real))
+            if self.routing is not None:
+                stack.enter_context(self.routing.micro_batch(batch, trains=trains))
+            yield
 
     @property
     def _empty(self) -> MicroBatch:
@@ -393,18 +385,9 @@ class Policy:
         chosen = [(part, head) for part, head in zip(kept, heads, strict=True) if part is not None]
         head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
         # What was recorded goes as it is taken over: both at once would be twice the features.
+        own, dtype = self.model_rank, self.dtype
         found = [
-            assemble(
-                spec,
-                part.rows,
-                inputs.recorded.pop(0),
-                head,
-                model_rank=self.model_rank,
-                head_rows=head_rows,
-                num_layers=self.hf_config.num_hidden_layers,
-                hidden_size=self.hf_config.hidden_size,
-                dtype=self.dtype,
-            )
+            assemble(spec, part.rows, inputs.recorded.pop(0), head, self.hf_config, own, head_rows, dtype)
             for part, head in chosen
         ]
         return [features for features in found if features is not None]
@@ -416,12 +399,15 @@ class Policy:
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         chosen = outcomes if self.tp_rank == 0 else []
-        own = [dict(zip(item.sums, torch.stack(list(item.sums.values())).tolist(), strict=True)) for item in chosen]
-        num_tokens = sum(len(item.head.logprobs) for item in chosen)
+        own = {"num_tokens": torch.tensor(sum(len(item.head.logprobs) for item in chosen), dtype=torch.float64)}
+        for item in chosen:
+            for name, value in item.sums.items():
+                own[name] = own.get(name, 0.0) + value.double()
+        numbers = {name: float(tensor) for name, tensor in own.items()}  # the first wait for the pass
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
-        for metrics in chain.from_iterable(self.ranks.gather([*own, {"num_tokens": float(num_tokens)}])):
-            for name, value in metrics.items():
-                total[name] = total.get(name, 0.0) + value
+        for metrics in self.ranks.gather(numbers):
+            for name, number in metrics.items():
+                total[name] = total.get(name, 0.0) + number
         return total
 
 

@@ -35,7 +35,6 @@ class _Compared:
     differs: Tensor
     """[tokens] uint8: 1 where a layer of this stage would send the token to other experts."""
     num_pairs: Tensor
-    """The number of pairs of such a token and such a layer, float64."""
 
 
 @dataclass(frozen=True)

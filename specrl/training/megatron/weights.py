@@ -41,7 +41,6 @@ class Parameter:
     name: str
     """Megatron's name, which counts layers from 0 in each pipeline stage, and experts in each expert-parallel rank."""
     stage: int
-    """The pipeline stage that holds it."""
     split: Split
     hf: tuple[str, ...]
     """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
@@ -204,15 +203,10 @@ class _Place:
     """One transformer layer and what decides how Megatron names its parameters."""
 
     layer: int
-    """The layer's number in the whole model."""
     stage: int
-    """The pipeline stage that holds it."""
     local: int
-    """Its number there."""
     expert_parallel: int
-    """The number of ranks over which its experts are divided."""
     transformer_engine: bool
-    """Whether its modules are Transformer Engine's."""
 
     def parameter(
         self, name: str, split: Split, hf_names: Sequence[str], *shape: int, expert_rank: int | None = None

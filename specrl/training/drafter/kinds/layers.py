@@ -44,7 +44,6 @@ class DraftShape:
     dtype: torch.dtype
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
     num_layers: int = 1
-    """The number of decoder layers."""
     sliding_window: int | None = None
     """The number of positions that attention sees, its own among them; None for all."""
 

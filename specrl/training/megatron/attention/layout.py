@@ -40,7 +40,6 @@ class RowLayout:
 
     segments: tuple[Segment, ...]
     device: torch.device
-    """Where the tensors are."""
 
     @cached_property
     def positions(self) -> Tensor:
