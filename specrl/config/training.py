@@ -47,8 +47,7 @@ class PolicyConfig(Section):
     """Peak learning rate of the RL updates."""
     lr_schedule: Adjustable[LrDecay] = "constant"
     """How the learning rate develops over `train.num_steps`: it stays at `lr`, or falls along a line or a cosine. A run
-    that is extended goes on at the place of its next step in the longer schedule, and so at a higher rate than it ended
-    with."""
+    that is extended goes on at its place in the longer schedule, at a higher rate than it ended with."""
     lr_warmup_steps: Adjustable[NonNegativeInt] = 0
     """Number of RL steps at the beginning, during which the learning rate rises linearly to the schedule's value."""
     lr_final_fraction: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.1
@@ -201,10 +200,9 @@ class TrainConfig(Section):
     """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
     in memory."""
     drop_zero_signal_groups: Adjustable[bool] = True
-    """Whether groups whose rewards are all equal, and whose advantages therefore are 0, are left out of the update,
-    which saves their forward and backward passes. The loss is divided by the tokens of all groups of the step, so that
-    the gradient is the same with and without them; with `kl_coef` above 0, which acts on all groups, none is left
-    out."""
+    """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
+    gradient: the loss is divided by the tokens of all groups of the step. With `kl_coef` above 0, which acts on all of
+    them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2

@@ -96,23 +96,17 @@ def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Itera
 
 def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
     """Yield the settings of ratios that are 1, because a step's only update trains the policy that sampled."""
-    loss, one = train.loss, "train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
+    loss, defaults = train.loss, LOSSES.default().options
+    why = "with train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
     if train.updates_per_step > 1:
         return
     if loss.name == "gspo":
-        yield Unused(
-            ("train.loss.name", "train.updates_per_step"),
-            f'train.loss = "gspo" with {one}; take "grpo", or raise train.updates_per_step',
-        )
-    elif loss.name == "grpo":
-        defaults = LOSSES.choose(loss.name).options
-        for name, value in loss.options.items():
-            if value != (default := defaults[name]):
-                yield Unused(
-                    (f"train.loss.{name}", "train.updates_per_step"),
-                    f"train.loss.{name} = {value:g} with {one}; leave it at {default:g}, or raise "
-                    "train.updates_per_step",
-                )
+        line = f'train.loss = "gspo" {why}; take "grpo", or raise train.updates_per_step'
+        yield Unused(("train.loss.name", "train.updates_per_step"), line)
+    for name, value in loss.options.items() if loss.name == "grpo" else ():
+        if value != defaults[name]:
+            line = f"train.loss.{name} = {value:g} {why}; leave it at {defaults[name]:g}, or raise that"
+            yield Unused((f"train.loss.{name}", "train.updates_per_step"), line)
 
 
 def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:

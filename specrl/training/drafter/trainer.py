@@ -246,14 +246,14 @@ class Drafter:
             `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics of
             `metrics_from_sums`, all of the last epoch. Each batch is measured before it is trained on.
         """
-        size, stream = features if isinstance(features, FeatureStream) else _held(features)
+        stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1
-        num_steps = max(self.ranks.gather(size))
+        num_steps = max(self.ranks.gather(stream.size))
         so_far = (boundaries and boundaries.restore(self)) or self._no_progress()
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
-            order = self._order(size, epoch) if train else list(range(size))
-            for batch in islice(stream(order[first:]), num_steps - first):
+            order = self._order(stream.size, epoch) if train else list(range(stream.size))
+            for batch in islice(stream.in_order(order[first:]), num_steps - first):
                 rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
                 depth = unrolled_positions(
                     so_far.done, (epochs - 1) * num_steps, self.config.ttt_steps, self.config.ttt_growth
