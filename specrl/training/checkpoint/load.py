@@ -32,16 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class CountingOptimizer(Protocol):
-    """The interface by which a checkpoint sees the policy's optimizer."""
-
     def counters(self) -> dict[str, int]: ...
 
     def restored(self, counters: Mapping[str, int]) -> None: ...
 
 
 class TrainedPolicy(Protocol):
-    """The interface by which a checkpoint sees the policy."""
-
     @property
     def ranks(self) -> Ranks: ...
 
@@ -57,8 +53,6 @@ class TrainedPolicy(Protocol):
 
 
 class TrainedDrafter(Protocol):
-    """The interface by which a checkpoint sees the drafter, which is the same on every rank."""
-
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
@@ -95,10 +89,6 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
 
     Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
     which the checkpoint knows nothing stays as it is.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or was written with a policy of another shape.
-        ValueError: Its drafter has another draft vocabulary.
     """
     check_whole(folder, policy.ranks)
     return load_verified(folder, policy, drafter)

@@ -46,16 +46,11 @@ NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self
 """The beginnings of the names of tensors that belong to the policy, or follow from `config.json`."""
 
 
-def draft_to_target_offsets(draft_tokens: Tensor) -> Tensor:
-    """The offsets that are stored as `d2t`, given the target ids, int64 `[draft_vocab]`."""
-    return draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device)
-
-
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """`d2t`, int64 `[draft_vocab]`, and `t2d`, bool `[vocab]`, as they are stored on disk."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool, device=draft_tokens.device)
     is_drafted[draft_tokens] = True
-    return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
+    return {"d2t": draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device), "t2d": is_drafted}
 
 
 def check_offsets(d2t: Tensor, vocab_size: int) -> None:
@@ -78,6 +73,7 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
     """The contents of a drafter's `config.json`, given transformers' configuration of the policy."""
     rope = dict(shape.rope)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}  # as transformers 4 reads it
+    window = {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
@@ -106,14 +102,8 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
         "num_aux_hidden_states": len(shape.feature_layers),
         LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
-        **_window(shape),
+        **(window if shape.sliding_window is not None else {}),
     }
-
-
-def _window(shape: Eagle3Shape) -> dict[str, Any]:
-    if shape.sliding_window is None:
-        return {}
-    return {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}
 
 
 def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:

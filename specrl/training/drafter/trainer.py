@@ -249,7 +249,9 @@ class Drafter:
         stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(stream.size))
-        so_far = (boundaries and boundaries.restore(self)) or self._no_progress()
+        nothing = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=self.ranks.device)
+        so_far = boundaries.restore(self) if boundaries is not None else None
+        so_far = so_far or TrainingProgress(0, nothing.sum(), nothing, [])
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
             order = self._order(stream.size, epoch) if train else list(range(stream.size))
@@ -275,11 +277,6 @@ class Drafter:
         steps = max(num_steps, 1)
         metrics = metrics_from_sums(so_far.sums.cpu())
         return {"loss": so_far.loss.item() / steps, "grad_norm": sum(so_far.norms) / steps, **metrics}
-
-    def _no_progress(self) -> TrainingProgress:
-        device = self.ranks.device
-        sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=device)
-        return TrainingProgress(0, torch.zeros((), dtype=torch.float64, device=device), sums, [])
 
     def _pack(self, features: Features | None, depth: int | None = None) -> ChainBatch | None:
         if features is None:
