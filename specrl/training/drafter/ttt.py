@@ -93,7 +93,7 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
         slots, places = batch.starts[alive] + step, alive - part.chains.start
         positions = batch.positions[slots]
         if step:
-            hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
+            hidden = hidden.index_select(0, torch.searchsorted(part.alive[step - 1], alive))
             embedded = context.embedded.index_select(0, slots)
         for layer in range(0 if step else last, last + 1):
             attention = model.attentions[layer]
@@ -118,10 +118,6 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
 def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
     """Give chains that have ended a row of zeros."""
     return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
-
-
-def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
-    return torch.searchsorted(whole, part)
 
 
 def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
