@@ -110,10 +110,11 @@ class Engine:
             control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
         Raises:
-            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
+            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` or `engine`
+                asks for.
             SamplerError: The sampler's self-test failed.
         """
-        set_environment()
+        set_environment(batch_invariant=config.engine.batch_invariant)
         join()
         require_version()
         self.config = config

@@ -42,6 +42,11 @@ ENVIRONMENT = {
     "NUMBA_THREADING_LAYER": "workqueue",
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
+FIRST_INVARIANT_CAPABILITY = (9, 0)
+"""The first compute capability with which a trainer can be beside them. On older devices vLLM replaces torch's `linear`
+and `matmul` for the whole process, without their gradients."""
 
 POSITIONS = "max_position_embeddings"
 CPU_BLOCK_TOKENS = 32
@@ -73,6 +78,9 @@ def engine_arguments(
     """
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
+    lengths: Sequence[int] = (0, longest)
+    if longest and config.speculation.adaptive:
+        lengths = possible_lengths(longest, config.speculation.draft_lengths[0])
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": config.model.dtype,
@@ -90,8 +98,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
         "enable_return_routed_experts": keeps_routes,
-        # vLLM's own limit, 512 tokens, is below what a batch of drafts has.
-        "compilation_config": {"max_cudagraph_capture_size": config.engine.max_num_seqs * (longest + 1)},
+        "compilation_config": {"cudagraph_capture_sizes": capture_sizes(config.engine.max_num_seqs, lengths)},
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
@@ -109,15 +116,19 @@ def engine_arguments(
     elif updates:
         arguments["hf_overrides"] = updates
     if longest:
-        drafter_k = config.speculation.draft_lengths[0]
-        lengths = possible_lengths(longest, drafter_k) if config.speculation.adaptive else (0, longest)
-        arguments["additional_config"] = {"drafter_k": drafter_k}
-        arguments["speculative_config"] = {
-            "num_speculative_tokens": longest,
+        arguments |= _drafting(config, policy_dir, drafter_dir, lengths)
+    return arguments
+
+
+def _drafting(config: Config, policy_dir: Path, drafter_dir: Path | None, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "additional_config": {"drafter_k": config.speculation.draft_lengths[0]},
+        "speculative_config": {
+            "num_speculative_tokens": max(lengths),
             "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, lengths),
             **_proposer(config, policy_dir, drafter_dir),
-        }
-    return arguments
+        },
+    }
 
 
 def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -127,6 +138,15 @@ def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, 
     engine runs.
     """
     return [(batch, batch, lengths[-batch % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
+
+
+def capture_sizes(max_num_seqs: int, lengths: Sequence[int]) -> list[int]:
+    """List the numbers of tokens to capture CUDA graphs for, so that every batch of these draft lengths has a full one.
+
+    vLLM's own sizes end at 512 tokens and are multiples of 8: a full batch of another size would run without a graph.
+    """
+    batches = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16), max_num_seqs}
+    return sorted({batch * (length + 1) for batch in batches if batch <= max_num_seqs for length in lengths})
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
