@@ -377,8 +377,8 @@ class Engine:
     @property
     def cannot_verify(self) -> str | None:
         """The reason why this engine's policy cannot be compared with the trainer's tensors; None if it can."""
-        if self.mode == "native":
-            return 'precision.generation = "fp8" rounds the weights on a GPU'
+        if self.mode == "native" and self._family.router is not None:
+            return 'precision.generation = "fp8" rounds the experts on a GPU, and kernels rearrange them'
         return None
 
     def expected_policy(self) -> Expected:

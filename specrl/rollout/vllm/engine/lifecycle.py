@@ -26,8 +26,8 @@ from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_draf
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
-"""The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
-brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
+"""The level of vLLM's sleep that copies weights to the CPU. The other level saves the models' buffers alone: no refit
+brings back what else was made while loading, such as the samplers' tensors and a draft model's weights."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
