@@ -109,7 +109,6 @@ class DefaultEngine:
         return seconds
 
     def _generate(self, requests: Sequence[Request], lengths: Sequence[int], *, fresh: bool) -> float:
-        """Generate for one batch, and return the seconds; where `fresh`, prompts cached before are forgotten first."""
         asked = [
             {
                 "prompt": request.prompt_tokens,

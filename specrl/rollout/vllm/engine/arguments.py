@@ -160,11 +160,6 @@ def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
-    """Return the part of vLLM's `speculative_config` that says what drafts.
-
-    Raises:
-        ValueError: The method needs a drafter directory and there is none, or vLLM would misread its path.
-    """
     method = config.speculation.draft_method
     if method.vllm is None:
         return dict(NGRAM)  # which never gets to draft: see `text_speculator`
@@ -287,10 +282,7 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
 
 
 def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:
-    """Raise ValueError if a drafter's positions end before the policy's do, and before the longest sequence.
-
-    vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
-    """
+    # vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
     longest, needed = (
         json.loads((folder / "config.json").read_text()).get(POSITIONS, max_length)
         for folder in (directory, policy_dir)
@@ -304,7 +296,6 @@ def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None
 
 
 def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
-    """Raise ValueError if a drafter has a token that vLLM would map to none of the policy's."""
     reader = TensorReader(directory)
     if "d2t" in reader.names:
         try:
@@ -314,10 +305,7 @@ def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
 
 
 def _refuse_misleading_path(directory: str) -> None:
-    """Raise ValueError if vLLM would guess another method from the draft model's path, whatever it was told.
-
-    vLLM guesses in `SpeculativeConfig.__post_init__`.
-    """
+    # vLLM guesses in `SpeculativeConfig.__post_init__`, whatever it was told.
     found = [word for word in MISLEADING if word in directory.lower()]
     if found:
         raise ValueError(

@@ -151,7 +151,6 @@ class Expected:
 
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
-        """Take note of the tensors that a parameter of the engine fuses, by their order."""
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
         self._notes[fused_name] = Note(names, _expected(self._model, fused_name, tensors, self._dtype))
 
@@ -210,11 +209,7 @@ def _eagle3_engine_name(name: str) -> str:
 
 
 def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
-    """Return the layer of a place, the name of its parameter there, and the number of the expert if it is one.
-
-    Raises:
-        AttributeError: The model has no such layer.
-    """
+    # The layer of a place, the name of its parameter there, and the number of the expert if it is one.
     path, _, kind = fused_name.rpartition(".")
     parent, _, number = path.rpartition(".")
     if number.isdecimal() and parent.endswith(".experts"):
@@ -224,12 +219,7 @@ def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
 
 
 def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return what the engine must compute or hold at a place, for which these are the trainer's tensors.
-
-    Args:
-        dtype: The type that the engine computes in. It converts what it loads: a run in FP32 may begin with a drafter
-            of one in BF16.
-    """
+    # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
     try:
         layer, kind, expert = _found(model, fused_name)
     except AttributeError:
@@ -269,7 +259,7 @@ def _is_in_fp8(layer: Any) -> bool:
 
 def _quantised(layer: Any, parts: Sequence[Tensor]) -> nn.Module:
     """Return a copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
-    made = copy(layer)
+    made: nn.Module = copy(layer)
     # What the copy sets must not show in the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
     made.weight = nn.Parameter(torch.cat(list(parts)).to(layer.weight.device), requires_grad=False)
