@@ -257,9 +257,9 @@ def _is_in_fp8(layer: Any) -> bool:
     return getattr(layer, "weight_scale_inv", None) is not None
 
 
-def _quantised(layer: Any, parts: Sequence[Tensor]) -> nn.Module:
+def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
     """Return a copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
-    made: nn.Module = copy(layer)
+    made = copy(layer)
     # What the copy sets must not show in the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
     made.weight = nn.Parameter(torch.cat(list(parts)).to(layer.weight.device), requires_grad=False)
