@@ -140,6 +140,10 @@ class EngineConfig(Section):
     back."""
     compile: Adjustable[bool] = False
     """Whether the engine is compiled with torch.compile: it starts more slowly and decodes faster."""
+    batch_invariant: Adjustable[bool] = False
+    """Whether the engine computes with vLLM's batch-invariant kernels, so that the log-probs of a token do not depend
+    on what else is in its batch; on GPUs of compute capability 9.0 or later alone. It is slower, the trainer's
+    collectives included, whose NCCL vLLM restricts to one channel in the same process."""
     parity_tolerance: Adjustable[PositiveFloat] = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
 

@@ -110,10 +110,11 @@ class Engine:
             control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
         Raises:
-            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
+            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` or `engine`
+                asks for.
             SamplerError: The sampler's self-test failed.
         """
-        set_environment()
+        set_environment(batch_invariant=config.engine.batch_invariant)
         join()
         require_version()
         self.config = config
@@ -376,8 +377,8 @@ class Engine:
     @property
     def cannot_verify(self) -> str | None:
         """The reason why this engine's policy cannot be compared with the trainer's tensors; None if it can."""
-        if self.mode == "native":
-            return 'precision.generation = "fp8" rounds the weights on a GPU'
+        if self.mode == "native" and self._family.router is not None:
+            return 'precision.generation = "fp8" rounds the experts on a GPU, and kernels rearrange them'
         return None
 
     def expected_policy(self) -> Expected:

@@ -55,6 +55,10 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens = 512", "model.max_length = 512"]),
         (["train.samples_per_prompt=1"], ["train.samples_per_prompt", "1", "greater than or equal to 2"]),
         (["policy.tensor_parallel=2"], ["policy.tensor_parallel x policy.pipeline_parallel = 2", "1 ranks"]),
+        (
+            ["engine.batch_invariant=true"],
+            ["engine.batch_invariant = true", "GPUs alone", "gpus_per_rank = 0", "false"],
+        ),
         (["engine.sleep=true"], ["engine.sleep = true", "GPU", "gpus_per_rank = 0", "false"]),
         (["engine.tensor_parallel=2"], ["engine.tensor_parallel = 2", "does not divide", "1 ranks"]),
         (

@@ -90,7 +90,7 @@ class Refit:
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
-                are compared in every refit, except in native FP8, which rounds the policy's on the GPU.
+                are compared in every refit, except those of a policy with experts in native FP8.
                 It is raised on every rank, whichever rank found it.
         """
         self._engine.wake()

@@ -55,6 +55,13 @@ REPLACEMENTS = (
         "tests/integration/test_engine.py::test_generation_logprobs_are_those_of_scoring_at_temperature_one",
     ),
     Replacement(
+        f"{RUNNER}.cudagraph_utils.CudaGraphManager._init_candidates",
+        f"{PATCHES}.with_larger_graphs",
+        "a batch finds a full graph only where the next larger one has its draft length, else it runs piecewise",
+        "tests/integration/test_gpu_config.py::test_every_decoding_batch_of_every_draft_length_has_a_full_graph",
+        wraps=True,
+    ),
+    Replacement(
         "vllm.distributed.aux_output_connector.worker.get_tp_group",
         f"{PATCHES}.FirstOfItsGroup",
         "every rank of an engine returns the experts of its tokens: each has its own scheduler, which wants them",

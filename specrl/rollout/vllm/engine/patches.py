@@ -51,6 +51,28 @@ def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
     return check_and_keep
 
 
+def with_larger_graphs(init_candidates: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what lists a runner's graphs by the rows of a batch, the next larger one of every draft length in each."""
+
+    def init_all(manager: Any) -> None:
+        init_candidates(manager)
+        full = [graph for graph in _ascending(manager) if graph.uniform_token_count is not None]
+        for (rows, loras), found in manager._candidates.items():
+            listed = {graph.uniform_token_count for graph in found}
+            larger: dict[int, Any] = {}
+            for graph in full:
+                if graph.num_tokens >= rows and graph.num_active_loras == loras:
+                    larger.setdefault(graph.uniform_token_count, graph)
+            found[:0] = [graph for length, graph in larger.items() if length not in listed]  # piecewise ones come last
+
+    return init_all
+
+
+def _ascending(manager: Any) -> list[Any]:
+    graphs = [graph for of_mode in manager._capture_descs.values() for graph in of_mode]
+    return sorted(graphs, key=lambda graph: int(graph.num_tokens))
+
+
 def once(register: Callable[[], None]) -> Callable[[], None]:
     """Return a function that registers copies of kernels the first time that it is called."""
     done: list[bool] = []
