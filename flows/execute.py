@@ -85,6 +85,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
 def finish(config: Config, status: Status) -> None:
     """End the run in MLflow, with its results, the logs of its jobs, and the events and segments of its stages."""
     from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
+    from specrl.report.samples import response_rows
 
     run_dir = config.run_dir
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
@@ -94,7 +95,7 @@ def finish(config: Config, status: Status) -> None:
     for name in (EVENTS_FILE, SEGMENTS_FILE):
         for path in sorted((run_dir / "stages").glob(f"*/{name}")):
             files.setdefault(f"stages/{path.parent.name}", []).append(path)
-    finish_parent_run(config, status, describe(run_dir), files)
+    finish_parent_run(config, status, describe(run_dir), files, response_rows(run_dir))
 
 
 def begin_run(config: Config, origin: Origin | None) -> None:

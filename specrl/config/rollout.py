@@ -24,7 +24,7 @@ MIN_TEMPERATURE = 0.01
 """The lowest temperature of sampling; vLLM would raise lower ones to this."""
 MAX_TEMPERATURE = 2.0
 """The highest temperature; vLLM takes no higher one."""
-ALONE_FRACTION = 0.9
+ALONE_FRACTION = 0.86
 """The fraction of a GPU's memory for an engine that shares it with no trainer, at least."""
 MIN_BATCHED_TOKENS = 2048
 """The number of tokens that an engine can compute in one forward pass, at least: vLLM's default inside a process."""
@@ -133,7 +133,7 @@ class EngineConfig(Section):
     gpu_memory_fraction: Adjustable[Fraction] = 0.45
     """Fraction of a GPU's memory for the engine's weights and KV cache while it shares the GPU with the trainer, which
     has the rest or, with `sleep`, the whole GPU while the engine sleeps. Where the engine is alone (`pretrain`,
-    `validate`, `export`), it takes 0.9 of the GPU, or this fraction if it is larger."""
+    `validate`, `export`), it takes 0.86 of the GPU, or this fraction if it is larger."""
     sleep: Adjustable[bool] = False
     """Whether the engine sleeps while ranks train, on GPUs: its weights move to host memory and its KV cache is freed.
     The trainer then has the whole GPU, and `gpu_memory_fraction` can be larger; each step copies the weights there and
