@@ -60,6 +60,8 @@ class State:
     """Why the job failed, where the scheduler reports it."""
     suspended: bool = False
     """Whether the scheduler has suspended the job, whose time limit then does not come nearer."""
+    is_leaving: bool = False
+    """Whether the job has ended but for the last of its processes."""
 
 
 @dataclass(frozen=True)

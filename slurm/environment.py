@@ -17,11 +17,11 @@ from submitit import JobEnvironment
 from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.backend import Backend, StageRequest
-from slurm.environment_file import read_environment_file
+from slurm.ranks.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import port_of
+from specrl.processes import node_folder, port_of
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -175,7 +175,7 @@ def cache_folders(place: str | None) -> dict[str, str]:
     Raises:
         ValueError: A variable in `place` is not set on this node.
     """
-    root = _expanded(place) if place else _node_folder()
+    root = _expanded(place) if place else node_folder()
     folders = {name: root / folder for name, folder in CACHES.items()}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,18 +187,6 @@ def _expanded(place: str) -> Path:
     if "$" in path:
         raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
     return Path(path).expanduser().absolute()
-
-
-def _node_folder() -> Path:
-    job = os.environ.get("SLURM_TMPDIR")
-    if job:
-        return Path(job) / "specrl"
-    folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
-        return Path(tempfile.mkdtemp(prefix="specrl-"))  # somebody else made it, or may write to it
-    return folder
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.backend import Failure, Job, State
-from specrl.artifacts import write_json
+from specrl.artifacts import is_passing, write_json
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
@@ -26,7 +26,8 @@ LOG_TAIL_BYTES = 4096
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error that a rank of the job with this folder raised."""
     trace = "".join(traceback.format_exception(error))
-    known = {"time": time.time(), "trace": trace, "of_connection": is_of_connection(error)}
+    passes = is_passing(error)
+    known = {"time": time.time(), "trace": trace, "passes": passes, "follows": passes or is_of_connection(error)}
     write_json(_error_path(folder, rank), known)
 
 
@@ -47,14 +48,17 @@ def is_of_port(error: BaseException) -> bool:
 
 
 def has_cause(folder: Path, ranks: int) -> bool:
-    """Return whether a rank left an error that does not follow from the end of another rank."""
-    return any(not error["of_connection"] for _, error in _errors(folder, ranks))
+    """Whether a rank left an error for which neither another rank nor a file system is answerable."""
+    return any(not error["follows"] for _, error in _errors(folder, ranks))
 
 
 def first_error(folder: Path, ranks: int) -> Failure | None:
     """Return the earliest error that a rank left, or None; those of lost connections follow from others."""
-    found = min(_errors(folder, ranks), key=lambda item: (item[1]["of_connection"], item[1]["time"]), default=None)
-    return None if found is None else Failure(found[0], exception=last_error(found[1]["trace"]))
+    found = min(_errors(folder, ranks), key=lambda item: (item[1]["follows"], item[1]["time"]), default=None)
+    if found is None:
+        return None
+    rank, error = found
+    return Failure(rank, exception=last_error(error["trace"]), killed=error["passes"])
 
 
 def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:

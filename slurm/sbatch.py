@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_J
 CONTAINER_PYTHON = "python3"
 
 
-def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
-    """Return the options of sbatch for a stage's job, without those for its name, its logs and its signals."""
+def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The options of sbatch for a stage's job, but for those of its name, its logs and its signals.
+
+    Args:
+        without: Nodes that are left out.
+    """
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
     gpus = resources.ranks_per_node * resources.gpus_per_rank
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
@@ -44,6 +49,8 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
         "wckey": _taught("wckey"),
         **cluster.sbatch,
     }
+    if without:
+        options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -73,15 +80,16 @@ def python_command(config: Config, stage: StageName) -> list[str]:
     return ["apptainer", "exec", *gpus, *places, cluster.container.image, python]
 
 
-def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, Any]:
+def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the parameters of submitit's SlurmExecutor.
 
     Args:
         environment: The variables that the job exports after `cluster.setup`, which may load modules that set the same
             variables.
+        without: Nodes that are left out.
     """
     config, stage = request.context.config, request.context.stage
-    options = sbatch_options(config, stage)
+    options = sbatch_options(config, stage, without)
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {
         "job_name": request.key.job_name,

@@ -26,7 +26,7 @@ from slurm.backend import (
 )
 from slurm.environment import job_environment
 from slurm.registry import backend_of
-from specrl.artifacts import read_json
+from specrl.artifacts import is_passing, read_json
 from specrl.config import Config, understood_config
 from specrl.context import StageContext
 
@@ -58,20 +58,24 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
     """
     request, begun = StageRequest(context, entry, code), time.monotonic()
     while True:
-        if (job := find(request.key)) is not None:
-            return job
-        if request.result_path.exists():  # the job ended while it was looked for
-            return None
-        context.stage_dir.mkdir(parents=True, exist_ok=True)
-        request.key.folder.mkdir(parents=True, exist_ok=True)
-        context.save(request.key.context_path)
         try:
+            if (job := find(request.key)) is not None:
+                return job
+            if request.result_path.exists():  # the job ended while it was looked for
+                return None
+            context.stage_dir.mkdir(parents=True, exist_ok=True)
+            request.key.folder.mkdir(parents=True, exist_ok=True)
+            context.save(request.key.context_path)
             return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
         except SilentSchedulerError as error:  # the job may be queued all the same: it is looked for first
             _wait_after(error, request, time.monotonic() - begun)
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            _wait_after(error, request, time.monotonic() - begun)
 
 
-def _wait_after(error: SilentSchedulerError, request: StageRequest, seconds: float) -> None:
+def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None:
     """Wait until a job that could not be submitted for `seconds` so far is looked for, or submitted, again."""
     is_full = isinstance(error, FullQueueError)
     limit = 60 * request.key.cluster.queue_minutes if is_full else SILENCE_SECONDS

@@ -10,17 +10,25 @@ from collections.abc import Callable
 from slurm.backend import STOP_FILE, Cause, Job, JobError, SilentSchedulerError, State, StoppedError
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
-from specrl.artifacts import RESULT_FILE
+from specrl.artifacts import RESULT_FILE, is_passing
 from specrl.context import StageContext
-from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
+from specrl.lifetime.segments import (
+    AGAIN,
+    Reason,
+    Segment,
+    begin_segment,
+    end_segment,
+    last_recorded_step,
+    read_segments,
+)
 from specrl.progress import ProgressState, read_progress
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
-LEAVING_ASK_SECONDS = 1.0
-"""The pause between two questions to the scheduler once the result exists and the job is about to end."""
+SOON_SECONDS = 2.0
+"""The pause between two questions to the scheduler while the job is about to change: it ends, returns or is stopped."""
 LEAVE_SECONDS = 60
 """How long the ranks may take to end after the stage's result is written, before the job is cancelled."""
 FILES_SECONDS = 30
@@ -56,11 +64,22 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
         JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
         StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
     """
-    watch = _Watch(job, context, clock)
-    while not watch.over():
+    watch, seen_at = _Watch(job, context, clock), clock()
+    while True:
+        try:
+            if watch.over():
+                return watch.result_at is not None
+            seen_at = clock()
+        except OSError as error:
+            if not is_passing(error) or clock() - seen_at > SILENCE_SECONDS:
+                raise JobError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
-    return watch.result_at is not None
+
+
+def _goes_on_unseen(context: StageContext, error: OSError) -> str:
+    words = f"{error.strerror}: {error.filename or context.stage_dir}"
+    return f"goes on, but its files cannot be read ({words}); follow it again with: specrl resume {context.config.name}"
 
 
 def stopped_line(context: StageContext) -> str:
@@ -82,7 +101,9 @@ class _Watch:
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
-        self.num_segments = 0
+        self.num_segments = self.num_asked = 0
+        self.was_over = False
+        """Whether the job was attached to in its last moments: what it ended with is known, and another one follows."""
 
     def over(self) -> bool:
         """Look at the job once more, and return whether the stage has finished or needs another job.
@@ -113,6 +134,8 @@ class _Watch:
             seconds: How long ago it ended.
         """
         context, returning = self.context, self.state.cause in RETURNING
+        if self.was_over:
+            return True
         reason = self._reason()
         if reason is None and seconds <= (RETURN_SECONDS if returning else 0 if self.state.failed else FILES_SECONDS):
             return False
@@ -146,7 +169,8 @@ class _Watch:
         return True
 
     def _ask(self, now: float) -> None:
-        pause = self.job.ask_seconds if self.result_at is None else LEAVING_ASK_SECONDS
+        soon = self.result_at is not None or self.state.phase == "ended" or self._is_to_leave()
+        pause = min(SOON_SECONDS, self.job.ask_seconds) if soon else self.job.ask_seconds
         if (self.state.phase == "ended" and self.state.cause not in RETURNING) or now - self.asked_at < pause:
             return
         self.asked_at = now
@@ -158,6 +182,9 @@ class _Watch:
                     f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
                 ) from error
             return
+        if self.num_asked == 0:
+            self.was_over = self.job.attached and state.is_leaving and self._reason() not in AGAIN
+        self.num_asked += 1
         if self.state.suspended:
             self.since += now - self.answered_at
         self.answered_at = now
@@ -170,7 +197,7 @@ class _Watch:
 
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
-        if self.state.phase == "pending" and (self.context.run_dir / STOP_FILE).exists():
+        if self.state.phase == "pending" and self._stop_asked():
             said = self._cancel()
             raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
@@ -180,6 +207,15 @@ class _Watch:
         if self.state.phase == "running" and minutes > allowed.minutes + OVERTIME_MINUTES:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
+
+    def _stop_asked(self) -> bool:
+        return (self.context.run_dir / STOP_FILE).exists()
+
+    def _is_to_leave(self) -> bool:
+        """Whether the files say that the job ends, before the scheduler does."""
+        if self.state.phase == "pending":
+            return self._stop_asked()
+        return self._reason() is not None
 
     def _cancel(self) -> str:
         """Cancel the job, and return what became of that as the end of a sentence."""

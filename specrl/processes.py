@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import getpass
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
@@ -206,6 +210,27 @@ def name_user() -> None:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
+
+
+def node_folder() -> Path:
+    """A folder on this node, or of this job, that nobody else can write to."""
+    job = os.environ.get("SLURM_TMPDIR")
+    if job:
+        (Path(job) / "specrl").mkdir(parents=True, exist_ok=True)
+        return Path(job) / "specrl"
+    folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        return _folder_of_process()  # somebody else made it, or may write to it
+    return folder
+
+
+@functools.cache
+def _folder_of_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specrl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def port_of(job: str) -> int:

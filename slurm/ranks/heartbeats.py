@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 HANG_FILE = "hang"
+
+
+def node_name() -> str:
+    """The name of this node, for Slurm where it is Slurm's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 class Heartbeats:
@@ -31,16 +37,18 @@ class Heartbeats:
                     shutil.rmtree(other, ignore_errors=True)
         self._folder, self._rank, self._clock = folder, rank, clock
         self._beats = 0
+        self.silent_node = ""
+        """The node of the rank that has stopped, where that rank has ever given a sign."""
         watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
         self._seen = {other: ("", clock()) for other in watched}
 
     def beat(self) -> None:
         """Give a sign of life."""
         self._beats += 1
-        self._path(self._rank).write_text(str(self._beats))
+        self._path(self._rank).write_text(f"{self._beats} {node_name()}")
 
     def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
-        """Return which watched rank gives no sign of life any more, and since when, in one line; None if all do.
+        """Say in one line which watched rank gives no sign of life any more, and since when; None if all do.
 
         Args:
             hang_seconds: How long a rank may be silent.
@@ -52,6 +60,7 @@ class Heartbeats:
             if found and found != text:  # a rank whose disk no longer answers stops in the midst of writing: no sign
                 self._seen[rank] = (found, now)
             elif now - since > (hang_seconds if text else start_seconds):
+                self.silent_node = text.partition(" ")[2]
                 return f"rank {rank} has given no sign of life for {now - since:.0f} s"
         return None
 

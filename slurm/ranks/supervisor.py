@@ -22,9 +22,10 @@ from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
-from slurm.ranks.heartbeats import Heartbeats
+from slurm.ranks.heartbeats import Heartbeats, node_name
 from slurm.ranks.preflight import check_rank
 from specrl import lifetime
+from specrl.artifacts import is_passing
 from specrl.config import Resources
 from specrl.events import record_event
 from specrl.lifetime import LeftJobError, Lifetime, Stop
@@ -104,15 +105,17 @@ class Supervisor:
         """Leave the error for the flow, and return this rank's exit code.
 
         A connection that is lost says nothing about the stage: another rank raised an error, or it was killed, or its
-        node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on.
+        node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on, and
+        so it does where a file system fails.
         """
         folder = self.request.key.folder
         write_error(folder, self.rank, error)
-        if is_of_connection(error):
+        if is_of_connection(error) or is_passing(error):
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
             if self.rank < 2 and not has_cause(folder, self.world_size):
-                port = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
-                text = port if is_of_port(error) else "the connection to another rank was lost"
+                text = str(error) if is_passing(error) else "the connection to another rank was lost"
+                if is_of_port(error):
+                    text = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
                 return self._leave(Stop("killed", text))
         if self.rank == 0:
             self._end("failed")
@@ -128,14 +131,14 @@ class Supervisor:
         place = self.backend.place(self.request)
         self._end_at = place.end_at
         if place.end_at is not None:
-            self.lifetime.leave_by = place.end_at - self._exit_seconds()
+            self.lifetime.leave_by = _monotonic(place.end_at) - self._exit_seconds()
         if self.world_size > 1 and self._is_begun(place.job_id):
             raise LeftJobError(Stop("killed", "the second rank has ended the job"))
         gave_up = self._end_earlier(place.job_id)
         if gave_up is not None:
             raise ValueError(gave_up)
         before = read_segments(self.stage_dir)
-        self.segment = begin_segment(self.stage_dir, place.job_id, os.uname().nodename, self.attempt).number
+        self.segment = begin_segment(self.stage_dir, place.job_id, node_name(), self.attempt).number
         if before:
             text = f"job {self.segment} goes on; the one before: {before[-1].reason}"
             record_event(self.stage_dir, "restart", text)
@@ -201,7 +204,7 @@ class Supervisor:
                 self._write_stacks()
             stopped = self.heartbeats.stopped(hang_seconds, 60 * self.cluster.start_minutes)
             if stopped is not None:
-                self._hang(stopped)
+                self._hang(stopped, self.heartbeats.silent_node)
         if (overdue := self.lifetime.overdue()) is not None:
             self._write_stacks()
             if self.rank == 0:
@@ -216,7 +219,7 @@ class Supervisor:
             self._first_step_said = True
         if life.stop is None and self.request.stop_path.exists():
             self._ask_to_leave(Stop("stopped", "specrl stop"))
-        if life.leave_by is not None and time.time() > life.leave_by:
+        if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _told(self, number: int) -> None:
@@ -237,7 +240,7 @@ class Supervisor:
         end_at = place.end_at if place.end_at is not None else guess
         is_limit = warned and (self._end_at is None or end_at >= self._end_at)
         stop = Stop("walltime" if is_limit else "preempted", f"{name}, {end_at - now:.0f} s before the end of the job")
-        self._ask_to_leave(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
+        self._ask_to_leave(stop, _monotonic(end_at) - min(self._exit_seconds(), (end_at - now) / 3))
 
     def _is_for_this_rank(self, place: JobPlace) -> bool:
         """Return whether a SIGTERM is meant for this rank and not for its job.
@@ -258,13 +261,16 @@ class Supervisor:
         else:
             self._exit(stop)
 
-    def _hang(self, text: str) -> NoReturn:
-        """Have all ranks write their stacks, and end the job."""
+    def _hang(self, text: str, node: str = "") -> NoReturn:
+        """Have all ranks write their stacks, and end the job; later ones leave out the node of the one that hangs."""
         logger.error("%s; ending the job", text)
         self.heartbeats.report_hang(text)
         self._write_stacks()
         time.sleep(2 * self._beat_seconds + 1)  # the others look for the report whenever they give a sign of life
         record_event(self.stage_dir, "hang", text, self.lifetime.step)
+        segments = read_segments(self.stage_dir)
+        if node and segments:
+            add_to_segment(self.stage_dir, segments[-1].number, failed_node=node)
         self._exit(Stop("hang", text))
 
     def _write_stacks(self) -> None:
@@ -298,6 +304,11 @@ class Supervisor:
 
     def _exit_seconds(self) -> float:
         return min(EXIT_SECONDS, warning_seconds(self.request.resources) / 3)
+
+
+def _monotonic(unix_time: float) -> float:
+    """The same moment on the clock that is never set, as the node's may be while the job runs."""
+    return time.monotonic() + unix_time - time.time()
 
 
 def _listen() -> socket.socket:

@@ -59,14 +59,14 @@ class Lifetime:
     the others at any time.
     """
 
-    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the lifetime of a rank that has just been started.
 
         Args:
-            clock: Returns the Unix time.
+            clock: Returns a time in seconds that only goes forward.
         """
         self.leave_by: float | None = None
-        """The Unix time by which the ranks must have left the job; None where no end is known."""
+        """The time, on this object's clock, by which the ranks must have left the job; None where no end is known."""
         self.first_step: int | None = None
         self.step: int | None = None
         """The step that runs; None before the first and after the last one."""
@@ -103,7 +103,7 @@ class Lifetime:
         """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time.
 
         Args:
-            leave_by: The Unix time by which the ranks must have left.
+            leave_by: The time, on this object's clock, by which the ranks must have left.
         """
         with self._lock:
             self._stop = self._stop or stop

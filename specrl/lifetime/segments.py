@@ -57,6 +57,8 @@ class Segment:
     """The RL step that the job began with, or the part of the drafter's pretraining, counted by its checkpoints."""
     last_step: int | None = None
     """The last one that it completed."""
+    failed_node: str | None = None
+    """The node of the rank that was found to hang."""
     gave_up: str | None = None
     """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
 
