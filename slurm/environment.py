@@ -19,6 +19,7 @@ from submitit.helpers import TorchDistributedEnvironment
 from slurm.backend import Backend, StageRequest
 from slurm.ranks.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
+from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
 from specrl.processes import node_folder, port_of
@@ -129,6 +130,8 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     os.environ.update(backend.rank_environment(request))
     os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
     os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
+    if resources.gpus_per_rank and (home := own_cuda_home()) is not None:
+        os.environ["CUDA_HOME"] = home
     for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
 
