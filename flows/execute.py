@@ -18,6 +18,7 @@ from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
 from slurm.backend import JobError, StoppedError
 from slurm.environment import ROOT, job_environment, present_code
+from slurm.failures import telling_logs
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
@@ -88,9 +89,8 @@ def finish(config: Config, status: Status) -> None:
 
     run_dir = config.run_dir
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
-    for log in sorted((run_dir / "jobs").glob("*/*.out")):
-        if log.stat().st_size <= LOG_BYTES:
-            files.setdefault(f"logs/{log.parent.name}", []).append(log)
+    for folder in sorted((run_dir / "jobs").glob("*/")):
+        files[f"logs/{folder.name}"] = [log for log in telling_logs(folder) if log.stat().st_size <= LOG_BYTES]
     for name in (EVENTS_FILE, SEGMENTS_FILE):
         for path in sorted((run_dir / "stages").glob(f"*/{name}")):
             files.setdefault(f"stages/{path.parent.name}", []).append(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import traceback
@@ -19,6 +20,7 @@ MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""
 FULL_BYTES = 2**20
 """The free bytes below which a disk is called full."""
+LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 LOG_TAIL_BYTES = 4096
 """How many bytes are read from the end of a log to find its last line."""
 
@@ -68,6 +70,14 @@ def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:
 
 def _error_path(folder: Path, rank: int) -> Path:
     return folder / f"error-{rank}.json"
+
+
+def telling_logs(folder: Path) -> list[Path]:
+    """The logs of all jobs with this folder, of hundreds of ranks those of the first, the last and the failed ones."""
+    logs = {path: int(found[1]) for path in folder.glob("*.out") if (found := LOG_RANK.search(path.name))}
+    failed = {int(path.stem.partition("-")[2]) for path in folder.glob("error-*.json")}
+    telling = {0, max(logs.values(), default=0), *failed}
+    return sorted(path for path in folder.glob("*.out") if logs.get(path, 0) in telling)
 
 
 def explain(job: Job, context: StageContext, state: State) -> str:

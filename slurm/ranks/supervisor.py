@@ -24,7 +24,7 @@ from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
 from slurm.ranks.heartbeats import Heartbeats, node_name
 from slurm.ranks.preflight import check_rank
-from specrl import lifetime
+from specrl import lifetime, logs
 from specrl.artifacts import is_passing
 from specrl.config import Resources
 from specrl.events import record_event
@@ -200,6 +200,7 @@ class Supervisor:
             # This one writes the stacks of a process that no Python thread can run in any more.
             faulthandler.dump_traceback_later(hang_seconds, exit=False)
             self.heartbeats.beat()
+            logs.rotate()
             if self.heartbeats.reported_hang():
                 self._write_stacks()
             stopped = self.heartbeats.stopped(hang_seconds, 60 * self.cluster.start_minutes)
