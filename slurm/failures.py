@@ -39,13 +39,13 @@ def clear_error(folder: Path, rank: int) -> None:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Return whether an error says that another rank does not answer any more, and so follows from something else."""
+    """Whether an error says that another rank does not answer any more, and so follows from something else."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
 
 
 def is_of_port(error: BaseException) -> bool:
-    """Return whether an error says that another process listens on the port of this job's ranks."""
+    """Whether an error says that another process listens on the port of this job's ranks."""
     return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
@@ -55,7 +55,7 @@ def has_cause(folder: Path, ranks: int) -> bool:
 
 
 def first_error(folder: Path, ranks: int) -> Failure | None:
-    """Return the earliest error that a rank left, or None; those of lost connections follow from others."""
+    """The earliest error that a rank left, or None; those of lost connections follow from others."""
     found = min(_errors(folder, ranks), key=lambda item: (item[1]["follows"], item[1]["time"]), default=None)
     if found is None:
         return None
@@ -81,7 +81,7 @@ def telling_logs(folder: Path) -> list[Path]:
 
 
 def explain(job: Job, context: StageContext, state: State) -> str:
-    """Return one line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
+    """One line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
     The error is the reason why the stage was given up, or else the exception of the rank that failed first. If that
     rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or that
@@ -104,7 +104,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 
 def last_error(trace: str) -> str:
-    """Return the exception of a traceback, which follows its last indented line, in one line."""
+    """The exception of a traceback, which follows its last indented line, in one line."""
     lines = trace.rstrip().splitlines()
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
@@ -112,19 +112,18 @@ def last_error(trace: str) -> str:
 
 def _limit(context: StageContext, state: State) -> str:
     resources = context.config.resources_of(context.stage)
-    if state.cause == "time limit":
+    if state.reason == "walltime":
         return f"it ran longer than resources.minutes = {resources.minutes}"
     cluster = context.config.cluster_of(context.stage)
-    if state.cause == "memory" and not cluster.request_memory:
+    if state.reason == "out of memory" and not cluster.request_memory:
         asked = "the job asks for none (cluster.request_memory = false)"
         return f"killed, most likely out of memory: {asked}; ask for more cores, or for whole nodes with cluster.sbatch"
-    if state.cause == "memory":
+    if state.reason == "out of memory":
         own = [f"cluster.sbatch.{name} = {value}" for name, value in cluster.sbatch.items() if name in MEMORY_OPTIONS]
         given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}")
         return f"killed, most likely out of memory: {given}; raise it"
-    if state.cause is not None:
-        return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")
-    return ""
+    words = {"cancelled": "it was cancelled", "preempted": "it was preempted", "node lost": "a node was lost"}
+    return words.get(state.reason or "", "")
 
 
 def _full_disk(run_dir: Path) -> str:

@@ -20,7 +20,6 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import (
-    Cause,
     Failure,
     FullQueueError,
     JobError,
@@ -41,7 +40,7 @@ from slurm.environment import (
     rank_environment,
 )
 from slurm.failures import first_error
-from slurm.queue import PRESENT_SECONDS, ask, forget, listed
+from slurm.queue import COMMAND_SECONDS, PRESENT_SECONDS, ask, forget, listed
 from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
 from specrl.config import ClusterConfig, Config, StageName
@@ -64,14 +63,6 @@ SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 """The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
-CAUSES: dict[str, Cause] = {
-    "TIMEOUT": "time limit",
-    "OUT_OF_MEMORY": "memory",
-    "CANCELLED": "cancelled",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "node lost",
-    "BOOT_FAIL": "node lost",
-}
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
     "CANCELLED": "cancelled",
@@ -80,7 +71,7 @@ REASONS: dict[str, Reason] = {
     "BOOT_FAIL": "node lost",
     "REQUEUED": "requeued",
     "DEADLINE": "failed",
-    "OUT_OF_MEMORY": "failed",
+    "OUT_OF_MEMORY": "out of memory",
 }
 TRANSIENT = (
     "Socket timed out",
@@ -97,8 +88,7 @@ TRANSIENT = (
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"
 """What all reasons of Slurm have in them that are about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit."""
-OVER = ("Invalid job id", "already completing or completed")
-"""The words of scancel about a job that has ended."""
+OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
 """The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
@@ -117,8 +107,6 @@ ONE_HOST = "SPECRL_ONE_HOST"
 
 
 class SlurmJob:
-    """A job of Slurm, known by its id."""
-
     backend = "slurm"
 
     def __init__(self, job_id: str, folder: Path, attached: bool, ask_seconds: float = ASK_SECONDS) -> None:
@@ -126,11 +114,7 @@ class SlurmJob:
         self._answered_at = float("-inf")
 
     def state(self) -> State:
-        """Look for the state in the list of the user's jobs, which may be as old as the last call or `ask_seconds`.
-
-        Raises:
-            SilentSchedulerError: Slurm does not answer at the moment.
-        """
+        # The list of the user's jobs may be as old as the last answer to this call, or `ask_seconds`.
         jobs = listed(min(self.ask_seconds, time.monotonic() - self._answered_at))
         self._answered_at = time.monotonic()
         found = next((job for job in jobs if job.job_id == self.job_id), None)
@@ -141,7 +125,7 @@ class SlurmJob:
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=word == "COMPLETING")
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
-        return State("ended", word, failed=word not in SUCCEEDED, cause=CAUSES.get(word))
+        return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))
 
     def cancel(self) -> None:
         try:
@@ -174,19 +158,12 @@ class SlurmJob:
                 raise
             answer = ""
         word, _, reason = answer.partition(" ")
-        return word or self._accounting_state(), reason
-
-    def _accounting_state(self) -> str:
-        try:
-            lines = ask("sacct", "-nPX", "-j", self.job_id, "-o", "State").splitlines()
-        except SilentSchedulerError:
-            lines = []
-        # "CANCELLED by 1000" is one answer. Without accounting, the job is simply no longer in the queue.
-        return lines[-1].split()[0] if lines and lines[-1] else UNKNOWN
+        # Without accounting, the job is simply no longer in the queue.
+        return word or next(reversed(_accounted(self.job_id)), UNKNOWN), reason
 
 
 class SlurmBackend:
-    """The backend for a Slurm cluster, used through the commands of a login node."""
+    """A Slurm cluster, used through the commands of a login node."""
 
     name = "slurm"
 
@@ -203,11 +180,7 @@ class SlurmBackend:
         return describe(config, stage)
 
     def find(self, key: JobKey) -> SlurmJob | None:
-        """Look for the job by its name, which Slurm lists from the moment it accepts it until the last rank has gone.
-
-        Raises:
-            SilentSchedulerError: Slurm does not answer at the moment.
-        """
+        # Slurm lists a job from the moment it accepts it until the last rank has gone.
         jobs = [job for job in listed(PRESENT_SECONDS) if job.name == key.job_name]
         ids = [job.job_id for job in jobs if job.word not in SUCCEEDED | FAILED]
         if not ids:
@@ -222,13 +195,6 @@ class SlurmBackend:
         return SlurmJob(ids[0], key.folder, attached=True, ask_seconds=key.cluster.ask_seconds)
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
-        """Submit a job with sbatch.
-
-        Raises:
-            FullQueueError: The user has as many jobs in the queue as may be there.
-            JobError: Slurm refuses the job; the message has Slurm's reason.
-            SilentSchedulerError: Slurm did not answer. It may have queued the job.
-        """
         failed = failed_nodes(request.context.run_dir)
         try:
             job_id = _sbatch(request, environment, sorted(failed))
@@ -275,14 +241,9 @@ class SlurmBackend:
             logger.warning("the job's script has to queue it again: %s", error)
 
     def why_ended(self, segment: Segment) -> Reason:
-        """Return what accounting says: it has a line for each time that the job ran, and the present one comes last."""
-        try:
-            lines = ask(
-                "sacct", "-nPXD", "-j", segment.job_id, "-o", "State", seconds=RANK_COMMAND_SECONDS
-            ).splitlines()
-        except SilentSchedulerError:
-            lines = []
-        ended = [word for line in lines if (word := line.partition(" ")[0]) in SUCCEEDED | FAILED | {"REQUEUED"}]
+        # Accounting has a line for each time that the job ran, and the present one comes last.
+        words = _accounted(segment.job_id, "-D", seconds=RANK_COMMAND_SECONDS)
+        ended = [word for word in words if word in SUCCEEDED | FAILED | {"REQUEUED"}]
         if ended:
             return REASONS.get(ended[-1], "killed")
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
@@ -357,6 +318,14 @@ def _outside_jobs() -> Iterator[None]:
     with submitit.helpers.clean_env(extra_names=sorted(set(os.environ) - set(inherited()))):
         os.environ.update(cluster)
         yield
+
+
+def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> list[str]:
+    try:
+        lines = ask("sacct", "-nPX", *options, "-j", job_id, "-o", "State", seconds=seconds).splitlines()
+    except SilentSchedulerError:
+        return []
+    return [line.split()[0] for line in lines if line.strip()]  # "CANCELLED by 1000" is one answer
 
 
 def _write_record(key: JobKey, job_id: str) -> None:

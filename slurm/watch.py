@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import STOP_FILE, Cause, Job, JobError, SilentSchedulerError, State, StoppedError
+from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE, is_passing
@@ -37,28 +37,18 @@ OVERTIME_MINUTES = 10
 """How long the flow waits for the scheduler to end a job whose time is up."""
 RETURN_SECONDS = 30
 """How long the flow waits for the scheduler to queue a job again that it took away."""
-RETURNING: frozenset[Cause | None] = frozenset({"preempted", "node lost"})
-"""The causes after which a scheduler mostly queues the job again by itself."""
-REASONS: dict[Cause | None, Reason] = {
-    "preempted": "preempted",
-    "node lost": "node lost",
-    "time limit": "walltime",
-    "cancelled": "cancelled",
-}
-"""The reason for which a segment ended, by the cause that the scheduler gives."""
+RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
+"""The reasons after which a scheduler mostly queues the job again by itself."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Wait until the stage's result exists and its job has ended, or until the stage needs another job.
+    """Wait until the stage's result exists and its job has ended (True), or until the stage needs another job (False).
 
     Args:
         on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
         clock: Returns a time in seconds that only goes forward.
-
-    Returns:
-        Whether the stage has finished. If not, it goes on in a job that is still to be submitted.
 
     Raises:
         JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
@@ -71,7 +61,9 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
                 return watch.result_at is not None
             seen_at = clock()
         except OSError as error:
-            if not is_passing(error) or clock() - seen_at > SILENCE_SECONDS:
+            if not is_passing(error):
+                raise
+            if clock() - seen_at > SILENCE_SECONDS:
                 raise JobError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
@@ -83,7 +75,7 @@ def _goes_on_unseen(context: StageContext, error: OSError) -> str:
 
 
 def stopped_line(context: StageContext) -> str:
-    """Return the line about a run that has been stopped before or in this stage."""
+    """The line about a run that has been stopped before or in this stage."""
     segments = read_segments(context.stage_dir)
     step = segments[-1].last_step if segments else None
     where = f"in {context.stage}" if step is None else f"in {context.stage} after step {step}"
@@ -106,12 +98,7 @@ class _Watch:
         """Whether the job was attached to in its last moments: what it ended with is known, and another one follows."""
 
     def over(self) -> bool:
-        """Look at the job once more, and return whether the stage has finished or needs another job.
-
-        Raises:
-            JobError: The job failed, or waited or ran for longer than it may.
-            StoppedError: `specrl stop` asked the run to stop.
-        """
+        """Look at the job once more, and return whether the stage has finished or needs another job."""
         now = self.clock()
         if self.result_at is None and self._has_result():
             self.result_at = now
@@ -128,12 +115,9 @@ class _Watch:
         return False
 
     def _ended_without_result(self, seconds: float) -> bool:
-        """Return whether another job is needed; False while it is not yet certain that this one has ended for good.
-
-        Args:
-            seconds: How long ago it ended.
-        """
-        context, returning = self.context, self.state.cause in RETURNING
+        """Return whether another job is needed; False while it is not yet certain that this one, which ended so many
+        seconds ago, has ended for good."""
+        context, returning = self.context, self.state.reason in RETURNING
         if self.was_over:
             return True
         reason = self._reason()
@@ -154,7 +138,7 @@ class _Watch:
         segments, stage_dir = self._segments(), self.context.stage_dir
         if reason is None:
             killed = self.job.failure(self.context.config.resources_of(self.context.stage).ranks).killed
-            reason = REASONS.get(self.state.cause, "killed" if killed else "failed")
+            reason = self.state.reason or ("killed" if killed else "failed")
         # A job that was taken away before its ranks were set up counts too, or it could be submitted without end.
         last = segments[-1] if segments else begin_segment(stage_dir, self.job.job_id, "")
         return end_segment(stage_dir, last.number, reason, last_recorded_step(stage_dir), self.cluster)
@@ -171,7 +155,7 @@ class _Watch:
     def _ask(self, now: float) -> None:
         soon = self.result_at is not None or self.state.phase == "ended" or self._is_to_leave()
         pause = min(SOON_SECONDS, self.job.ask_seconds) if soon else self.job.ask_seconds
-        if (self.state.phase == "ended" and self.state.cause not in RETURNING) or now - self.asked_at < pause:
+        if (self.state.phase == "ended" and self.state.reason not in RETURNING) or now - self.asked_at < pause:
             return
         self.asked_at = now
         try:
@@ -183,7 +167,7 @@ class _Watch:
                 ) from error
             return
         if self.num_asked == 0:
-            self.was_over = self.job.attached and state.is_leaving and self._reason() not in AGAIN
+            self.was_over = self.job.attached and state.is_leaving and self._reason() not in (None, "finished", *AGAIN)
         self.num_asked += 1
         if self.state.suspended:
             self.since += now - self.answered_at
@@ -218,7 +202,6 @@ class _Watch:
         return self._reason() is not None
 
     def _cancel(self) -> str:
-        """Cancel the job, and return what became of that as the end of a sentence."""
         try:
             self.job.cancel()
         except SilentSchedulerError as error:

@@ -17,19 +17,13 @@ def node_name() -> str:
 
 
 class Heartbeats:
-    """Writes this rank's heartbeat, and watches those of others.
+    """Writes this rank's heartbeat into a folder of this job alone, and watches those of others.
 
     The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
     the clocks of hosts differ.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the folder of this job, and on the first rank remove those of earlier ones.
-
-        Args:
-            folder: A folder that all ranks of this job, and no other job, have.
-            clock: Returns a time in seconds that only goes forward.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             for other in folder.parent.iterdir():
@@ -43,17 +37,11 @@ class Heartbeats:
         self._seen = {other: ("", clock()) for other in watched}
 
     def beat(self) -> None:
-        """Give a sign of life."""
         self._beats += 1
         self._path(self._rank).write_text(f"{self._beats} {node_name()}")
 
     def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
-        """Say in one line which watched rank gives no sign of life any more, and since when; None if all do.
-
-        Args:
-            hang_seconds: How long a rank may be silent.
-            start_seconds: How long it may be silent before its first sign.
-        """
+        """Say in one line which watched rank is silent for too long (`start_seconds` until its first sign), or None."""
         now = self._clock()
         for rank, (text, since) in self._seen.items():
             found = self._read(rank)
@@ -70,11 +58,9 @@ class Heartbeats:
         self._seen = {rank: (text, now) for rank, (text, _) in self._seen.items()}
 
     def report_hang(self, text: str) -> None:
-        """Tell all ranks that the job hangs."""
         (self._folder / HANG_FILE).write_text(text)
 
     def reported_hang(self) -> bool:
-        """Return whether a rank has reported that the job hangs."""
         return (self._folder / HANG_FILE).exists()
 
     def _path(self, rank: int) -> Path:

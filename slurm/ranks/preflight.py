@@ -46,16 +46,12 @@ def check_rank(request: StageRequest) -> None:
 
 
 def line_of(check: Check) -> str:
-    """Return a finding as one line: what was found, and what mends it."""
+    """A finding as one line: what was found, and what mends it."""
     return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
 
 
 def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
-    """Say what a stage asks of the GPU of each of its ranks.
-
-    Args:
-        planned_bytes: `StageContext.device_bytes`.
-    """
+    """Say what a stage asks of the GPU of each of its ranks, for which the plan counts so many bytes."""
     resources = config.resources_of(stage)
     has_engine = stage in ENGINE_STAGES
     return GpuNeeds(

@@ -58,13 +58,11 @@ ATTEMPT = "SPECRL_ATTEMPT"
 
 
 def warning_seconds(resources: Resources) -> int:
-    """Return how many seconds before its limit a job is warned: at most a quarter of the limit."""
+    """How many seconds before its limit a job is warned: at most a quarter of the limit."""
     return min(WARNING_SECONDS, resources.minutes * 15)
 
 
 class Supervisor:
-    """Runs the stage in this rank, and listens meanwhile to whoever wants to end it."""
-
     def __init__(self, request: StageRequest, backend: Backend) -> None:
         self.request, self.backend = request, backend
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -102,12 +100,9 @@ class Supervisor:
         return 0
 
     def _raised(self, error: Exception) -> int:
-        """Leave the error for the flow, and return this rank's exit code.
-
-        A connection that is lost says nothing about the stage: another rank raised an error, or it was killed, or its
-        node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on, and
-        so it does where a file system fails.
-        """
+        # A connection that is lost says nothing about the stage: another rank raised an error, or was killed, or its
+        # node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on,
+        # and so it does where a file system fails.
         folder = self.request.key.folder
         write_error(folder, self.rank, error)
         if is_of_connection(error) or is_passing(error):
@@ -122,20 +117,13 @@ class Supervisor:
         return 1
 
     def _begin(self) -> None:
-        """Begin this job's segment.
-
-        Raises:
-            LeftJobError: The second rank took this one for lost, and has ended the job.
-            ValueError: The scheduler has queued the job again although the stage does not get any further.
-        """
         place = self.backend.place(self.request)
         self._end_at = place.end_at
         if place.end_at is not None:
             self.lifetime.leave_by = _monotonic(place.end_at) - self._exit_seconds()
         if self.world_size > 1 and self._is_begun(place.job_id):
             raise LeftJobError(Stop("killed", "the second rank has ended the job"))
-        gave_up = self._end_earlier(place.job_id)
-        if gave_up is not None:
+        if (gave_up := self._end_earlier(place.job_id)) is not None:
             raise ValueError(gave_up)
         before = read_segments(self.stage_dir)
         self.segment = begin_segment(self.stage_dir, place.job_id, node_name(), self.attempt).number
@@ -148,11 +136,8 @@ class Supervisor:
         return bool(segments) and (segments[-1].job_id, segments[-1].attempt) == (job_id, self.attempt)
 
     def _end_earlier(self, job_id: str) -> str | None:
-        """End the latest segment if its job could not.
-
-        Returns:
-            Why the stage is given up, where the scheduler has nonetheless queued the job with this id again.
-        """
+        """End the latest segment if its job could not, and return why the stage is given up, where the scheduler has
+        nonetheless queued the job with this id again."""
         segments = read_segments(self.stage_dir)
         if not segments or segments[-1].reason is not None:
             return None
@@ -162,13 +147,8 @@ class Supervisor:
         return ended.gave_up if ended.job_id == job_id else None
 
     def _segment_of_first(self) -> int | None:
-        """Return the number of this job's segment on another rank, which begins it where the first rank has not.
-
-        Otherwise a job whose first rank never comes up would count nowhere, and be queued again without end.
-
-        Returns:
-            None for a job that the scheduler has queued again although the stage is given up.
-        """
+        """The number of this job's segment on another rank, which begins it where the first rank has not; None where
+        the stage is given up. A job whose first rank never comes up would count nowhere, and be queued without end."""
         job_id = self.backend.place(self.request).job_id
         if self._is_begun(job_id):
             return read_segments(self.stage_dir)[-1].number
@@ -177,7 +157,6 @@ class Supervisor:
         return begin_segment(self.stage_dir, job_id, "", self.attempt).number
 
     def _watch(self, wake_up: socket.socket) -> None:
-        """Listen until the process ends."""
         while True:
             woken, _, _ = select.select([wake_up], [], [], min(1.0, self._beat_seconds))
             try:
@@ -188,7 +167,6 @@ class Supervisor:
                 logger.warning("supervision: %s", error)
 
     def _look(self, hang_seconds: float) -> None:
-        """Look once at everything that is not told by a signal."""
         now = time.monotonic()
         held_up, self._looked_at = now - self._looked_at, now
         if held_up > hang_seconds / 2:
@@ -224,7 +202,6 @@ class Supervisor:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _told(self, number: int) -> None:
-        """Have the job left because a signal says that it will end."""
         if number not in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
             return
         name = signal.Signals(number).name
@@ -244,7 +221,7 @@ class Supervisor:
         self._ask_to_leave(stop, _monotonic(end_at) - min(self._exit_seconds(), (end_at - now) / 3))
 
     def _is_for_this_rank(self, place: JobPlace) -> bool:
-        """Return whether a SIGTERM is meant for this rank and not for its job.
+        """Whether a SIGTERM is meant for this rank and not for its job.
 
         A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
         them has died, and how that one ended says what becomes of the stage; so it does while the scheduler, which has
@@ -255,7 +232,6 @@ class Supervisor:
         return place.end_at is None or place.end_at >= self._end_at
 
     def _ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
-        """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""
         logger.warning("leaving the job (%s)", stop.text)
         if self.lifetime.has_steps:
             self.lifetime.ask_to_leave(stop, leave_by)
@@ -263,7 +239,6 @@ class Supervisor:
             self._exit(stop)
 
     def _hang(self, text: str, node: str = "") -> NoReturn:
-        """Have all ranks write their stacks, and end the job; later ones leave out the node of the one that hangs."""
         logger.error("%s; ending the job", text)
         self.heartbeats.report_hang(text)
         self._write_stacks()
@@ -280,9 +255,7 @@ class Supervisor:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
     def _exit(self, stop: Stop) -> NoReturn:
-        """End this process, and with it the job, whatever its main thread does."""
-        code = self._leave(stop)
-        os._exit(code or STOPPED_CODE)
+        os._exit(self._leave(stop) or STOPPED_CODE)  # whatever the main thread does; the job ends with this process
 
     def _leave(self, stop: Stop) -> int:
         """End the segment, have the job queued again if the stage is to go on, and return this rank's exit code."""
@@ -297,7 +270,6 @@ class Supervisor:
         return 1 if stop.reason in AGAIN else 0
 
     def _end(self, reason: Reason, text: str = "") -> bool:
-        """Say that the segment has ended, and return whether the stage is to go on in another job."""
         number = self.segment if self.rank == 0 else self._segment_of_first()
         if number is None:  # it could not even begin
             return False
@@ -313,17 +285,14 @@ def _monotonic(unix_time: float) -> float:
 
 
 def _listen() -> socket.socket:
-    """Have signals written to a socket the moment they come, and return the end to read them from.
-
-    Processes that are forked from this one get the usual handlers: what ends them is none of this rank's business.
-    """
+    """Have signals written to a socket the moment they come, and return the end to read them from."""
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
     _kept_open.append(write_end)
     signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
     for number in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
         signal.signal(number, lambda number, frame: None)
-    os.register_at_fork(after_in_child=_forget_signals)
+    os.register_at_fork(after_in_child=_forget_signals)  # what is forked from this process ends as usual
     return read_end
 
 

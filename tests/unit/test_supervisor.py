@@ -11,7 +11,7 @@ import pytest
 from slurm.backend import JobPlace, StageRequest
 from slurm.failures import first_error
 from slurm.local.backend import LocalBackend
-from slurm.local.controller import END_AT
+from slurm.local.controller import END_AT, JOB_ID
 from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
 from specrl.config import parse_config
 from specrl.context import StageContext
@@ -39,7 +39,7 @@ class Job:
 
     def rank(self, rank: int, job_id: str, attempt: int = 0) -> Supervisor:
         known = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 29500, ATTEMPT: attempt, END_AT: time.time() + 600}
-        for name, value in {**known, "SUBMITIT_LOCAL_JOB_ID": job_id}.items():
+        for name, value in {**known, JOB_ID: job_id}.items():
             self.patch.setenv(name, str(value))
         return Supervisor(self.request, LocalBackend())
 

@@ -135,7 +135,7 @@ class SlowJob(LongJob):
         super().__init__(range(0))
 
     def state(self) -> State:
-        return State("ended", "CANCELLED", failed=True, cause="cancelled") if self.cancelled else State("pending", "")
+        return State("ended", "CANCELLED", failed=True, reason="cancelled") if self.cancelled else State("pending", "")
 
 
 class SlowScheduler:
