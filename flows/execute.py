@@ -16,7 +16,7 @@ from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
-from slurm.backend import JobError, StoppedError
+from slurm.backend import JobError, StoppedError, UnseenError
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
 from specrl.config import Config, ConfigError
@@ -73,6 +73,8 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         server.wait()
         try:
             _run_flow(config.run_dir)
+        except UnseenError:  # the jobs go on, and so does the run in MLflow
+            raise
         except (KeyboardInterrupt, StoppedError):
             finish(config, "KILLED")
             raise

@@ -25,13 +25,10 @@ def restrict(cluster: ClusterConfig) -> None:
 
 
 def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
-    """Refuse a folder that somebody other than its user can write to or replace, whether or not it exists.
+    """Refuse (ConfigError) a folder that somebody other than its user can write to or replace; it need not exist yet.
 
     Returns:
         A line for each folder above it that members of a group can write to which `cluster.trusted_groups` lacks.
-
-    Raises:
-        ConfigError: Something of the folder belongs to somebody else, or its group or everybody may write to it.
     """
     try:
         if run_dir.is_dir():

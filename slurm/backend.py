@@ -33,6 +33,10 @@ class JobError(RuntimeError):
     """A job could not be submitted, failed, or ran out of time. The message is one line for people."""
 
 
+class UnseenError(JobError):
+    """The job goes on, as far as is known, but its scheduler or its files have not answered for long."""
+
+
 class StoppedError(RuntimeError):
     """The run was stopped because `specrl stop` asked for it. The message is one line for people."""
 
@@ -200,7 +204,7 @@ class StageRequest:
 
 
 class Job(Protocol):
-    """A job of a backend, submitted or found again."""
+    """A job of a backend, submitted or found again. Its methods raise SilentSchedulerError where nobody answers."""
 
     backend: str
     job_id: str
@@ -210,18 +214,10 @@ class Job(Protocol):
     """How many seconds the flow waits before it asks for the state again."""
 
     def state(self) -> State:
-        """Ask the scheduler how the job is doing.
-
-        Raises:
-            SilentSchedulerError: The scheduler does not answer at the moment.
-        """
+        """Ask the scheduler how the job is doing."""
 
     def cancel(self) -> None:
-        """End the job, or at least tell the scheduler to.
-
-        Raises:
-            SilentSchedulerError: The scheduler could not be told; the message says how to end the job by hand.
-        """
+        """End the job, or at least tell the scheduler to; an error says how to end it by hand."""
 
     def log(self, rank: int) -> Path:
         """The file to which a rank prints. It may not exist yet."""
@@ -231,7 +227,11 @@ class Job(Protocol):
 
 
 class Backend(Protocol):
-    """A scheduler. The flow calls the methods from `problems` to `submit`; the ranks of a job call the others."""
+    """A scheduler. The flow calls the methods from `problems` to `submit`; the ranks of a job call the others.
+
+    They raise JobError where the scheduler cannot be used from here or refuses a job, with its reason in one line, and
+    SilentSchedulerError where it does not answer.
+    """
 
     name: str
     """The value of `cluster.backend` that chooses it."""
@@ -249,25 +249,13 @@ class Backend(Protocol):
         """The stage's job if it is pending or running, whoever submitted it, or None.
 
         There must be no instant at which a submitted job is not found: it would be submitted a second time.
-
-        Raises:
-            JobError: The scheduler cannot be used from here.
-            SilentSchedulerError: The scheduler does not answer at the moment.
         """
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> Job | None:
         """Submit a job that runs `python` with `request.arguments` in every rank, in the folder `request.key.folder`.
 
-        Args:
-            environment: Variables that every process of the job needs before Python starts.
-
-        Returns:
-            The job, or None when the stage turned out to be finished.
-
-        Raises:
-            JobError: The scheduler refuses the job; the message gives its reason.
-            SilentSchedulerError: The scheduler did not answer, or has no room in its queue. The job is looked for
-                before it is submitted again.
+        Every process of the job needs the variables of `environment` before Python starts. After an answer that did not
+        come, the job is looked for before it is submitted again. None stands for a stage that has finished meanwhile.
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:

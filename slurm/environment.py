@@ -111,12 +111,7 @@ def inherited() -> dict[str, str]:
 
 
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
-    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either.
-
-    Raises:
-        ConfigError: `cluster.environment_file` is missing, or is open to others.
-        ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
-    """
+    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either."""
     resources, cluster = request.resources, request.key.cluster
     if cluster.environment_file is not None:
         os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
@@ -158,11 +153,7 @@ def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
 
 
 def cache_folders(place: str | None) -> dict[str, str]:
-    """The variables that say where compiled code is kept: below `place`, or in a folder that the node has for itself.
-
-    Raises:
-        ValueError: A variable in `place` is not set on this node.
-    """
+    """The variables that say where compiled code is kept: below `place`, or in a folder of the node's own."""
     root = _expanded(place) if place else node_folder()
     folders = {name: root / folder for name, folder in CACHES.items()}
     for folder in folders.values():

@@ -34,14 +34,7 @@ class Listed:
 
 
 def listed(max_age: float) -> list[Listed]:
-    """The user's jobs, as squeue lists them.
-
-    Args:
-        max_age: How old the list may be, in seconds, if another flow on this host has asked for it.
-
-    Raises:
-        SilentSchedulerError: Slurm does not answer at the moment.
-    """
+    """The user's jobs, as squeue listed them at most `max_age` seconds ago for any flow on this host."""
     path = _shared_list()
     try:
         with FileLock(path.with_suffix(".lock"), timeout=2 * COMMAND_SECONDS):
@@ -75,9 +68,6 @@ def _read(path: Path, max_age: float) -> str | None:
 
 def ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     """The output of one of Slurm's commands, in an environment that changes nothing about it.
-
-    Args:
-        seconds: How long it may take.
 
     Raises:
         JobError: The command is not installed.

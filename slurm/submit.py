@@ -41,13 +41,7 @@ RETRY_SECONDS = 5
 def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | None:
     """The one job of a stage: the one that is pending or running, or else a new one; None if the stage has finished.
 
-    Args:
-        entry: The function that every rank calls with the context, as `module:function`.
-        code: The snapshot of the sources that the job imports.
-
-    Raises:
-        ConfigError: `cluster.backend` is unknown.
-        JobError: The job cannot be submitted; the reason is one line.
+    `StageRequest` describes the arguments.
     """
     request, begun = StageRequest(context, entry, code), time.monotonic()
     while True:
@@ -94,12 +88,7 @@ def find(key: JobKey) -> Job | None:
 
 
 def find_now(key: JobKey) -> Job | None:
-    """The stage's job if it is pending or running, or None.
-
-    Raises:
-        JobError: The scheduler cannot be used from here.
-        SilentSchedulerError: The scheduler does not answer at the moment.
-    """
+    """The stage's job if it is pending or running, or None; see `Backend.find`."""
     found = (backend.find(key) for backend in _backends(key))
     return next((job for job in found if job is not None), None)
 

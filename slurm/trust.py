@@ -77,7 +77,7 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: Path) -> Iterator[Path]:  # links are not followed
     for path in _entries(folder):
         yield path
         yield from _below(path)

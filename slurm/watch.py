@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError
+from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE, is_passing
@@ -52,6 +52,7 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
 
     Raises:
         JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
+        UnseenError: It goes on, but cannot be watched.
         StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
     """
     watch, seen_at = _Watch(job, context, clock), clock()
@@ -64,7 +65,7 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
             if not is_passing(error):
                 raise
             if clock() - seen_at > SILENCE_SECONDS:
-                raise JobError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
+                raise UnseenError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
 
@@ -162,7 +163,7 @@ class _Watch:
             state = self.job.state()
         except SilentSchedulerError as error:
             if now - self.answered_at > SILENCE_SECONDS:
-                raise JobError(
+                raise UnseenError(
                     f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
                 ) from error
             return

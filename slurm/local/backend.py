@@ -106,11 +106,6 @@ class LocalBackend:
         return ""
 
     def find(self, key: JobKey) -> LocalJob | None:
-        """The running job of a stage, or None.
-
-        Raises:
-            JobError: The job runs on another host that shares the file system, or its controller cannot be found.
-        """
         deadline = time.monotonic() + RECORD_SECONDS
         while is_locked(lock_path(key.record_path)):
             record = Record.read(key.record_path)
@@ -124,11 +119,6 @@ class LocalBackend:
         return None
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
-        """Start a controller.
-
-        Raises:
-            JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
-        """
         devices = _devices(request)
         with interrupts_held(), submitit.helpers.clean_env():
             controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
@@ -164,11 +154,7 @@ class LocalBackend:
         return "killed"  # with its controller, which would have said anything else
 
     def _wait_for(self, controller: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
-        """Wait for the record of the controller that was just started, or of one that another flow started before it.
-
-        Raises:
-            JobError: The controller ended at once, or did not start within `START_SECONDS`.
-        """
+        """Wait for the record of the controller that was just started, or of one that another flow was faster with."""
         key = request.key
         log = key.folder / CONTROLLER_LOG
         deadline = time.monotonic() + START_SECONDS

@@ -17,25 +17,15 @@ ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export
 """The stages whose jobs start an engine."""
 
 
-STAGES_PACKAGE = "specrl.stages."
-"""The package of the functions whose needs are known."""
-
-
 class PreflightError(RuntimeError):
     """This machine's GPU cannot do what the stage asks of it; the message has a line for each reason."""
 
 
 def check_rank(request: StageRequest) -> None:
-    """Check the GPU of this rank, if its stage has one; what works, but perhaps slowly, is logged as a warning.
-
-    What a function outside of `specrl.stages` needs is not known, and is not checked.
-
-    Raises:
-        PreflightError: The stage would fail later.
-    """
+    """Check the GPU of this rank, if its stage has one; a PreflightError says that the stage would fail later."""
     config, stage = request.context.config, request.context.stage
-    if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith(STAGES_PACKAGE):
-        return
+    if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith("specrl.stages."):
+        return  # what another function needs is not known
     found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage, request.context.device_bytes))
     for check in found:
         if check.status == "warn":

@@ -16,7 +16,16 @@ from rich.console import Console
 from flows.display import PlainReporter
 from flows.folder import write_config
 from slurm import watch
-from slurm.backend import Failure, JobError, JobKey, SilentSchedulerError, StageRequest, State, StoppedError
+from slurm.backend import (
+    Failure,
+    JobError,
+    JobKey,
+    SilentSchedulerError,
+    StageRequest,
+    State,
+    StoppedError,
+    UnseenError,
+)
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
@@ -120,7 +129,7 @@ def test_a_file_system_that_fails_for_a_while_ends_no_run_and_for_long_is_one_li
     with pytest.raises(JobError, match=r"ran far beyond resources.minutes"):
         wait(job, stage, job.pass_time, job.clock)
     job.now, away = 0, range(2, 1000)
-    with pytest.raises(JobError) as told:
+    with pytest.raises(UnseenError) as told:
         wait(job, stage, job.pass_time, job.clock)
     words = f"goes on, but its files cannot be read ({os.strerror(number)}: {stage.stage_dir})"
     assert str(told.value) == f"prepare (job 12) {words}; follow it again with: specrl resume demo"
