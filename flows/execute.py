@@ -29,7 +29,7 @@ from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
-from tasks.run import begin
+from tasks.run import begin, forget_stop
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
@@ -59,6 +59,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     if origin is not None:
         config = own_source(config)
     with only_flow(config.run_dir, config.cluster), PrefectServer(config.runs_dir) as server:
+        forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
         if resumed:
             note_edited_files(config, console)
         else:
@@ -119,9 +120,7 @@ def begin_run(config: Config, origin: Origin | None) -> None:
 def _run_flow(run_dir: Path) -> None:
     # These import Prefect, which reads its environment once, at import: the server has set it by now.
     from flows.pipeline import pipeline
-    from tasks.run import forget_stop
 
-    forget_stop(run_dir)
     mark_crashed_flows(run_dir)
     pipeline(str(run_dir))
 

@@ -13,10 +13,12 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
+from flows import execute
 from flows.display import PlainReporter
 from flows.folder import write_config
 from slurm import watch
 from slurm.backend import (
+    STOP_FILE,
     Failure,
     JobError,
     JobKey,
@@ -223,3 +225,24 @@ def test_a_job_that_has_ended_needs_no_cancelling(scancel: Path, tmp_path: Path)
     scancel.write_text("scancel: error: Unable to contact slurm controller")
     with pytest.raises(SilentSchedulerError, match="slurm job 12 could not be cancelled"):
         job.cancel()
+
+
+def test_a_stop_that_is_asked_for_while_a_flow_starts_is_not_forgotten(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, found = config.run_dir / STOP_FILE, []
+    config.run_dir.mkdir(parents=True)
+    write_config(config)
+    stop.touch()  # of the call before
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    for name in ("check", "begin_run", "mark_crashed_flows", "finish", "render_summary"):
+        monkeypatch.setattr(execute, name, lambda *arguments: None)
+
+    def start(*arguments: object) -> None:
+        found.append(stop.exists())
+        stop.touch()  # specrl stop, while MLflow is slow
+
+    monkeypatch.setattr(execute, "start_parent_run", start)
+    monkeypatch.setattr("flows.pipeline.pipeline", lambda run_dir: found.append(stop.exists()))
+    execute.execute(config, resumed=False)
+    assert found == [False, True]
