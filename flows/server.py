@@ -17,6 +17,7 @@ from typing import Self
 from filelock import FileLock
 
 from slurm.access import PRIVATE
+from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_with_parent, free_port, reach_loopback
 
 START_SECONDS = 180
@@ -63,7 +64,7 @@ class PrefectServer:
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        own = str(runs_dir.absolute() / ".prefect")
+        own = str(prefect_home(runs_dir))
         self._is_own_home = os.environ.setdefault("PREFECT_HOME", own) == own
         self.home = Path(os.environ["PREFECT_HOME"])
         # Two servers that create the same database at the same time would break it.

@@ -23,6 +23,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 RESULT_FILE = "result.json"
 MOST_BYTES = 64 * 2**20
 """The most bytes that are read of a file of text or JSON: a run's own are far smaller."""
+PASSING = frozenset(
+    {errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
+)
+"""The errors with which the file system of a cluster fails for minutes and is back."""
 CURVE_FOLDER = "validation"
 """The folder of the scores of policy versions, one file for each, in that of the train stage."""
 
@@ -392,6 +396,11 @@ def read_file(path: Path) -> bytes:
         raise ValueError(f"{path} is not a file of at most {MOST_BYTES} bytes")
     with os.fdopen(file, "rb") as opened:
         return opened.read(MOST_BYTES)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is one that a file system gives for a while, as when its server starts again."""
+    return isinstance(error, OSError) and error.errno in PASSING
 
 
 def read_json(path: Path) -> Any:

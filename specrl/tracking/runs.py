@@ -31,7 +31,7 @@ from specrl.tracking.store import (
 )
 from specrl.tracking.sync import Syncing, refusals, send
 from specrl.tracking.system import LoadMonitor, leave_load, log_load
-from specrl.tracking.tracker import Tracker
+from specrl.tracking.tracker import Tracker, relative
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks
@@ -115,9 +115,14 @@ def finish_parent_run(
     """End the parent run, and mark as killed those children that could not say how they ended; send what waits."""
     for log in unended(config.run_dir):
         Tracker(log).end("KILLED")
-    tracker = Tracker(Log(config.run_dir))
+    log = Log(config.run_dir)
+    sent = {entry.values["path"]: entry.time_ms for entry in log.entries() if entry.kind == "artifact"}
+    tracker = Tracker(log)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
-    log_artifacts(tracker, files or {})
+    for folder, paths in (files or {}).items():
+        # What has not changed since it was logged is not logged, and sent, again each time that the run is resumed.
+        old = {path for path in paths if sent.get(relative(path, log.owner), 0) > 1000 * path.stat().st_mtime}
+        log_artifacts(tracker, {folder: [path for path in paths if path not in old]})
     if responses:
         tracker.log_table(responses, RESPONSES_FILE)
     tracker.end(status)

@@ -33,6 +33,8 @@ class Replacement(NamedTuple):
     """Whether `by` is a function that gets the original, and returns what takes its place."""
     on_cpus: bool = False
     """Whether it is for CPUs alone."""
+    on_gpus: bool = False
+    """Whether it is for GPUs alone."""
 
 
 REPLACEMENTS = (
@@ -124,6 +126,14 @@ REPLACEMENTS = (
         "vLLM drafts with one speculator, none of which drafts from stored text",
         "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_compared",
     ),
+    Replacement(
+        "vllm.model_executor.warmup.kernel_warmup.deep_gemm_warmup",
+        f"{PATCHES}.first_on_its_node",
+        "all ranks compile the same kernels, for minutes; here the first of a node does, and the others load them",
+        "tests/unit/test_vllm_patches.py::test_kernels_are_compiled_by_the_first_rank_of_a_node",
+        wraps=True,
+        on_gpus=True,
+    ),
 )
 
 
@@ -135,7 +145,8 @@ def install() -> None:
         importlib.import_module("vllm.v1.worker.cpu.shm")
         cpu_kernels.install()
     for replacement in REPLACEMENTS:
-        if replacement.attribute in _original or (replacement.on_cpus and not on_cpus):
+        elsewhere = replacement.on_gpus if on_cpus else replacement.on_cpus
+        if replacement.attribute in _original or elsewhere:
             continue
         path, attribute = replacement.attribute.rsplit(".", 1)
         owner, new = _found(path), _found(replacement.by)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,11 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from specrl.artifacts import digest
+
+COMPILE_SECONDS = 1800
+"""How long the ranks of a node wait for the first one, before they compile too."""
 
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The name of the memory that the ranks of a communicator share."""
@@ -83,6 +91,27 @@ def once(register: Callable[[], None]) -> Callable[[], None]:
             register()
 
     return register_once
+
+
+def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that compiles DeepGEMM's kernels on the node's first rank before the others look for them."""
+    starts = count()
+
+    def warm_up_in_turn(*arguments: Any) -> None:
+        world = os.environ
+        rank, ranks = int(world.get("RANK", "0")), int(world.get("LOCAL_WORLD_SIZE", "1"))
+        names = [world.get(name) for name in ("SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")]
+        done = Path(world["DG_JIT_CACHE_DIR"], f".compiled-{digest([*names, rank // ranks, next(starts)])}")
+        until = time.monotonic() + COMPILE_SECONDS
+        while rank % ranks and not done.exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        try:
+            warm_up(*arguments)
+        finally:
+            if not rank % ranks:
+                done.touch()  # also where it failed: the others find out by themselves
+
+    return warm_up_in_turn
 
 
 def make_group_name(communicator: Any) -> str:
