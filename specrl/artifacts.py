@@ -125,6 +125,8 @@ class SetScore(Artifact):
     """The share of the responses that were cut off at their limit."""
     seconds: float
     """The wall-clock time of generation and scoring."""
+    decode_steps_per_token: float
+    """The iterations that a response took, over its tokens, on average over all tokens: 1 without accepted drafts."""
 
     def metrics(self) -> dict[str, float]:
         """Return the scores under their names in MLflow."""
@@ -135,6 +137,8 @@ class SetScore(Artifact):
             "response_length_mean": self.response_length_mean,
             "response_length_max": float(self.response_length_max),
             "truncated_fraction": self.truncated_fraction,
+            "seconds": self.seconds,
+            "decode_steps_per_token": self.decode_steps_per_token,
         }
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():

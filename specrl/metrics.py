@@ -383,6 +383,13 @@ VALIDATION = {
             "Share of the responses that were cut off at sampling.max_response_tokens.",
             "lower",
         ),
+        Metric("validation/NAME/seconds", "s", "Time of generation and scoring.", "lower"),
+        Metric(
+            "validation/NAME/decode_steps_per_token",
+            "",
+            "Iterations over tokens of the responses; methods with replay draft from the answers before.",
+            "lower",
+        ),
     )
 }
 """The metrics of a held-out set NAME, by their last part. In MLflow their step is the number of RL steps trained."""

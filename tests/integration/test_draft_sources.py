@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrl.artifacts import SetScore
+from specrl.config import SamplingConfig, ValidationSetConfig
+from specrl.data.problems import Prompt
+from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
-from specrl.rollout.engine import Engine, Response
+from specrl.rollout.engine import Engine, Request, Response
 from specrl.rollout.matched import matched_pair
+from specrl.validation.answering import HeldOutSet, answer
+from specrl.validation.last_answers import LastAnswers
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
 pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(32, seed=5)
 LONGEST = 16
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 Texts = dict[tuple[int, ...], list[list[int]]]
 
 
@@ -151,6 +158,29 @@ def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
     mixed.set_replay({})
 
 
+def test_a_validation_drafts_from_the_answers_of_the_one_before_and_of_an_earlier_start(
+    mixed: Engine, tmp_path: Path
+) -> None:
+    config = mixed.config.model_copy(update={"sampling": SamplingConfig(max_response_tokens=48)})
+    prompts = [
+        Prompt(index, "", request.prompt_tokens[:60], "", {}) for index, request in enumerate(mixed_requests(8, seed=6))
+    ]
+    chosen = HeldOutSet("sums", config, prompts, ValidationSetConfig(samples_per_prompt=2))
+    mixed.set_k(3)
+
+    def answers(last: LastAnswers) -> SetScore:
+        return answer(mixed, None, chosen, 0, ALONE, learn=False, last=last)[0]
+
+    last = LastAnswers(mixed, tmp_path, rank=0)
+    first, second = answers(last), answers(last)
+    restarted = answers(LastAnswers(mixed, tmp_path, rank=0))
+    same = {"seconds", "decode_steps_per_token"}
+    assert first.model_dump(exclude=same) == second.model_dump(exclude=same) == restarted.model_dump(exclude=same)
+    assert first.decode_steps_per_token > 0.3 >= second.decode_steps_per_token == restarted.decode_steps_per_token
+    assert answers(LastAnswers(mixed, tmp_path / "new", rank=0)).decode_steps_per_token == first.decode_steps_per_token
+    assert mixed.stored_for(Request(prompts[0].tokens, 0, 1, 1.0)) == (0, 0)
+
+
 def test_a_response_goes_on_where_it_was_stopped(mixed: Engine, plain: list[Response]) -> None:
     """With its tokens as part of the prompt: random numbers go by seed and position."""
     mixed.set_k(3)
@@ -226,7 +256,7 @@ def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list
     assert mixed.drafting is not None
     knowledge = (mixed.drafting.costs, mixed.drafting.texts)
     mixed.generate(REQUESTS[:8], recall=True)
-    mixed.drafting.begin(0, [], recall=False, learn=False)  # as the generations that leave no trace do
+    mixed.drafting.begin([], [], recall=False, learn=False)  # as the generations that leave no trace do
     before = pickle.dumps(knowledge)
     for k in (2, None):  # with None, a slow machine may have settled on no drafts
         mixed.set_k(k)

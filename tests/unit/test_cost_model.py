@@ -82,6 +82,7 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
     graph_sizes: tuple[int, ...],
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k, graph_sizes)
+    model.acceptance.own_share = 0.5
     model.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
     lengths = [k for first, last, k in model.schedule() for _ in range(first, last + 1)]
     for batch, length in enumerate(lengths, 1):
@@ -116,6 +117,7 @@ def test_nothing_is_drafted_where_nothing_is_accepted_or_no_text_is_found() -> N
 
 def test_text_of_the_own_seed_is_drafted_as_far_as_rows_are_free() -> None:
     model = model_of(1e-2, 1e-3, 0.0, 0)
+    model.acceptance.own_share = 1.0
     model.learn(counts_of({OWN: 0.99}, 2000))
     lengths = [model.best(batch) for batch in range(1, MAX_BATCH + 1)]
     assert lengths[0] == K > lengths[-1]

@@ -46,7 +46,7 @@ def scored(rewards: list[list[float]], correct_reward: float = 1.0, step: int = 
     lengths = np.arange(values.size, dtype=np.int64).reshape(values.shape)
     sizes = ValidationSetConfig(samples_per_prompt=values.shape[1]).pass_sizes
     responses = SetResponses(values, lengths, lengths >= values.size - 1)
-    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5)
+    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5, decode_steps_per_token=0.5)
 
 
 def test_pass_at_k_is_the_share_of_the_draws_that_have_a_right_sample() -> None:

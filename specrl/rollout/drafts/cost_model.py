@@ -57,6 +57,10 @@ class Acceptance:
         self._settings, self._drafter_k = settings, drafter_k
         self._seen, self._right = np.zeros((NOTHING, k)), np.zeros((NOTHING, k))
         self._offered = np.zeros(NOTHING + 1)
+        self._own = 0.0
+        """The part of `_offered` that requests with text of their own seed had."""
+        self.own_share = 0.0
+        """The share of the requests of the present generation for which there is text of their own seed."""
         even, agreements = settings.even_agreement, np.array([OWN_SEED, *SIZES, *SIZES])
         self._guess = np.append(agreements / (agreements + even), settings.guessed_acceptance)
 
@@ -68,11 +72,13 @@ class Acceptance:
         self._right = self._right * weights + counts.right[:NOTHING]
         weight = min(1, self._settings.text_window / max(self._offered.sum(), 1))
         self._offered = self._offered * weight + counts.offered
+        self._own = self._own * weight + self.own_share * counts.offered.sum()
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
         kept = self._settings.kept_on_refit
-        self._seen, self._right, self._offered = self._seen * kept, self._right * kept, self._offered * kept
+        self._seen, self._right = self._seen * kept, self._right * kept
+        self._offered, self._own = self._offered * kept, self._own * kept
 
     def by_position(self) -> Floats:
         """Return the probability that a draft's token is right if those before it are, [kinds, k].
@@ -94,11 +100,16 @@ class Acceptance:
     def tokens(self) -> Floats:
         """Return the expected tokens of a request in an iteration, [k + 1], by the length of drafts; 1 without one.
 
-        Before anything is known every request is taken to have a draft of the drafter, or of the own seed's text.
+        Text of the own seed is known to be there before a generation begins; how long it is followed is learned. Before
+        anything is known it is taken to be always, and other requests to have a draft of the drafter, if there is one.
         """
-        prior = np.zeros(NOTHING + 1)
-        prior[DRAFTERS if self._drafter_k else OWN] = self._settings.prior_requests
-        shares = (self._offered + prior) / (self._offered + prior).sum()
+        prior = self._settings.prior_requests
+        followed = min(1.0, (prior + self._offered[OWN]) / (prior + self._own))
+        others = self._offered.copy()
+        others[OWN] = 0
+        others[DRAFTERS if self._drafter_k else NOTHING] += prior
+        shares = others / others.sum() * (1 - self.own_share * followed)
+        shares[OWN] = self.own_share * followed
         tokens: Floats = 1 + self.accepted() @ shares[:NOTHING]
         return tokens
 

@@ -29,6 +29,8 @@ class TextStore:
         self._most = recent_tokens
         self._prompts: dict[Tokens, int] = {}
         self._stored: list[Text] = []
+        self._own: set[tuple[int, int | None]] = set()
+        """The prompt and seed of each stored response."""
         self._recent: list[NDArray[np.int32]] = []
         self._index: TextIndex | None = None
         self._unindexed = 0
@@ -46,6 +48,7 @@ class TextStore:
             self._stored += [
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
             ]
+        self._own = {(text.prompt, text.seed) for text in self._stored}
         self._index = None
 
     def remember(self, response: Sequence[int]) -> None:
@@ -61,6 +64,10 @@ class TextStore:
     def number_of(self, prompt_tokens: Sequence[int]) -> int:
         """Return the number that the prompt's stored responses have, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
+
+    def has_own(self, prompt_tokens: Sequence[int], seed: int) -> bool:
+        """Return whether a response to the prompt with this seed is stored."""
+        return (self.number_of(prompt_tokens), seed) in self._own
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """Return how many responses to the prompt are stored, and how many tokens the one of this seed has."""

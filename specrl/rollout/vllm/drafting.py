@@ -56,10 +56,12 @@ class Drafting:
         self._fixed = max(k, self._replay_k) if k and self._drafter_k else k
         self._schedule()
 
-    def begin(self, num_requests: int, stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
+    def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
-        self._text.begin(num_requests, stop_tokens)
+        self._text.begin(len(requests), stop_tokens)
+        own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
+        self.costs.acceptance.own_share = own / max(1, len(requests))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
