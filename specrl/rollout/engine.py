@@ -195,7 +195,8 @@ class Engine:
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
-        with self._generation(len(requests), recall=recall, learn=learn) as running:
+        prompts = [request.prompt_tokens for request in requests]
+        with self._generation(prompts, recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
                 running[self._vllm.add(asked.prompt_tokens, parameters)] = index
@@ -422,7 +423,7 @@ class Engine:
         results: dict[int, SequenceScore] = {}
         if self._drafting is not None:
             self._drafting.set_length(0)
-        with self._generation(0) as running:
+        with self._generation([]) as running:
             for index, tokens in enumerate(sequences):
                 running[self._vllm.add(tokens, params)] = index
             while running:
@@ -489,7 +490,7 @@ class Engine:
 
     @contextmanager
     def _generation(
-        self, num_requests: int, *, recall: bool = False, learn: bool = False
+        self, prompts: Sequence[list[int]], *, recall: bool = False, learn: bool = False
     ) -> Iterator[dict[RunningRequest, int]]:
         """Generate; whatever ends it, no request is left in vLLM.
 
@@ -497,7 +498,7 @@ class Engine:
             The places of the running requests; the block keeps it up to date.
         """
         if self._drafting is not None:
-            self._drafting.begin(num_requests, self.stop_tokens, recall=recall, learn=learn)
+            self._drafting.begin(len(prompts), self.stop_tokens, recall=recall, learn=learn, prompts=prompts)
         try:
             yield {}
         finally:
@@ -507,7 +508,7 @@ class Engine:
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         if self._drafting is not None:
-            self._drafting.remember(request.tokens)
+            self._drafting.remember(request.tokens, asked.prompt_tokens)
         by_source = SpeculationStats.of([DraftOutcome(d.source, d.drafted, d.accepted) for d in request.drafts])
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)

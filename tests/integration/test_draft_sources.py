@@ -109,6 +109,20 @@ def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
     assert REPLAY not in again.stats.by_source
 
 
+def test_responses_draft_from_their_finished_siblings(mixed: Engine, plain: list[Response]) -> None:
+    """Requests that differ in nothing say the same: all that the first ones said is right for those that follow."""
+    mixed.set_replay({})
+    mixed.set_recent([])
+    mixed.set_k(3)
+    longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
+    group = [REQUESTS[longest]] * (mixed.config.engine.max_num_seqs + 4)
+    generation = mixed.generate(group, recall=True)
+    assert tokens(generation.responses) == [plain[longest].tokens] * len(group)
+    assert generation.stats.by_source[REPLAY].num_accepted_tokens > 2 * len(plain[longest].tokens)
+    assert REPLAY not in mixed.generate(group).stats.by_source
+    mixed.set_recent([])
+
+
 def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
     mixed: Engine, plain: list[Response], texts: Texts
 ) -> None:

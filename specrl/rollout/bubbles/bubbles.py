@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specrl.config import Config
-from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
-from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
+from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.share import BubbleShare
-from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
@@ -59,14 +58,13 @@ class Bubbles:
         expected: ResponseLengthEstimator,
         training: Activity | None,
     ) -> None:
-        """Begin without stored text.
+        """Prepare what `bubbles.use` asks for.
 
         Args:
             expected: The estimator of response lengths; pre-generation begins with the longest.
             training: The training of the drafter; None unless `bubbles.use` asks for it.
         """
         self._ranks, self._engine = ranks, engine
-        self._engine_size = config.engine.tensor_parallel
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
@@ -75,11 +73,8 @@ class Bubbles:
         self._memory = settings.share_memory
         self._expected: float | None = None
         """The expected length of this rank's next bubble, in seconds; None before the first."""
-        self._stored: dict[int, list[PregeneratedText]] = {}
-        """The texts generated for the next step, by prompt id."""
         self._spent: dict[str, float] = {}
         """The seconds of each use in the last bubbles of all ranks."""
-        self._replays = config.bubbles.pregenerates
         place = EngineRank.of(ranks, config.engine.tensor_parallel)
         if place.num_engines == 1 or config.bubbles.use == "none":
             return
@@ -87,17 +82,10 @@ class Bubbles:
         if config.bubbles.pregenerates:
             self._pregeneration = Pregeneration(engine, source, expected, config, self._coordinator)
 
-    def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin the generation of a step: give the engine the texts stored for this rank's prompts."""
+    def open(self) -> None:
+        """Begin the generation of a step."""
         if self._coordinator is not None:
             self._coordinator.open()
-        if self._replays:
-            store_texts(self._engine, prompts, self._stored)
-
-    @property
-    def stored(self) -> list[PregeneratedText]:
-        """The texts for the next step that this rank's engine has; none without pre-generation."""
-        return [text for texts in self._stored.values() for text in texts]
 
     def beat(self) -> None:
         """Tell the other engines that this one is alive; called in every iteration of its own share."""
@@ -152,22 +140,11 @@ class Bubbles:
         )
         return bubble, texts
 
-    def close(
-        self,
-        bubbles: Sequence[Bubble],
-        texts: Sequence[PregeneratedText],
-        next_engines: Mapping[int, int],
-        stats: SpeculationStats,
-    ) -> None:
-        """End the generation of all ranks (collective).
-
-        Learn what the previous bubbles brought, and keep the texts of the present ones to the prompts that this rank's
-        engine answers next.
+    def close(self, bubbles: Sequence[Bubble], stats: SpeculationStats) -> None:
+        """Learn what the previous bubbles brought, and how long the present ones were.
 
         Args:
             bubbles: The bubbles of all ranks in this step, in rank order.
-            texts: The texts that this rank generated in its bubble.
-            next_engines: The engine that answers each prompt of the next step, by the prompt's id.
             stats: The counters of this step's drafts, over all engines.
         """
         if self._spent:
@@ -178,11 +155,6 @@ class Bubbles:
         idle = max(bubble.generated_at for bubble in bubbles) - own.generated_at
         before = self._expected if self._expected is not None else idle
         self._expected = self._memory * before + (1 - self._memory) * idle
-        self._stored = {}
-        if self._pregeneration is None:
-            return
-        for text in deliver_texts(self._ranks, texts, next_engines, self._engine_size):
-            self._stored.setdefault(text.prompt_id, []).append(text)
 
     def _use(self, step: int) -> tuple[list[Span], int]:
         """Work until all ranks are done or nothing is left; return the spans and the number of drafter updates."""

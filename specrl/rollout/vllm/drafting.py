@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -56,9 +56,18 @@ class Drafting:
         self._fixed = max(k, self._replay_k) if k and self._drafter_k else k
         self._schedule()
 
-    def begin(self, num_requests: int, stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
-        """Begin a generation; the other arguments are those of `Engine.generate`."""
+    def begin(
+        self,
+        num_requests: int,
+        stop_tokens: Sequence[int],
+        *,
+        recall: bool,
+        learn: bool,
+        prompts: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """Begin a generation that answers these prompts; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
+        self.texts.begin(prompts if recall else ())
         self._text.begin(num_requests, stop_tokens)
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
@@ -75,10 +84,12 @@ class Drafting:
             self.costs.observe(iteration.batch, k, now - self._last[0], iteration.tokens)
         self._last = now, k
 
-    def remember(self, response: Sequence[int]) -> None:
-        """Show the texts a response of this generation, finished or stopped."""
+    def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
+        """Take in a response of this generation, finished or stopped."""
         if self._recalls:
-            self.texts.remember(response)
+            self.texts.remember(response, prompt_tokens)
+        if self.texts.has_siblings:
+            self._text.refresh()
 
     def end(self) -> None:
         """Learn from the drafts of a generation."""
