@@ -10,8 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
-from specrl.rollout.drafts.outcome_log import VerifiedDraft
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats, VerifiedDraft
 
 
 @dataclass(frozen=True)

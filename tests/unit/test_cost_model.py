@@ -10,13 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.cost_model import LENGTHS, Acceptance, CostModel, Seconds, as_schedule, possible_lengths
+from specrl.rollout.drafts.cost_model import (
+    LENGTHS,
+    WORTHWHILE,
+    Acceptance,
+    CostModel,
+    Seconds,
+    as_schedule,
+    possible_lengths,
+)
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN
 
 K, MAX_BATCH = 15, 48
-SETTINGS = ControlSettings()
 RATES = st.floats(0, 1)
 
 
@@ -87,8 +93,8 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
     for batch, length in enumerate(lengths, 1):
         rates = {choice.k: choice.tokens_per_s for choice in model.choices(batch)}
         assert rates[length] >= rates[0]
-        assert rates[length] * (1 + SETTINGS.worthwhile) >= max(rates.values()) * (1 - 1e-9)
-        assert length == 0 or rates[length] > rates[0] * (1 + SETTINGS.worthwhile) * (1 - 1e-9)
+        assert rates[length] * (1 + WORTHWHILE) >= max(rates.values()) * (1 - 1e-9)
+        assert length == 0 or rates[length] > rates[0] * (1 + WORTHWHILE) * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,7 +175,7 @@ def test_drafts_that_turn_out_to_be_slow_are_left() -> None:
 
 
 def test_new_drafts_outweigh_old_ones_after_a_refit() -> None:
-    acceptance = Acceptance(K, 3, SETTINGS)
+    acceptance = Acceptance(K, 3)
     acceptance.learn(counts_of({DRAFTERS: 0.9}, 5000))
     assert acceptance.by_position()[DRAFTERS, 0] == pytest.approx(0.9, abs=0.01)
     acceptance.fade()
@@ -178,7 +184,7 @@ def test_new_drafts_outweigh_old_ones_after_a_refit() -> None:
 
 
 def test_the_drafter_brings_nothing_beyond_its_own_length() -> None:
-    acceptance = Acceptance(K, 3, SETTINGS)
+    acceptance = Acceptance(K, 3)
     accepted = acceptance.accepted()
     assert (accepted[3:, DRAFTERS] == accepted[3, DRAFTERS]).all()
     assert (np.diff(accepted[:, OWN]) > 0).all()

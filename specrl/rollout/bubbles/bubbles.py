@@ -21,9 +21,8 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration
-from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.bubbles.share import MEMORY, BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
 from specrl.timeline import PREGENERATION, SPOT_TRAINING, Bubble, Span, joined, tail_seconds
@@ -68,9 +67,7 @@ class Bubbles:
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
-        settings = ControlSettings()
-        self._share = BubbleShare(settings)
-        self._memory = settings.share_memory
+        self._share = BubbleShare()
         self._expected: float | None = None
         """The expected length of this rank's next bubble, in seconds; None before the first."""
         self._spent: dict[str, float] = {}
@@ -154,7 +151,7 @@ class Bubbles:
         self._share.spent(by_use(own.spans))
         idle = max(bubble.generated_at for bubble in bubbles) - own.generated_at
         before = self._expected if self._expected is not None else idle
-        self._expected = self._memory * before + (1 - self._memory) * idle
+        self._expected = MEMORY * before + (1 - MEMORY) * idle
 
     def _use(self, step: int) -> tuple[list[Span], int]:
         """Work until all ranks are done or nothing is left; return the spans and the number of drafter updates."""

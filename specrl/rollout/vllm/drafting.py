@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from specrl.config import Config
-from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.cost_model import Choice, CostModel
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
@@ -24,7 +23,7 @@ MOST_ROWS = 512
 class Drafting:
     """Steers the speculator of an engine: its texts, and the draft length for each number of running requests."""
 
-    def __init__(self, engine: VllmEngine, config: Config, settings: ControlSettings) -> None:
+    def __init__(self, engine: VllmEngine, config: Config) -> None:
         self._engine, self._max_batch = engine, config.engine.max_num_seqs
         self._max_length = config.model.max_length
         self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
@@ -33,7 +32,7 @@ class Drafting:
         self._text = engine.runner.speculator.text
         self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
         engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
-        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes, settings)
+        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)
         """The draft lengths by the number of running requests."""
