@@ -31,25 +31,22 @@ class StepRollouts:
     """What all ranks generated in one step; the same on every rank but for the rollouts that it holds."""
 
     rollouts: RolloutBatch
-    """All rollouts with rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
+    """With rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
     stats: SpeculationStats
-    """Counters of speculation, summed over the engines; `decode_steps` are those of the engine that took the most."""
+    """See `over_engines`."""
     bubbles: list[Bubble]
-    """The bubble of each rank, in rank order."""
+    """In rank order."""
     failures: FailureTally
-    """The responses on which the reward failed."""
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what the rewards cost, by the names in MLflow."""
+        """What the rewards cost, by the names in MLflow."""
         return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s}
 
 
 @dataclass(frozen=True)
 class _Counters:
-    """What every rank is told of the generation of one rank, besides numbers of its rollouts."""
-
     stats: SpeculationStats
     bubble: Bubble
     failures: FailureTally
@@ -58,8 +55,6 @@ class _Counters:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank contributes to a step."""
-
     rollouts: list[Rollout]
     texts: list[PregeneratedText]
     counters: _Counters
@@ -81,7 +76,7 @@ class RolloutGenerator:
 
         Args:
             rewards: The pool that computes rewards; None on ranks whose engine has another first rank.
-            training: The training of the drafter while this rank waits; None unless `bubbles.use` asks for it.
+            training: The training of the drafter while this rank waits, if any.
         """
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
@@ -93,12 +88,7 @@ class RolloutGenerator:
         """The texts to the next step's prompts of this rank's engine, by prompt id."""
 
     def restore(self, pretraining: Path, rollouts_dir: Path, first_step: int) -> None:
-        """Learn the lengths and texts that an undisturbed run would know before `first_step`, from rollouts on disk.
-
-        Args:
-            pretraining: The folder of the rollouts that the drafter was pretrained on.
-            rollouts_dir: The folder of this stage's own rollouts, complete up to `first_step`.
-        """
+        """Learn the lengths and texts that an undisturbed run would know before `first_step`, from rollouts on disk."""
         prompts = self.source.pretraining(self._config.drafter.num_prompts)
         self._lengths.learn(prompts, stored_lengths(pretraining))
         for step in range(max(0, first_step - WINDOW), first_step):
@@ -109,10 +99,7 @@ class RolloutGenerator:
             self._exchange([], first_step)
 
     def generate(self, step: int) -> StepRollouts:
-        """Sample and score `train.samples_per_prompt` responses to each of the step's prompts.
-
-        The engine must hold the policy of version `step`. The rollouts depend on that policy, the run's seed and the
-        step alone; ranks, drafts and bubbles change nothing but the time.
+        """Sample and score the responses of a step by the policy of version `step`, which the engine must hold.
 
         Raises:
             RewardError: The reward fails on every response.
@@ -138,7 +125,7 @@ class RolloutGenerator:
         return StepRollouts(rollouts, stats, bubbles, failures, max(rank.reward_s for rank in counters))
 
     def probed(self, acceptance_length: float) -> None:
-        """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
+        """Take in the acceptance length on the guard's probe."""
         self._bubbles.probed(acceptance_length)
 
     @property
@@ -147,7 +134,7 @@ class RolloutGenerator:
         return [text for texts in self._stored.values() for text in texts]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of sharing idle time by their names in MLflow."""
+        """The metrics of sharing idle time by their names in MLflow."""
         return self._bubbles.metrics()
 
     def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
@@ -169,7 +156,6 @@ class RolloutGenerator:
         return drafting.take_saved_seconds() if drafting is not None else None
 
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
-        """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""
         config, ranks = self._config, self._ranks
         samples = config.train.samples_per_prompt
         own = self._deal(prompts)[ranks.rank // config.engine.tensor_parallel]

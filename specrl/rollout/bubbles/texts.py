@@ -36,12 +36,12 @@ def deliver_texts(
     """Send each text to the ranks of the engine that answers its prompt next (collective).
 
     Args:
-        texts: The texts that this rank's engine has; the first rank of an engine sends them.
+        texts: Those of this rank's engine, whose first rank sends them.
         next_engines: The engine that answers each prompt next, by the prompt's id; texts to other prompts are dropped.
         engine_size: The number of consecutive ranks that are one engine.
 
     Returns:
-        The texts to the prompts that this rank's engine answers next, in the order of the ranks that had them.
+        The texts to this rank's engine, in the order of the ranks that had them.
     """
     sent = list(texts) if ranks.rank % engine_size == 0 else []
     numbers = {
@@ -67,6 +67,6 @@ def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
 
 
 def read_texts(path: Path) -> list[PregeneratedText]:
-    """Return the texts of a file that `write_texts` wrote."""
+    """Read the texts of a file that `write_texts` wrote."""
     with pa.memory_map(str(path)) as source:
         return [PregeneratedText(**row) for row in pa.ipc.open_file(source).read_all().to_pylist()]
