@@ -424,11 +424,6 @@ class Engine:
             crafted.check(case, response)
         crafted.check_drafts(speculates=self.speculates)
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the engine was started on a GPU with sleep mode."""
-        return self._vllm.can_sleep
-
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache back to the trainer until `wake`.
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from specrl.rollout.drafts.device_drafts import drafts_on
 from specrl.rollout.drafts.text_index import ANY_PROMPT, Text
+from specrl.rollout.vllm.text_speculator import drafts_on
 from tests.text_drafting import Run
 
 pytestmark = [

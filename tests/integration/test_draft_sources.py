@@ -12,7 +12,7 @@ import torch
 
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Response
-from specrl.rollout.matched import matched_pair
+from specrl.validation.matched import matched_pair
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 

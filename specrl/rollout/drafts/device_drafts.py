@@ -185,12 +185,3 @@ class DeviceDrafts:
     def _rows(self, requests: Requests, slots: Tensor) -> Tensor:
         rows = requests.facts[slots, ROW]
         return torch.where(rows < len(self.ended), rows, 0)
-
-
-def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
-    """Choose the implementation: Triton kernels on CUDA, PyTorch elsewhere; the drafts are the same."""
-    if device.type != "cuda":
-        return DeviceDrafts(num_slots, k, device)
-    from specrl.rollout.drafts.kernels import TritonDrafts
-
-    return TritonDrafts(num_slots, k, device)

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import LIMIT, PROMPT, ROW, Batch, Counts, Requests, drafts_on
+from specrl.rollout.drafts.device_drafts import LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -142,6 +142,15 @@ class TextSpeculator:
         available = self._requests.total_len.gpu[asked["input_batch"].idx_mapping] - first
         available = torch.where((score >= 0) & (asked["num_sampled"] > 0), available, 0)
         return torch.where(torch.arange(drafts.shape[1], device=drafts.device) < available[:, None], drafts, END)
+
+
+def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
+    """Choose drafts by Triton kernels on CUDA and by PyTorch elsewhere; they are the same."""
+    if device.type != "cuda":
+        return DeviceDrafts(num_slots, k, device)
+    from specrl.rollout.drafts.kernels import TritonDrafts
+
+    return TritonDrafts(num_slots, k, device)
 
 
 def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
