@@ -153,7 +153,8 @@ def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
     store.begin()
     assert not store.has_siblings
     assert store.number_of([2, 3]) == UNKNOWN_PROMPT
-    assert ahead(number) == []
+    store.begin([[6], [6]])
+    assert ahead(store.number_of([6])) == []
 
 
 class Waits(TorchDispatchMode):

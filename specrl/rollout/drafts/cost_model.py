@@ -1,9 +1,7 @@
 """How far to draft, by running batch size: the expected tokens of an iteration over its expected seconds.
 
-The seconds are measured when an engine starts, for a few batch sizes and every draft length, and refreshed by the
-iterations of its runs. The tokens come from the counters of drafts, of those that were verified and of those that might
-have been. Both are running values of this engine; nothing is tried for its own sake, and nothing is stored. The choice
-decides how long a rollout takes, never which tokens it has.
+The seconds are measured when an engine starts, and refreshed by its runs. The tokens come from the counters of drafts,
+of those that were verified and of those that might have been. Nothing is tried for its own sake, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN, SIZES
 
 Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
-"""The draft lengths to choose from, up to the longest, which is always one of them: full CUDA graphs are captured for
-these alone."""
+"""The draft lengths to choose from; full CUDA graphs are captured for these alone."""
 NEARLY = 0.8
 """The share of the longest length from which on a shorter one is none to choose."""
 SHARED = 0.75
@@ -54,10 +51,7 @@ def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:
 
 
 class Acceptance:
-    """How many tokens of a draft are accepted, by kind and position, and how often a request has a draft of a kind.
-
-    Old observations fade as new ones arrive, and at every refit.
-    """
+    """How many tokens of a draft are accepted, by kind and position, and how often a request has a draft of a kind."""
 
     def __init__(self, k: int, drafter_k: int) -> None:
         """Begin with guesses, for drafts of up to `k` tokens, those of the drafter, if any, of up to `drafter_k`."""
@@ -68,7 +62,7 @@ class Acceptance:
         self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), GUESSED_ACCEPTANCE)
 
     def learn(self, counts: Counts) -> None:
-        """Learn from the counters of a generation, or from the part of them that is new."""
+        """Learn from the counters of a generation."""
         weights = np.minimum(1, TEXT_WINDOW / np.maximum(self._seen[:, :1], 1))
         self._seen = self._seen * weights + counts.seen[:NOTHING]
         self._right = self._right * weights + counts.right[:NOTHING]
@@ -119,8 +113,7 @@ class Seconds:
     def __init__(self, k: int, graph_sizes: Sequence[int]) -> None:
         """Begin with nothing measured. `graph_sizes` are numbers of rows, ascending; a request takes k + 1."""
         self._per_request, self._graphs = k + 1, graph_sizes
-        self._rows, self._logs = np.empty(0), np.empty(0)
-        """The numbers of rows that were measured, ascending, and the logs of the seconds."""
+        self._rows, self._logs = np.empty(0), np.empty(0)  # rows that were measured, ascending, and logs of the seconds
 
     def computed(self, batch: int) -> int:
         """The rows that are computed for a batch, those that pad it to a graph's size included."""
@@ -129,7 +122,7 @@ class Seconds:
         return self._graphs[at] if at < len(self._graphs) else rows
 
     def measure(self, batch: int, seconds: float) -> None:
-        """Take the seconds of an iteration, measured when the engine starts."""
+        """Take the seconds of an iteration."""
         known = dict(zip(self._rows, self._logs, strict=True)) | {float(self.computed(batch)): math.log(seconds)}
         self._rows = np.array(sorted(known))
         self._logs = np.array([known[rows] for rows in self._rows])
@@ -156,14 +149,12 @@ class Choice:
     batch: int
     k: int
     acceptance_length: float
-    """The tokens of a request in an iteration."""
     seconds: float
-    """The time of an iteration."""
     chosen: bool
 
     @property
     def tokens_per_s(self) -> float:
-        """The tokens of all requests per second."""
+        """Of all requests."""
         return self.batch * self.acceptance_length / self.seconds
 
 
@@ -177,14 +168,7 @@ class CostModel:
         drafter_k: int = 0,
         graph_sizes: Sequence[int] = (),
     ) -> None:
-        """Begin with guesses of what is accepted; `measure` must follow.
-
-        Args:
-            max_batch: The largest number of requests that run at once.
-            k: The longest draft, in tokens.
-            drafter_k: The longest draft of the drafter; 0 without one.
-            graph_sizes: The numbers of rows that CUDA graphs were captured for; none on CPUs.
-        """
+        """Begin with guesses of what is accepted; `measure` must follow. On CPUs there are no `graph_sizes`."""
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
         self.acceptance = Acceptance(k, drafter_k)
         self._seconds = {length: Seconds(length, sorted(graph_sizes)) for length in self.lengths}
@@ -200,13 +184,9 @@ class CostModel:
         self._seconds[k].measure(batch, seconds)
 
     def observe(self, batch: int, k: int, seconds: float, tokens: int) -> None:
-        """Learn from an iteration of a run, in which all of `batch` requests were decoding.
+        """Learn from an iteration in which all of `batch` requests were decoding and got `tokens` tokens together.
 
-        All lengths share what is new, because contexts that grow and machines that slow down change all of them.
-
-        Args:
-            k: The length of the drafts that were verified, and of those that were made.
-            tokens: The tokens that the requests got.
+        All draft lengths share what is new: contexts that grow and machines that slow down change all of them.
         """
         rows = self._seconds[k]
         # A pause of the machine must not count for many iterations.

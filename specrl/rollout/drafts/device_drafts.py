@@ -62,8 +62,7 @@ class Counts(NamedTuple):
     """What drafts of each kind came to, or would have, as int64 arrays."""
 
     seen: NDArray[np.int64]
-    """[kinds, k]: how often the token at a position was compared with what came, those before it being right, whether
-    it was drafted or might have been."""
+    """[kinds, k]: how often the token at a position, drafted or not, was compared, those before it being right."""
     right: NDArray[np.int64]
     """[kinds, k]: how often it was what came."""
     offered: NDArray[np.int64]

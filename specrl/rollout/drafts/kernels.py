@@ -22,6 +22,7 @@ STORED = tl.constexpr(text_index.STORED)
 RECENT_TEXT = tl.constexpr(text_index.RECENT_TEXT)
 DRAFTERS = tl.constexpr(text_index.DRAFTERS)
 NOTHING = tl.constexpr(text_index.NOTHING)
+KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
 ROW = tl.constexpr(device_drafts.ROW)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
@@ -44,7 +45,7 @@ class TritonDrafts(DeviceDrafts):
         drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
-        decides = self.expected[max(length, 1)], self.source_of
+        decides = self.expected, max(length, 1), self.source_of
         noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter)), len(self.ended)
         chosen = self.sources, self.lengths, drafts, self.k
         columns = triton.next_power_of_2(self.k)
@@ -115,7 +116,7 @@ def compare(
 @triton.jit(
     do_not_specialize=[
         *("stride", "num_tokens", "num_keys", "key_steps", "num_seeds", "seed_steps"),
-        *("drafter_stride", "passes", "offers", "num_rows"),
+        *("drafter_stride", "passes", "draft_length", "offers", "num_rows"),
     ]
 )
 def find_drafts(
@@ -142,6 +143,7 @@ def find_drafts(
     drafter_stride,
     passes,
     expected,
+    draft_length,
     source_of,
     made_at,
     predictions,
@@ -185,7 +187,7 @@ def find_drafts(
     ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
     tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
-    chosen = tl.argmax(tl.load(expected + kind), 0)
+    chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
 
     tl.store(made_at + 2 * slot, _row(facts, slot, num_rows))
     tl.store(made_at + 2 * slot + 1, length)

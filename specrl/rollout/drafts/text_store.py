@@ -24,50 +24,38 @@ class TextStore:
     """Holds the texts, and indexes them when a generation begins and now and then as siblings finish."""
 
     def __init__(self, recent_tokens: int) -> None:
-        """Begin without text.
-
-        Args:
-            recent_tokens: The number of tokens of the latest responses, and of siblings, to keep; older ones are
-                dropped whole.
-        """
+        """Begin without text; of the latest responses, and of siblings, keep so many tokens, in whole responses."""
         self._most = recent_tokens
-        self._with_text: dict[Tokens, int] = {}
-        """The numbers of the prompts that responses are stored for."""
-        self._prompts: dict[Tokens, int] = {}
-        """The same, and those of the groups of this generation."""
+        self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
+        self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
+        self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
-        self._groups: Counter[Tokens] = Counter()
-        """The requests of each group that have not finished."""
+        self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
         self._index: TextIndex | None = None
-        self._unindexed = 0
-        """The tokens of responses that the index lacks."""
+        self._unindexed = 0  # the tokens of responses that the index lacks
 
     def store(
         self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
     ) -> None:
         """Replace the stored responses; see `Engine.set_replay`."""
         self._with_text = {prompt: number for number, prompt in enumerate(texts)}
-        self._prompts = dict(self._with_text)
-        self._stored, self._siblings, self._groups = [], [], Counter()
-        for prompt, rows in texts.items():
+        self._prompts, self._next_number = dict(self._with_text), len(texts)
+        self._stored, self._siblings, self._groups, self._index = [], [], Counter(), None
+        for number, (prompt, rows) in enumerate(texts.items()):
             known: Sequence[int | None] = (seeds or {}).get(prompt) or [None] * len(rows)
-            number = self._prompts[prompt]
             self._stored += [
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
             ]
-        self._index = None
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
         counts = Counter(map(tuple, prompts)) if self._most else {}
         self._groups = Counter({prompt: count for prompt, count in counts.items() if count > 1})
-        self._prompts = dict(self._with_text)
-        for prompt in self._groups:
-            self._prompts.setdefault(prompt, len(self._prompts))
-        if self._siblings:
-            self._siblings, self._index = [], None
+        self._prompts, self._siblings = dict(self._with_text), []
+        for prompt in self._groups.keys() - self._prompts.keys():
+            self._prompts[prompt], self._next_number = self._next_number, self._next_number + 1
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int] = ()) -> None:
         """Add a response, which may be drafted from in the next generation, and in this one by its siblings."""
@@ -91,20 +79,17 @@ class TextStore:
         self._recent, self._index = [], None
 
     def number_of(self, prompt_tokens: Sequence[int]) -> int:
-        """Return the number that the prompt's stored responses have, or `UNKNOWN_PROMPT`."""
+        """The number that the prompt's stored responses and siblings have, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
-        """Return how many responses to the prompt are stored, and how many tokens the one of this seed has."""
+        """How many responses to the prompt are stored, and how many tokens the one of this seed has."""
         number = self.number_of(prompt_tokens)
         found = [text for text in self._stored if text.prompt == number]
         return len(found), next((len(text.tokens) for text in found if text.seed == seed), 0)
 
     def index(self, device: torch.device | str) -> TextIndex:
-        """Return an index of all texts, the latest responses before older ones.
-
-        It may lack some of the latest ones, as long as they are few beside what it has: a bubble generates many times.
-        """
+        """An index of all texts, the latest responses before older ones; some of the latest may be missing."""
         if self._index is None or NOTEWORTHY * self._unindexed >= len(self._index.tokens):
             self._unindexed = 0
             self._recent, self._siblings = self._latest(self._recent), self._latest(self._siblings)

@@ -1,4 +1,4 @@
-"""A refit: the engine gets the trainer's policy and drafter, and checks show whether it holds them (invariant 4)."""
+"""A refit: the engine gets the trainer's policy and drafter, and is checked to hold them (invariant 4)."""
 
 from __future__ import annotations
 
