@@ -22,20 +22,22 @@ def kept(earlier: EarlierResponses, prompt_ids: range = range(20)) -> list[tuple
 
 def test_the_newest_responses_to_a_prompt_take_the_place_of_older_ones() -> None:
     earlier = EarlierResponses()
-    earlier.add(rollouts(0, [1, 2]))
-    earlier.add(rollouts(1, [2, 3], samples=PER_PROMPT + 3))
+    earlier.add([1, 2], rollouts(0, [1, 2]))
+    earlier.add([2, 3], rollouts(1, [2, 3], samples=PER_PROMPT + 3))
     assert kept(earlier, range(1, 3)) == [
         (1, 0, [0] * 3),
         (1, 1, [0] * 3),
         *((2, 100 + sample, [1] * 3) for sample in range(PER_PROMPT)),
     ]
     assert kept(earlier, range(4, 9)) == []
+    earlier.add([1, 4], rollouts(2, [4]))  # another engine has answered the first prompt
+    assert kept(earlier, range(1, 2)) == []
 
 
 def test_prompts_that_were_answered_longest_ago_are_dropped() -> None:
     earlier = EarlierResponses(most_tokens=18)
     for step, prompts in enumerate([[1, 2], [1], [3], [4]]):
-        earlier.add(rollouts(step, prompts))
+        earlier.add(prompts, rollouts(step, prompts))
         assert len(kept(earlier)) * 3 <= 18
     assert [prompt for prompt, *_ in kept(earlier)] == [1, 1, 3, 3, 4, 4]
 
@@ -45,22 +47,23 @@ def test_a_restart_finds_what_an_undisturbed_run_holds(tmp_path: Path) -> None:
     for bound in (18, 100):
         undisturbed, restored = EarlierResponses(bound), EarlierResponses(bound)
         for step, prompts in enumerate(steps):
-            undisturbed.add(rollouts(step, prompts))
+            undisturbed.add(prompts, rollouts(step, prompts))
             write_rollouts(rollout_path(tmp_path, step, 0), rollouts(step, prompts))
         write_rollouts(rollout_path(tmp_path, 5, 0), rollouts(5, [1, 2, 3]))  # of a step that is redone
         restored.restore(tmp_path, 5, 0, 1)
         assert kept(restored) == kept(undisturbed)
-        undisturbed.add(rollouts(6, [7]))
-        restored.add(rollouts(6, [7]))
+        for earlier in (undisturbed, restored):
+            earlier.add([7], rollouts(6, [7]))
         assert kept(restored) == kept(undisturbed)
 
 
-def test_engines_share_the_files_of_earlier_steps(tmp_path: Path) -> None:
-    for rank in range(3):
-        write_rollouts(rollout_path(tmp_path, 0, rank), rollouts(0, [rank]))
-    found = []
-    for engine in range(2):
-        earlier = EarlierResponses()
-        earlier.restore(tmp_path, 1, engine, 2)
-        found += [prompt for prompt, *_ in kept(earlier)]
-    assert sorted(found) == [0, 0, 1, 1, 2, 2]
+def test_engines_share_the_files_and_hold_what_none_has_answered_since(tmp_path: Path) -> None:
+    answered = [{0: [0], 1: [1], 2: [2]}, {0: [3], 1: [0]}, {0: [4], 1: [1]}]
+    for step, by_rank in enumerate(answered):
+        for rank, prompts in by_rank.items():
+            write_rollouts(rollout_path(tmp_path, step, rank), rollouts(step, prompts))
+    engines = [EarlierResponses(), EarlierResponses()]
+    for number, engine in enumerate(engines):
+        engine.restore(tmp_path, 3, number, 2)
+    found = [{(prompt, tokens[0]) for prompt, _, tokens in kept(engine)} for engine in engines]
+    assert found == [{(2, 0), (3, 1), (4, 2)}, {(0, 1), (1, 2)}]

@@ -120,7 +120,7 @@ class RolloutGenerator:
         bubbles = [rank.bubble for rank in counters]
         self._bubbles.close(bubbles, stats)
         if self._earlier is not None:
-            self._earlier.add(own.rollouts)
+            self._earlier.add(places, own.rollouts)
         self._exchange(own.texts, step + 1)
         return StepRollouts(rollouts, stats, bubbles, failures, max(rank.reward_s for rank in counters))
 
