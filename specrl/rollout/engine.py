@@ -37,11 +37,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.recorder import Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_drafter_is
-from specrl.rollout.vllm.weights.load import (
-    Weights,
-    drafter_weight_names,
-    policy_weight_names,
-)
+from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
@@ -248,19 +244,16 @@ class Engine:
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """How many responses to the request's prompt are stored, and how many tokens the one of its seed has."""
-        if self._drafting is None:
-            return 0, 0
-        found: tuple[int, int] = self._drafting.texts.stored(request.prompt_tokens, request.seed)
-        return found
+        return self._drafting.texts.stored(request.prompt_tokens, request.seed) if self._drafting else (0, 0)
 
     @property
     def replays(self) -> bool:
-        """Whether the engine takes stored responses to the same prompt as drafts."""
+        """Whether stored responses to the same prompt are drafts."""
         return self._drafting is not None and self.config.speculation.draft_method.replays
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine was started with a draft source and has not been told to stop drafting."""
+        """Whether anything may be drafted."""
         return self._drafting is not None and not self._stopped
 
     @property
@@ -310,8 +303,8 @@ class Engine:
         drafter_weights: Weights | None,
         version: int,
         kv_scales: KvScales | None = None,
-    ) -> float:
-        """Load all weights in place, by their on-disk names, and drop cached prefixes; return the seconds it took.
+    ) -> None:
+        """Load all weights in place, by their on-disk names, and drop cached prefixes.
 
         A tensor must not be overwritten before the fused layer that it belongs to is complete.
 
@@ -323,20 +316,15 @@ class Engine:
             RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
             PolicyParityError: A tied head differs from the embeddings.
         """
-        started = time.perf_counter()
         self._vllm.refit_policy(policy_weights, self._policy_names)
-        if drafter_weights is not None:
-            self._vllm.refit_drafter(drafter_weights, self._drafter_names)
         self.precision.loaded(self._vllm.policy, kv_scales)
-        self.reset_prefix_cache()
-        if self._drafting is not None:
-            self._drafting.costs.drafter_changed()
+        self.refit_drafter(drafter_weights)
         self.version = version
-        return time.perf_counter() - started
 
-    def refit_drafter(self, weights: Weights) -> None:
-        """Load the drafter alone; the policy stays as it is. Errors are those of `refit`."""
-        self._vllm.refit_drafter(weights, self._drafter_names)
+    def refit_drafter(self, weights: Weights | None) -> None:
+        """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""
+        if weights is not None:
+            self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self._drafting is not None:
             self._drafting.costs.drafter_changed()
@@ -411,10 +399,7 @@ class Engine:
             cases = crafted.requests()
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
-            generation = self.generate(
-                [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases],
-                learn=False,
-            )
+            generation = self.generate(cases, learn=False)
         if self.replays:
             self.set_replay({})
         self.set_k(k)

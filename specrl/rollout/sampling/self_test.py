@@ -6,10 +6,11 @@ It shares no code with the sampler that it judges: Python integers, and FP64 sor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from specrl.rollout.requests import Request
 
 NUM_TOKENS = 20
 PERIOD = 3
@@ -26,23 +27,11 @@ class SamplerError(RuntimeError):
     """The engine does not sample as the drafter-invariant sampler does; its rollouts would not be the policy's."""
 
 
-@dataclass(frozen=True)
-class CraftedRequest:
-    """A request whose every token is known beforehand."""
-
-    prompt_tokens: list[int]
-    seed: int
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-def crafted_requests(support: list[int]) -> list[CraftedRequest]:
+def crafted_requests(support: list[int]) -> list[Request]:
     """One request for each of `SETTINGS`, with prompts of tokens in the support."""
     return [
-        CraftedRequest(support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, *settings)
-        for index, settings in enumerate(SETTINGS)
+        Request(support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, temperature, top_p, top_k)
+        for index, (temperature, top_k, top_p) in enumerate(SETTINGS)
     ]
 
 
@@ -60,7 +49,7 @@ def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p:
 
 
 def check_logprobs(
-    request: CraftedRequest, picks: list[int], logprobs: list[float], log_kept_mass: list[float] | None
+    request: Request, picks: list[int], logprobs: list[float], log_kept_mass: list[float] | None
 ) -> None:
     """Compare the log-probs and kept masses of a response with the reference.
 

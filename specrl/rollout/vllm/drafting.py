@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
 
 from specrl.config import Config
 from specrl.rollout.drafts.cost_model import Choice, CostModel
+from specrl.rollout.drafts.text_store import TextStore
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
@@ -43,9 +43,10 @@ class Drafting:
         self._drafted: list[int] = []
 
     @property
-    def texts(self) -> Any:
+    def texts(self) -> TextStore:
         """The texts to draft from; what changes there counts from the next generation on."""
-        return self._text.texts
+        texts: TextStore = self._text.texts
+        return texts
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
