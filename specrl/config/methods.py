@@ -48,7 +48,7 @@ class DraftMethod:
         return self.model == "policy_layer"
 
     def same_model(self, other: DraftMethod) -> bool:
-        """Return whether this method can draft with the model that was made for `other`."""
+        """Whether this method can draft with the model that was made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
         return kinds[0] == kinds[1]
 

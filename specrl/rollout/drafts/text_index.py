@@ -134,7 +134,7 @@ class TextIndex:
         return torch.where(inside & (before == last).all(1), place, len(self.tokens) - 1)
 
     def ahead(self, places: Tensor, k: int) -> Tensor:
-        """Return the next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
+        """The next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
         at = (places[..., None] + torch.arange(k, device=places.device)).clamp(max=len(self.tokens) - 1)
         return until_end(self.tokens[at].long())
 
@@ -144,7 +144,7 @@ class TextIndex:
 
 
 def until_end(drafts: Tensor) -> Tensor:
-    """Return drafts [..., k] with `END` everywhere after their first `END`."""
+    """Drafts [..., k] with `END` everywhere after their first `END`."""
     return torch.where((drafts != END).int().cumprod(-1).bool(), drafts, END)
 
 

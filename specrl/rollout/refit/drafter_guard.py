@@ -17,7 +17,7 @@ from torch import Tensor
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
-from specrl.rollout.engine import Engine, Generation, Request, response_seed
+from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.schemas import read_rollouts
 from specrl.training.checkpoint.host_copy import HostTensors
@@ -165,16 +165,6 @@ class DrafterGuard:
         return self._of_any_rank(lambda: self._check_acceptance(version))
 
     def _check_acceptance(self, version: int) -> None:
-        generation = self._probe()
-        longest = max((len(response.tokens) for response in generation.responses), default=0)
-        found = self._ranks.gather((generation.stats, longest) if self._engine.is_first else None)
-        parts = [part for part in found if part is not None]
-        self._stats = over_engines([stats for stats, _ in parts])
-        # In responses of one or two tokens there may be nothing to draft, with any drafter.
-        if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
-            self._watch.check(self._stats, version)
-
-    def _probe(self) -> Generation:
         engine = self._engine
         # All drafts must be the drafter's, and stored text may be for a prompt of the probe.
         if engine.replays:
@@ -184,7 +174,13 @@ class DrafterGuard:
         engine.reset_prefix_cache()
         generation = engine.generate(self._requests, learn=False)
         engine.set_k(chosen)
-        return generation
+        longest = max((len(response.tokens) for response in generation.responses), default=0)
+        found = self._ranks.gather((generation.stats, longest) if engine.is_first else None)
+        parts = [part for part in found if part is not None]
+        self._stats = over_engines([stats for stats, _ in parts])
+        # In responses of one or two tokens there may be nothing to draft, with any drafter.
+        if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
+            self._watch.check(self._stats, version)
 
     def _keep(self) -> None:
         assert self._drafter is not None

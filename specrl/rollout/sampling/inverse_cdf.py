@@ -204,15 +204,11 @@ def _kept_sums(
     logits: Tensor, largest: Tensor, scales: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of all, and the least logit kept [rows, 1].
-    rows, vocab = logits.shape
-    kept = torch.empty(rows, -(-vocab // BLOCK), dtype=torch.float64, device=logits.device)
-    whole, least = torch.empty_like(kept), torch.empty_like(largest)
-    for part in _chunks(logits):
-        wide = logits[part].float()
-        found = _weights(wide - _bounded(largest[part]), scales[part])
-        whole[part] = _split(found, 0.0).sum(-1, dtype=torch.float64)
-        least[part] = least_kept(wide, found, top_k[part], top_p[part])[:, None]
-        kept[part] = _split(found.masked_fill_(wide < least[part], 0), 0.0).sum(-1, dtype=torch.float64)
+    wide = logits.float()
+    found = _weights(wide - _bounded(largest), scales)
+    whole = _split(found, 0.0).sum(-1, dtype=torch.float64)
+    least = least_kept(wide, found, top_k, top_p)[:, None]
+    kept = _split(found.masked_fill_(wide < least, 0), 0.0).sum(-1, dtype=torch.float64)
     return kept, whole, least
 
 

@@ -97,7 +97,7 @@ class Drafting:
             self.costs.learn(self._text.counts())
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
+        """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
         lengths, self._drafted = self._drafted, []
         found = {"spec/k": sum(lengths) / len(lengths)} if lengths else {}
         for choice in self.chosen():
@@ -106,12 +106,12 @@ class Drafting:
         return found
 
     def chosen(self) -> list[Choice]:
-        """Return what the cost model chooses for batch sizes that are powers of two, once it knows times."""
+        """What the cost model chooses for batch sizes that are powers of two, once it knows times."""
         sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
         return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
 
     def take_saved_seconds(self) -> float | None:
-        """Return an estimate of the seconds that drafts saved since the last call; None where no times are known."""
+        """An estimate of the seconds that drafts saved since the last call; None where no times are known."""
         return self.costs.take_saved_seconds() if self._is_measured else None
 
     def _measure(self) -> None:

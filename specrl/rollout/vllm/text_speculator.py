@@ -93,12 +93,12 @@ class TextSpeculator:
         self.drafts.index = self.texts.index(self.drafts.device)
 
     def counts(self) -> Counts:
-        """Return all counters since `begin`; this waits for the device."""
+        """All counters since `begin`; this waits for the device."""
         return self.drafts.counts()
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return the next draft of each request, int64 [requests, k]; the arguments are those of `BaseSpeculator`."""
+        """Make the next draft of each request, int64 [requests, k]; the arguments are those of `BaseSpeculator`."""
         given = _PROPOSE.bind(self, *arguments, **options)
         given.apply_defaults()
         asked: dict[str, Any] = given.arguments
@@ -154,7 +154,7 @@ def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
 
 
 def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
-    """Return vLLM's speculator with a `TextSpeculator` in the place of its `propose`."""
+    """Make vLLM's speculator, with a `TextSpeculator` in the place of its `propose`."""
     speculator = spec_decode.init_speculator(vllm_config, device, req_states)
     drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)
     TextSpeculator(speculator, req_states, drafter_k, device)
