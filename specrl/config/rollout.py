@@ -116,7 +116,7 @@ class SpeculationConfig(Section):
             given = "is not set" if self.draft_model is None else f"= {self.draft_model}"
             raise ValueError(
                 f'speculation.draft_model {given} with method = "{self.method}": '
-                "it must be a model directory with draft_model and draft_model+replay, and not set with any other method"
+                "it must be a model directory with draft_model and draft_model+replay, and not set with others"
             )
         return self
 
