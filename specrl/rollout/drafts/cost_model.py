@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,16 +223,3 @@ class CostModel:
     def best(self, batch: int) -> int:
         """The length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
         return next(choice.k for choice in self.choices(batch) if choice.chosen)
-
-    def schedule(self) -> list[tuple[int, int, int]]:
-        """Ranges of batch sizes, first and last, with the draft length of each, as vLLM takes them."""
-        return as_schedule(self.best(batch) for batch in range(1, self.max_batch + 1))
-
-
-def as_schedule(lengths: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Ranges of batch sizes with equal draft lengths, given the lengths for 1, 2, ... requests."""
-    ranges = []
-    for length, group in groupby(enumerate(lengths, 1), key=lambda pair: pair[1]):
-        sizes = [size for size, _ in group]
-        ranges.append((sizes[0], sizes[-1], length))
-    return ranges
