@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from specrl import logs
 from specrl.config import Config
+from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.events import SIGNAL, record_event
@@ -22,7 +23,6 @@ from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
-from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout

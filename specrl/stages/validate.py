@@ -28,11 +28,11 @@ from specrl.progress import Progress
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
-from specrl.rollout.exactness import measure_exactness
-from specrl.rollout.matched import matched_pair
 from specrl.rollout.vllm.weights.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
+from specrl.validation.exactness import measure_exactness
+from specrl.validation.matched import matched_pair
 from specrl.validation.next_step import NextStep
 
 

@@ -16,9 +16,9 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
-from specrl.rollout.matched import matched_pair
 from specrl.validation.answering import HeldOutSet, answer
 from specrl.validation.last_answers import LastAnswers
+from specrl.validation.matched import matched_pair
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
@@ -114,6 +114,20 @@ def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
     assert again.stats.decode_steps < other.stats.decode_steps
     assert RECENT not in other.stats.by_source
     assert REPLAY not in again.stats.by_source
+
+
+def test_responses_draft_from_their_finished_siblings(mixed: Engine, plain: list[Response]) -> None:
+    """Requests that differ in nothing say the same: all that the first ones said is right for those that follow."""
+    mixed.set_replay({})
+    mixed.set_recent([])
+    mixed.set_k(3)
+    longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
+    group = [REQUESTS[longest]] * (mixed.config.engine.max_num_seqs + 4)
+    generation = mixed.generate(group, recall=True)
+    assert tokens(generation.responses) == [plain[longest].tokens] * len(group)
+    assert generation.stats.by_source[REPLAY].num_accepted_tokens > 2 * len(plain[longest].tokens)
+    assert REPLAY not in mixed.generate(group).stats.by_source
+    mixed.set_recent([])
 
 
 def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(

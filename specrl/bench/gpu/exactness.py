@@ -10,7 +10,7 @@ import torch
 
 from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.rollout.exactness import measure_parity, noise_of_shapes, traces
+from specrl.validation.exactness import measure_parity, noise_of_shapes, traces
 
 K = 3
 MAX_LENGTH = 192

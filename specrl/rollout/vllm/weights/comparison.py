@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -68,26 +67,6 @@ class Held:
         if (layer, kind) not in self._values:
             self._values[layer, kind] = _summed(getattr(layer, kind))
         return self._values[layer, kind]
-
-    @torch.inference_mode()
-    def fingerprint(self) -> str:
-        """Return a digest of everything that a dense model computes with; experts do not count.
-
-        Equal weights have equal fingerprints in engines on the same kind of device; other devices may round in another
-        way. What differs between two matrices shows unless rounding hides it in all products.
-        """
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-        digest = blake2b(digest_size=16)
-        for layer in self.model.modules():
-            if isinstance(layer, RoutedExperts):
-                continue
-            if _multiplies(layer):
-                digest.update(_bytes(self.products(layer)))
-            for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                if not (name == "weight" and _multiplies(layer)):
-                    digest.update(_bytes(self.value(layer, name)))
-        return digest.hexdigest()
 
 
 class Note(NamedTuple):
@@ -345,7 +324,3 @@ def _width(layer: Any) -> int:
     if hasattr(layer, "embedding_dim"):
         return int(layer.embedding_dim)
     return int(getattr(layer, "input_size_per_partition", layer.input_size))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
