@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -32,8 +34,9 @@ app = typer.Typer(
     name="specrl",
     help="Post-train language models by reinforcement learning, with exact speculative rollouts.\n\n"
     "Begin with: specrl doctor, then specrl run configs/quickstart.toml",
+    epilog="Exit codes: 0 done; 1 failed; 2 a mistake in the command or the configuration; 3 stopped by specrl stop; "
+    "130 interrupted.",
     context_settings={"max_content_width": 120},
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -51,14 +54,27 @@ project.register(app)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user whose share of it is."""
-CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""The errors of what this user may not read or write, such as a part of somebody else's run."""
 RESUMABLE = ("run", "resume")
 """The commands whose work `specrl resume` goes on with."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"specrl {metadata.version('specrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Give the options of all commands."""
 
 
 def main() -> None:
@@ -79,29 +95,29 @@ def invoke(arguments: list[str]) -> int:
         return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
     except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
+        return EXIT_USAGE
     except ConfigError as error:
         _complain(str(error))
+        return EXIT_USAGE
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))
-        return EXIT_FAILED
+    except BrokenPipeError:  # such as of `specrl ls | head`; Python would complain again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.errno not in (*FULL_DISK, *CLOSED):
-            raise
         _complain(_said(error, arguments))
-        return EXIT_FAILED
     except StoppedError as error:
         print(error)
         return EXIT_STOPPED
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
         return EXIT_INTERRUPTED
-    return EXIT_USAGE
+    return EXIT_FAILED
 
 
 def _said(error: OSError, arguments: list[str]) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    if error.errno in CLOSED:
-        return f"{where}{error.strerror}"
+    if error.errno not in FULL_DISK:
+        return f"{where}{error.strerror or error}"
     then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"
     return f"{where}{error.strerror}; make room{then}"
 

@@ -16,8 +16,9 @@ from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
-from slurm.backend import JobError, StoppedError
+from slurm.backend import JobError, StoppedError, UnseenError
 from slurm.environment import ROOT, job_environment, present_code
+from slurm.failures import telling_logs
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
@@ -28,7 +29,7 @@ from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
-from tasks.run import begin
+from tasks.run import begin, forget_stop
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
@@ -58,6 +59,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     if origin is not None:
         config = own_source(config)
     with only_flow(config.run_dir, config.cluster), PrefectServer(config.runs_dir) as server:
+        forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
         if resumed:
             note_edited_files(config, console)
         else:
@@ -72,6 +74,8 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         server.wait()
         try:
             _run_flow(config.run_dir)
+        except UnseenError:  # the jobs go on, and so does the run in MLflow
+            raise
         except (KeyboardInterrupt, StoppedError):
             finish(config, "KILLED")
             raise
@@ -85,16 +89,16 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
 def finish(config: Config, status: Status) -> None:
     """End the run in MLflow, with its results, the logs of its jobs, and the events and segments of its stages."""
     from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
+    from specrl.report.samples import response_rows
 
     run_dir = config.run_dir
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
-    for log in sorted((run_dir / "jobs").glob("*/*.out")):
-        if log.stat().st_size <= LOG_BYTES:
-            files.setdefault(f"logs/{log.parent.name}", []).append(log)
+    for folder in sorted((run_dir / "jobs").glob("*/")):
+        files[f"logs/{folder.name}"] = [log for log in telling_logs(folder) if log.stat().st_size <= LOG_BYTES]
     for name in (EVENTS_FILE, SEGMENTS_FILE):
         for path in sorted((run_dir / "stages").glob(f"*/{name}")):
             files.setdefault(f"stages/{path.parent.name}", []).append(path)
-    finish_parent_run(config, status, describe(run_dir), files)
+    finish_parent_run(config, status, describe(run_dir), files, response_rows(run_dir))
 
 
 def begin_run(config: Config, origin: Origin | None) -> None:
@@ -117,9 +121,7 @@ def begin_run(config: Config, origin: Origin | None) -> None:
 def _run_flow(run_dir: Path) -> None:
     # These import Prefect, which reads its environment once, at import: the server has set it by now.
     from flows.pipeline import pipeline
-    from tasks.run import forget_stop
 
-    forget_stop(run_dir)
     mark_crashed_flows(run_dir)
     pipeline(str(run_dir))
 

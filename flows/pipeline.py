@@ -6,18 +6,21 @@ caches anything: retrying belongs to one layer, which is Slurm, and the files sa
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
 from flows.display import make_reporter
+from flows.server import PASSWORD, USER
 from specrl.report.html import write_report
 from specrl.report.results import StageRecord
 from specrl.report.summary import SUMMARY_FILE, write_summary
+from specrl.tracking import log_to_run
 from tasks.run import Finished, Run, cancel_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 
@@ -42,6 +45,7 @@ def pipeline(run_dir: str) -> list[Finished]:
     """
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
+        log_to_run(run.config, {}, {}, flow_tags())
         (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may be of another configuration
         policy = prepare(run)
         drafter = pretrain(run, policy)
@@ -50,6 +54,13 @@ def pipeline(run_dir: str) -> list[Finished]:
         validated = validate(run, policy, drafter, trained)
         exported = export(run, policy, trained, validated)
     return record(run, [policy, drafter, scales, trained, validated, exported])
+
+
+def flow_tags() -> dict[str, str]:
+    """Name this flow run in Prefect, with its page where a server of the user's has one, as tags of the MLflow run."""
+    ends_with_us = os.environ.get(PASSWORD, "").startswith(f"{USER}:")
+    page = {} if ends_with_us else {"specrl.prefect.page": runtime.flow_run.ui_url}
+    return {"specrl.prefect.flow_run": runtime.flow_run.id, **page}
 
 
 def record(run: Run, stages: list[Finished]) -> list[Finished]:

@@ -13,8 +13,9 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
-from slurm.environment_file import read_environment_file
+from slurm.ranks.environment_file import read_environment_file
 from slurm.registry import backends_of
+from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.data.formats.places import files_of
@@ -50,7 +51,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for line in [*doubts(config), *(_reward_doubts(config) if dry_run else [])]:
+    for line in [*doubts(config), *_shared_databases(config), *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -63,6 +64,13 @@ def doubts(config: Config) -> list[str]:
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
     ]
+
+
+def _shared_databases(config: Config) -> list[str]:
+    if all(config.cluster_of(stage).backend == "local" for stage in STAGES):
+        return []
+    line = shared_database(config.runs_dir, config.tracking.uri)
+    return [line] if line is not None else []
 
 
 def _reward_doubts(config: Config) -> list[str]:

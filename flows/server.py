@@ -17,6 +17,7 @@ from typing import Self
 from filelock import FileLock
 
 from slurm.access import PRIVATE
+from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_with_parent, free_port, reach_loopback
 
 START_SECONDS = 180
@@ -32,8 +33,8 @@ QUIET = {
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 RUNNING = ("PENDING", "RUNNING", "CANCELLING")
 """The states of Prefect in which a flow is at work."""
-PASSWORD = "PREFECT_API_AUTH_STRING"
-"""The variable from which Prefect's clients read the user and password that the server asks for."""
+PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
+"""The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
 
 
 class ServerError(RuntimeError):
@@ -63,7 +64,7 @@ class PrefectServer:
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        own = str(runs_dir.absolute() / ".prefect")
+        own = str(prefect_home(runs_dir))
         self._is_own_home = os.environ.setdefault("PREFECT_HOME", own) == own
         self.home = Path(os.environ["PREFECT_HOME"])
         # Two servers that create the same database at the same time would break it.
@@ -86,7 +87,7 @@ class PrefectServer:
         port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
         # Other users of this machine can reach the loopback interface, too, but they do not know the password.
-        password = os.environ[PASSWORD] = f"specrl:{secrets.token_urlsafe()}"
+        password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
         environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
         with self.log.open("ab") as log:

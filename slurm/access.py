@@ -25,13 +25,10 @@ def restrict(cluster: ClusterConfig) -> None:
 
 
 def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
-    """Refuse a folder that somebody other than its user can write to or replace, whether or not it exists.
+    """Refuse (ConfigError) a folder that somebody other than its user can write to or replace; it need not exist yet.
 
     Returns:
         A line for each folder above it that members of a group can write to which `cluster.trusted_groups` lacks.
-
-    Raises:
-        ConfigError: Something of the folder belongs to somebody else, or its group or everybody may write to it.
     """
     try:
         if run_dir.is_dir():
@@ -42,11 +39,7 @@ def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
 
 
 def check_code(code: Path) -> None:
-    """Refuse a copy of the code that is not what its name says.
-
-    Raises:
-        ConfigError: It is gone, or something in it is not what was copied there.
-    """
+    """Refuse (ConfigError) a copy of the code that is not what its name says."""
     try:
         trust.check_code(code, code.name)
     except trust.DistrustError as error:
@@ -54,11 +47,7 @@ def check_code(code: Path) -> None:
 
 
 def trusted_groups(cluster: ClusterConfig) -> list[int]:
-    """Return the ids of the groups in `cluster.trusted_groups`.
-
-    Raises:
-        ConfigError: This machine does not know one of them.
-    """
+    """The ids of the groups in `cluster.trusted_groups`; a ConfigError for one that this machine does not know."""
     found = []
     for name in cluster.trusted_groups:
         try:
@@ -69,6 +58,6 @@ def trusted_groups(cluster: ClusterConfig) -> list[int]:
 
 
 def checked_python(code: Path, cluster: ClusterConfig) -> list[str]:
-    """Return the options with which Python checks a copy of the code, before it becomes Python with what follows."""
+    """The options with which Python checks a copy of the code, before it becomes Python with what follows."""
     program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a line of a script
     return ["-I", "-c", program, str(code), code.name, ",".join(map(str, trusted_groups(cluster))) or "-"]

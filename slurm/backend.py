@@ -24,8 +24,6 @@ from specrl.lineage.record import run_id
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["pending", "running", "ended"]
-Cause = Literal["time limit", "memory", "cancelled", "preempted", "node lost"]
 CONTEXT_FILE = "context.json"
 STOP_FILE = "stop"
 """A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
@@ -33,6 +31,10 @@ STOP_FILE = "stop"
 
 class JobError(RuntimeError):
     """A job could not be submitted, failed, or ran out of time. The message is one line for people."""
+
+
+class UnseenError(JobError):
+    """The job goes on, as far as is known, but its scheduler or its files have not answered for long."""
 
 
 class StoppedError(RuntimeError):
@@ -51,29 +53,30 @@ class FullQueueError(SilentSchedulerError):
 class State:
     """The state of a job, as its scheduler reports it."""
 
-    phase: Phase
+    phase: Literal["pending", "running", "ended"]
     detail: str
     """The scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended."""
     failed: bool = False
-    """Whether the scheduler reports that the job failed. A job that ended without failing has left its result."""
-    cause: Cause | None = None
-    """Why the job failed, where the scheduler reports it."""
+    """A job that ended without failing has left its result."""
+    reason: Reason | None = None
+    """Why the job ended, where the scheduler reports it."""
     suspended: bool = False
     """Whether the scheduler has suspended the job, whose time limit then does not come nearer."""
+    is_leaving: bool = False
+    """Whether the job has ended but for the last of its processes."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank in which a job failed first, and how it ended."""
+    """The rank in which a job failed first (0 if that is not known), and how it ended."""
 
     rank: int
-    """The rank's number; 0 if it is not known which rank failed first."""
     exception: str = ""
     """The exception that the rank raised, in one line; empty if none is known."""
     detail: str = ""
     """The scheduler's words about the end of a rank that raised nothing."""
     killed: bool = False
-    """Whether a signal that somebody sent ended it, after which another job is worth a try."""
+    """Whether a signal that somebody sent ended it, or a file system, after which another job is worth a try."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,6 @@ class JobPlace:
     end_at: float | None = None
     """The Unix time at which the scheduler will end the job; None if it has no limit or the scheduler does not say."""
     is_ending: bool = False
-    """Whether the scheduler is ending the job already."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,14 @@ class JobKey:
 
     config: Config
     key: str
-    """The stage's content key."""
+    """The stage's content key, which begins with its name."""
 
     @property
     def stage(self) -> StageName:
-        """The stage, with whose name the key begins."""
         return cast(StageName, self.key.partition("-")[0])
 
     @property
     def cluster(self) -> ClusterConfig:
-        """The cluster's section of the configuration, with the stage's own overrides."""
         return self.config.cluster_of(self.stage)
 
     @property
@@ -142,12 +142,11 @@ class Record:
     """Unix time in seconds."""
 
     def write(self, path: Path) -> None:
-        """Write the record as JSON."""
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """Return the record, or None when no job has been submitted for the stage."""
+        """The record, or None when no job has been submitted for the stage."""
         try:
             return _RECORD.validate_json(read_file(path))
         except FileNotFoundError:
@@ -169,12 +168,10 @@ class StageRequest:
 
     @property
     def key(self) -> JobKey:
-        """The identity of the stage's job."""
         return JobKey(self.context.config, self.context.key)
 
     @property
     def resources(self) -> Resources:
-        """The resources of the job. A rank is one process, with one GPU or with CPU cores alone."""
         return self.context.config.resources_of(self.context.stage)
 
     @property
@@ -207,101 +204,68 @@ class StageRequest:
 
 
 class Job(Protocol):
-    """A job of a backend, submitted or found again."""
+    """A job of a backend, submitted or found again. Its methods raise SilentSchedulerError where nobody answers."""
 
-    @property
-    def backend(self) -> str:
-        """The name of its backend."""
-
-    @property
-    def job_id(self) -> str:
-        """Slurm's job id, or the process id of a local job's controller."""
-
-    @property
-    def attached(self) -> bool:
-        """Whether the job was found pending or running, rather than submitted by this flow."""
-
-    @property
-    def ask_seconds(self) -> float:
-        """How many seconds the flow waits before it asks for the state again."""
+    backend: str
+    job_id: str
+    attached: bool
+    """Whether the job was found pending or running, rather than submitted by this flow."""
+    ask_seconds: float
+    """How many seconds the flow waits before it asks for the state again."""
 
     def state(self) -> State:
-        """Ask the scheduler how the job is doing.
-
-        Raises:
-            SilentSchedulerError: The scheduler does not answer at the moment.
-        """
+        """Ask the scheduler how the job is doing."""
 
     def cancel(self) -> None:
-        """End the job. Return when the scheduler has been told to; for a local job, when it has ended.
-
-        Raises:
-            SilentSchedulerError: The scheduler could not be told; the message says how to end the job by hand.
-        """
+        """End the job, or at least tell the scheduler to; an error says how to end it by hand."""
 
     def log(self, rank: int) -> Path:
-        """Return the file to which a rank prints. It may not exist yet."""
+        """The file to which a rank prints. It may not exist yet."""
 
     def failure(self, ranks: int) -> Failure:
-        """Return which rank failed first, and how it ended, as far as that is known.
-
-        Args:
-            ranks: The number of ranks of the job.
-        """
+        """Which of the job's `ranks` failed first, and how it ended, as far as that is known."""
 
 
 class Backend(Protocol):
-    """A scheduler. The flow calls the methods from `connect` to `submit`; the ranks of a job call the others."""
+    """A scheduler. The flow calls the methods from `problems` to `submit`; the ranks of a job call the others.
 
-    @property
-    def name(self) -> str:
-        """The value of `cluster.backend` that chooses it."""
+    They raise JobError where the scheduler cannot be used from here or refuses a job, with its reason in one line, and
+    SilentSchedulerError where it does not answer.
+    """
+
+    name: str
+    """The value of `cluster.backend` that chooses it."""
 
     def problems(self, config: Config) -> list[str]:
-        """Return one line for each reason why a run cannot use this scheduler from here."""
+        """One line for each reason why a run cannot use this scheduler from here."""
 
     def queue(self, cluster: ClusterConfig) -> str:
-        """Return where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
+        """Where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
 
     def options(self, config: Config, stage: StageName) -> str:
-        """Return how a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
+        """How a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
 
     def find(self, key: JobKey) -> Job | None:
-        """Return the stage's job if it is pending or running, whoever submitted it, or None.
+        """The stage's job if it is pending or running, whoever submitted it, or None.
 
         There must be no instant at which a submitted job is not found: it would be submitted a second time.
-
-        Raises:
-            JobError: The scheduler cannot be used from here.
-            SilentSchedulerError: The scheduler does not answer at the moment.
         """
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> Job | None:
         """Submit a job that runs `python` with `request.arguments` in every rank, in the folder `request.key.folder`.
 
-        Args:
-            environment: Variables that every process of the job needs before Python starts.
-
-        Returns:
-            The job, or None when the stage turned out to be finished.
-
-        Raises:
-            JobError: The scheduler refuses the job; the message gives its reason.
-            SilentSchedulerError: The scheduler did not answer, or has no room in its queue. The job is looked for
-                before it is submitted again.
+        Every process of the job needs the variables of `environment` before Python starts. After an answer that did not
+        come, the job is looked for before it is submitted again. None stands for a stage that has finished meanwhile.
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
+        """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank."""
 
     def place(self, request: StageRequest) -> JobPlace:
-        """Return what the scheduler says about this job, within seconds.
-
-        The first rank asks, also after a signal, and so does the second one when it ends the job in the first's place.
-        """
+        """What the scheduler says about this job, within seconds. The first two ranks ask."""
 
     def requeue(self, request: StageRequest) -> None:
         """Have the scheduler start this job again after its end, which is near.
@@ -310,4 +274,4 @@ class Backend(Protocol):
         """
 
     def why_ended(self, segment: Segment) -> Reason:
-        """Return why an earlier job of the stage ended that could not say so itself."""
+        """Why an earlier job of the stage ended that could not say so itself."""

@@ -22,11 +22,7 @@ from specrl.processes import name_user, reach_loopback
 
 
 def main(arguments: list[str]) -> None:
-    """Set up this rank, call the stage's function under supervision, and end the process.
-
-    Args:
-        arguments: The file with the stage's context, and the function as `module:function`.
-    """
+    """Set up this rank, call the stage's function (`module:function`) under supervision, and end the process."""
     reach_loopback()
     name_user()
     context = StageContext.load(Path(arguments[0]))

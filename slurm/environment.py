@@ -17,11 +17,12 @@ from submitit import JobEnvironment
 from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.backend import Backend, StageRequest
-from slurm.environment_file import read_environment_file
+from slurm.ranks.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
+from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, Resources
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import port_of
+from specrl.processes import node_folder, port_of
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -34,9 +35,8 @@ CACHES = {
 }
 """The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
 PACKAGES = ("flows", "tasks", "slurm", "specrl")
-"""The packages that a run needs to go on. They lie in one folder, as in a checkout."""
+"""The packages that a run needs to go on, which lie in one folder, as in a checkout."""
 ROOT = Path(__file__).parents[1]
-"""The folder with the packages that this process imports."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 """The variables by which NVIDIA's libraries, and Triton's kernels, multiply float32 numbers in float32 and not in TF32,
@@ -46,7 +46,7 @@ LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET
 
 
 def present_code() -> str:
-    """Return the digest of the sources that this process imports, by which a snapshot of them is called."""
+    """The digest of the sources that this process imports, by which a snapshot of them is called."""
     return sources_digest(ROOT, _files(ROOT))
 
 
@@ -89,21 +89,16 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
-    """Return the variables that a job's processes need before Python starts.
+    """The variables that a job's processes need before Python starts, which then imports `code` before anything else.
 
-    They make Python import the run's copy of the code before anything else. Where the configuration names functions of
-    the user's own, the folder of the submission comes last on the path; `PYTHONSAFEPATH` keeps Python from putting it
-    first. Without such functions it is not there, since others may be able to write to it.
-
-    Args:
-        code: The folder with the copy of the packages.
-        config: The configuration of the job; None where what runs looks for such functions by itself.
+    Where the configuration names functions of the user's own, the folder of the submission comes last on the path.
+    Without such functions it is not there, since others may be able to write to it.
     """
     own = str(Path.cwd()) if config is not None and config.import_paths else ""
     places = [str(code), os.environ.get("PYTHONPATH", ""), own]
     return {
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
-        "PYTHONSAFEPATH": "1",
+        "PYTHONSAFEPATH": "1",  # else Python puts the folder of the submission first
         "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy: its digest is checked
         "PYTHONFAULTHANDLER": "1",
         "DO_NOT_TRACK": "true",
@@ -111,17 +106,12 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables of this process that a job gets: all but Prefect's, such as its server's password."""
+    """The variables of this process that a job gets: all but Prefect's, such as its server's password."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
 
 
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
-    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either.
-
-    Raises:
-        ConfigError: `cluster.environment_file` is missing, or is open to others.
-        ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
-    """
+    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either."""
     resources, cluster = request.resources, request.key.cluster
     if cluster.environment_file is not None:
         os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
@@ -129,21 +119,17 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     os.environ.update(backend.rank_environment(request))
     os.environ.update(device_variables(resources, os.environ.get("CUDA_VISIBLE_DEVICES")))
     os.environ.update(arithmetic_variables(resources, request.context.config.model.dtype))
+    if resources.gpus_per_rank and (home := own_cuda_home()) is not None:
+        os.environ["CUDA_HOME"] = home
     for name, folder in cache_folders(cluster.cache_dir).items():
         os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
 
 
 def device_variables(resources: Resources, visible: str | None) -> dict[str, str]:
-    """Return the variables that give a rank its GPU.
+    """The variables that give a rank its GPU, of those that are `visible` (CUDA_VISIBLE_DEVICES).
 
     A rank that sees all GPUs of its node takes the one of its LOCAL_RANK. Where the scheduler binds GPUs to tasks, each
-    rank sees only its own, which is number 0 for torch and vLLM.
-
-    Args:
-        visible: The value of CUDA_VISIBLE_DEVICES, or None where it is not set.
-
-    Raises:
-        ValueError: The rank sees some of its node's GPUs, but neither all of them nor one alone.
+    rank sees only its own, which is number 0 for torch and vLLM; anything else is a ValueError.
     """
     if not resources.gpus_per_rank:
         return {"CUDA_VISIBLE_DEVICES": ""}
@@ -162,20 +148,13 @@ def device_variables(resources: Resources, visible: str | None) -> dict[str, str
 
 
 def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
-    """Return the variables that keep products on a GPU in the type that is asked for, `model.dtype`."""
+    """The variables that keep products on a GPU in the type that is asked for, `model.dtype`."""
     return FULL_FLOAT32 if resources.gpus_per_rank and dtype == "float32" else {}
 
 
 def cache_folders(place: str | None) -> dict[str, str]:
-    """Return the variables that say where compiled code is kept, with folders that exist.
-
-    Args:
-        place: The folder for all of them, in which variables are expanded; by default one that the node has for itself.
-
-    Raises:
-        ValueError: A variable in `place` is not set on this node.
-    """
-    root = _expanded(place) if place else _node_folder()
+    """The variables that say where compiled code is kept: below `place`, or in a folder of the node's own."""
+    root = _expanded(place) if place else node_folder()
     folders = {name: root / folder for name, folder in CACHES.items()}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,29 +168,13 @@ def _expanded(place: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def _node_folder() -> Path:
-    job = os.environ.get("SLURM_TMPDIR")
-    if job:
-        return Path(job) / "specrl"
-    folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
-        return Path(tempfile.mkdtemp(prefix="specrl-"))  # somebody else made it, or may write to it
-    return folder
-
-
 def interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use a network interface."""
+    """The variables that make gloo and NCCL use a network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def interface_towards(host: str) -> str:
-    """Return the network interface from which this machine's packets to a host leave.
-
-    Raises:
-        ValueError: The host has no address, or there is no route to it.
-    """
+    """The network interface from which this machine's packets to a host leave; a ValueError where none does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -226,10 +189,9 @@ def interface_towards(host: str) -> str:
 
 
 def rank_environment(attempt: int) -> dict[str, str]:
-    """Return the variables from which torch.distributed learns its rank, as submitit knows them.
+    """The variables from which torch.distributed learns its rank, as submitit knows them.
 
-    Args:
-        attempt: How often this job was started before. Each time it has another port: the last one may have been taken.
+    Each `attempt` to run this job has another port: the last one may have been taken.
     """
     ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
     values = {
@@ -244,11 +206,11 @@ def rank_environment(attempt: int) -> dict[str, str]:
 
 
 def other_host() -> str:
-    """Return the name of the job's first node or, on that node, of its second one."""
+    """The name of the job's first node or, on that node, of its second one."""
     job = JobEnvironment()
     return str(job.hostnames[1 if job.node == 0 else 0])
 
 
 def log_path(folder: Path, job_id: str, rank: int) -> Path:
-    """Return the file to which a rank of a submitit job prints."""
+    """The file to which a rank prints."""
     return folder / f"{job_id}_{rank}_log.out"

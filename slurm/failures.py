@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import traceback
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.backend import Failure, Job, State
-from specrl.artifacts import write_json
+from specrl.artifacts import is_passing, write_json
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
@@ -19,6 +20,7 @@ MAX_CHARACTERS = 600
 """The most characters of an error that its line repeats; the log has all of them."""
 FULL_BYTES = 2**20
 """The free bytes below which a disk is called full."""
+LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 LOG_TAIL_BYTES = 4096
 """How many bytes are read from the end of a log to find its last line."""
 
@@ -26,7 +28,8 @@ LOG_TAIL_BYTES = 4096
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error that a rank of the job with this folder raised."""
     trace = "".join(traceback.format_exception(error))
-    known = {"time": time.time(), "trace": trace, "of_connection": is_of_connection(error)}
+    passes = is_passing(error)
+    known = {"time": time.time(), "trace": trace, "passes": passes, "follows": passes or is_of_connection(error)}
     write_json(_error_path(folder, rank), known)
 
 
@@ -36,25 +39,28 @@ def clear_error(folder: Path, rank: int) -> None:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Return whether an error says that another rank does not answer any more, and so follows from something else."""
+    """Whether an error says that another rank does not answer any more, and so follows from something else."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
 
 
 def is_of_port(error: BaseException) -> bool:
-    """Return whether an error says that another process listens on the port of this job's ranks."""
+    """Whether an error says that another process listens on the port of this job's ranks."""
     return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def has_cause(folder: Path, ranks: int) -> bool:
-    """Return whether a rank left an error that does not follow from the end of another rank."""
-    return any(not error["of_connection"] for _, error in _errors(folder, ranks))
+    """Whether a rank left an error for which neither another rank nor a file system is answerable."""
+    return any(not error["follows"] for _, error in _errors(folder, ranks))
 
 
 def first_error(folder: Path, ranks: int) -> Failure | None:
-    """Return the earliest error that a rank left, or None; those of lost connections follow from others."""
-    found = min(_errors(folder, ranks), key=lambda item: (item[1]["of_connection"], item[1]["time"]), default=None)
-    return None if found is None else Failure(found[0], exception=last_error(found[1]["trace"]))
+    """The earliest error that a rank left, or None; those of lost connections follow from others."""
+    found = min(_errors(folder, ranks), key=lambda item: (item[1]["follows"], item[1]["time"]), default=None)
+    if found is None:
+        return None
+    rank, error = found
+    return Failure(rank, exception=last_error(error["trace"]), killed=error["passes"])
 
 
 def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:
@@ -66,8 +72,16 @@ def _error_path(folder: Path, rank: int) -> Path:
     return folder / f"error-{rank}.json"
 
 
+def telling_logs(folder: Path) -> list[Path]:
+    """The logs of all jobs with this folder, of hundreds of ranks those of the first, the last and the failed ones."""
+    logs = {path: int(found[1]) for path in folder.glob("*.out") if (found := LOG_RANK.search(path.name))}
+    failed = {int(path.stem.partition("-")[2]) for path in folder.glob("error-*.json")}
+    telling = {0, max(logs.values(), default=0), *failed}
+    return sorted(path for path in folder.glob("*.out") if logs.get(path, 0) in telling)
+
+
 def explain(job: Job, context: StageContext, state: State) -> str:
-    """Return one line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
+    """One line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
     The error is the reason why the stage was given up, or else the exception of the rank that failed first. If that
     rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or that
@@ -90,7 +104,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 
 def last_error(trace: str) -> str:
-    """Return the exception of a traceback, which follows its last indented line, in one line."""
+    """The exception of a traceback, which follows its last indented line, in one line."""
     lines = trace.rstrip().splitlines()
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
@@ -98,19 +112,18 @@ def last_error(trace: str) -> str:
 
 def _limit(context: StageContext, state: State) -> str:
     resources = context.config.resources_of(context.stage)
-    if state.cause == "time limit":
+    if state.reason == "walltime":
         return f"it ran longer than resources.minutes = {resources.minutes}"
     cluster = context.config.cluster_of(context.stage)
-    if state.cause == "memory" and not cluster.request_memory:
+    if state.reason == "out of memory" and not cluster.request_memory:
         asked = "the job asks for none (cluster.request_memory = false)"
         return f"killed, most likely out of memory: {asked}; ask for more cores, or for whole nodes with cluster.sbatch"
-    if state.cause == "memory":
+    if state.reason == "out of memory":
         own = [f"cluster.sbatch.{name} = {value}" for name, value in cluster.sbatch.items() if name in MEMORY_OPTIONS]
         given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}")
         return f"killed, most likely out of memory: {given}; raise it"
-    if state.cause is not None:
-        return {"cancelled": "it was cancelled", "preempted": "it was preempted"}.get(state.cause, "a node was lost")
-    return ""
+    words = {"cancelled": "it was cancelled", "preempted": "it was preempted", "node lost": "a node was lost"}
+    return words.get(state.reason or "", "")
 
 
 def _full_disk(run_dir: Path) -> str:

@@ -16,20 +16,12 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBacke
 
 
 def backend_of(cluster: ClusterConfig) -> Backend:
-    """Return the backend that `cluster.backend` names: one of `BACKENDS`, or a class given as `package.module:Class`.
-
-    Raises:
-        ConfigError: There is no such backend.
-    """
+    """The backend that `cluster.backend` names: one of `BACKENDS`, or a class given as `package.module:Class`."""
     return BACKENDS.get(cluster.backend) or _imported(cluster.backend)
 
 
 def backends_of(config: Config) -> list[Backend]:
-    """Return the backends on which the stages of a run take place, each once.
-
-    Raises:
-        ConfigError: There is no such backend.
-    """
+    """The backends on which the stages of a run take place, each once."""
     backends = [backend_of(config.cluster_of(stage)) for stage in STAGES]
     return list({backend.name: backend for backend in backends}.values())
 

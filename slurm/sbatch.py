@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
 """The options that submitit reads itself, and writes."""
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
+TAUGHT = ("reservation", "wckey", "network")
+"""Options that sites teach as `SBATCH_NAME`, beside those that have a key of their own."""
 CONTAINER_PYTHON = "python3"
 
 
-def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
-    """Return the options of sbatch for a stage's job, without those for its name, its logs and its signals."""
+def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The options of sbatch for a stage's job without some nodes, but for its name, its logs and its signals."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
     gpus = resources.ranks_per_node * resources.gpus_per_rank
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
@@ -40,19 +43,20 @@ def sbatch_options(config: Config, stage: StageName) -> dict[str, Any]:
         "time": resources.minutes,
         "requeue": True,
         "dependency": "singleton",  # of two jobs for one stage, however they came about, the second waits for the first
-        "reservation": _taught("reservation"),
-        "wckey": _taught("wckey"),
+        **{name: _taught(name) for name in TAUGHT},
         **cluster.sbatch,
     }
+    if without:
+        options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _taught(option: str) -> str | None:
-    return os.environ.get(f"SBATCH_{option.upper()}")
+    return os.environ.get(f"SBATCH_{option.upper().replace('-', '_')}")
 
 
 def srun_options(config: Config, stage: StageName) -> list[str]:
-    """Return the options of srun, which starts the ranks of the job."""
+    """The options of srun, which starts the ranks of the job."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
     # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
     options = [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"]
@@ -63,7 +67,7 @@ def srun_options(config: Config, stage: StageName) -> list[str]:
 
 
 def python_command(config: Config, stage: StageName) -> list[str]:
-    """Return the words that start Python in a rank, in its container where there is one."""
+    """The words that start Python in a rank, in its container where there is one."""
     cluster = config.cluster_of(stage)
     python = cluster.python or (sys.executable if cluster.container is None else CONTAINER_PYTHON)
     if cluster.container is None or cluster.container.kind == "pyxis":
@@ -73,15 +77,11 @@ def python_command(config: Config, stage: StageName) -> list[str]:
     return ["apptainer", "exec", *gpus, *places, cluster.container.image, python]
 
 
-def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, Any]:
-    """Return the parameters of submitit's SlurmExecutor.
-
-    Args:
-        environment: The variables that the job exports after `cluster.setup`, which may load modules that set the same
-            variables.
-    """
+def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
+    """The parameters of submitit's SlurmExecutor for a job that leaves out some nodes."""
     config, stage = request.context.config, request.context.stage
-    options = sbatch_options(config, stage)
+    options = sbatch_options(config, stage, without)
+    # They follow `cluster.setup`, which may load modules that set the same variables.
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {
         "job_name": request.key.job_name,
@@ -97,7 +97,7 @@ def parameters(request: StageRequest, environment: dict[str, str]) -> dict[str, 
 
 
 def describe(config: Config, stage: StageName) -> str:
-    """Return how a stage's job will be submitted and how its ranks are started, as two commands in one line."""
+    """How a stage's job will be submitted and how its ranks are started, as two commands in one line."""
     flags = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in sbatch_options(config, stage).items()
     ]
@@ -106,10 +106,6 @@ def describe(config: Config, stage: StageName) -> str:
 
 
 def _mounts(config: Config, cluster: ClusterConfig) -> str:
-    """Return the folders that a container sees: the runs, the folder of this process, and those that are asked for.
-
-    The file with the ranks' secrets is among them, wherever it lies.
-    """
     assert cluster.container is not None
     own = dict.fromkeys(f"{folder}:{folder}" for folder in (config.runs_dir.absolute(), Path.cwd()))
     secrets = [f"{cluster.environment_file}:{cluster.environment_file}"] if cluster.environment_file else []

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import (
-    Cause,
     Failure,
     FullQueueError,
     JobError,
@@ -42,14 +40,17 @@ from slurm.environment import (
     rank_environment,
 )
 from slurm.failures import first_error
+from slurm.queue import COMMAND_SECONDS, PRESENT_SECONDS, ask, forget, listed
 from slurm.ranks.supervisor import ATTEMPT
 from slurm.sbatch import describe, parameters, python_command
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.lifetime.segments import Reason, Segment
-from specrl.processes import OF_CLUSTER, slurm_environment
+from specrl.events import record_event
+from specrl.lifetime.segments import Reason, Segment, read_segments
+from specrl.processes import OF_CLUSTER
 
 logger = logging.getLogger(__name__)
 
+ASK_SECONDS = ClusterConfig().ask_seconds
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 PENDING |= {"POWER_UP_NODE"}
@@ -62,14 +63,6 @@ SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 """The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
-CAUSES: dict[str, Cause] = {
-    "TIMEOUT": "time limit",
-    "OUT_OF_MEMORY": "memory",
-    "CANCELLED": "cancelled",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "node lost",
-    "BOOT_FAIL": "node lost",
-}
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
     "CANCELLED": "cancelled",
@@ -78,7 +71,7 @@ REASONS: dict[str, Reason] = {
     "BOOT_FAIL": "node lost",
     "REQUEUED": "requeued",
     "DEADLINE": "failed",
-    "OUT_OF_MEMORY": "failed",
+    "OUT_OF_MEMORY": "out of memory",
 }
 TRANSIENT = (
     "Socket timed out",
@@ -95,16 +88,18 @@ TRANSIENT = (
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"
 """What all reasons of Slurm have in them that are about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit."""
-OVER = ("Invalid job id", "already completing or completed")
-"""The words of scancel about a job that has ended."""
+OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
 """The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
 two last signals only once it has been set up."""
-COMMAND_SECONDS = 30
-"""How long one of Slurm's commands may take before Slurm counts as silent."""
+NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
+NO_SUCH_NODES = ("node configuration", "Invalid node name")
+"""What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
+NODE_SECONDS = 24 * 3600
+"""How long a node that has failed is left out."""
 RANK_COMMAND_SECONDS = 5
-"""The same for a rank, whose job may be about to end."""
+"""How long a command may take for a rank, whose job may be about to end."""
 LOGS = "/folder-of-the-logs"
 """What stands for that folder until the script is written."""
 ONE_HOST = "SPECRL_ONE_HOST"
@@ -112,38 +107,29 @@ ONE_HOST = "SPECRL_ONE_HOST"
 
 
 class SlurmJob:
-    """A job of Slurm, known by its id."""
-
     backend = "slurm"
-    ask_seconds = 5.0
 
-    def __init__(self, job_id: str, folder: Path, attached: bool) -> None:
-        self.job_id, self.folder, self.attached = job_id, folder, attached
+    def __init__(self, job_id: str, folder: Path, attached: bool, ask_seconds: float = ASK_SECONDS) -> None:
+        self.job_id, self.folder, self.attached, self.ask_seconds = job_id, folder, attached, ask_seconds
+        self._answered_at = float("-inf")
 
     def state(self) -> State:
-        """Ask squeue for the state, which it knows until shortly after the job's end, and sacct after that.
-
-        Raises:
-            SilentSchedulerError: Slurm does not answer at the moment.
-        """
-        try:
-            answer = _ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T %r").strip()
-        except SilentSchedulerError as error:
-            if "Invalid job id" not in str(error):
-                raise
-            answer = ""
-        word, _, reason = answer.partition(" ") if answer else (self._accounting_state(), "", "")
+        # The list of the user's jobs may be as old as the last answer to this call, or `ask_seconds`.
+        jobs = listed(min(self.ask_seconds, time.monotonic() - self._answered_at))
+        self._answered_at = time.monotonic()
+        found = next((job for job in jobs if job.job_id == self.job_id), None)
+        word, reason = (found.word, found.reason) if found is not None else self._asked_alone()
         if word in PENDING:
             return State("pending", f"{word}, {reason}")
         if word in RUNNING:
-            return State("running", word, suspended=word == "SUSPENDED")
+            return State("running", word, suspended=word == "SUSPENDED", is_leaving=word == "COMPLETING")
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
-        return State("ended", word, failed=word not in SUCCEEDED, cause=CAUSES.get(word))
+        return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))
 
     def cancel(self) -> None:
         try:
-            _ask("scancel", self.job_id)
+            ask("scancel", self.job_id)
         except SilentSchedulerError as error:
             if not any(words in str(error) for words in OVER):
                 raise SilentSchedulerError(
@@ -163,17 +149,21 @@ class SlurmJob:
             return Failure(0)
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
 
-    def _accounting_state(self) -> str:
+    def _asked_alone(self) -> tuple[str, str]:
+        """Ask for a job that was submitted after the list was made, is somebody else's, or has long ended."""
         try:
-            lines = _ask("sacct", "-nPX", "-j", self.job_id, "-o", "State").splitlines()
-        except SilentSchedulerError:
-            lines = []
-        # "CANCELLED by 1000" is one answer. Without accounting, the job is simply no longer in the queue.
-        return lines[-1].split()[0] if lines and lines[-1] else UNKNOWN
+            answer = ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T %r").strip()
+        except SilentSchedulerError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            answer = ""
+        word, _, reason = answer.partition(" ")
+        # Without accounting, the job is simply no longer in the queue.
+        return word or next(reversed(_accounted(self.job_id)), UNKNOWN), reason
 
 
 class SlurmBackend:
-    """The backend for a Slurm cluster, used through the commands of a login node."""
+    """A Slurm cluster, used through the commands of a login node."""
 
     name = "slurm"
 
@@ -190,14 +180,9 @@ class SlurmBackend:
         return describe(config, stage)
 
     def find(self, key: JobKey) -> SlurmJob | None:
-        """Return the job with this name in Slurm's queue, or None.
-
-        A job is in the queue from the moment Slurm accepts it, even if the flow died before it recorded the job's id.
-
-        Raises:
-            SilentSchedulerError: Slurm does not answer at the moment.
-        """
-        ids = _ask("squeue", "-h", "--me", "-n", key.job_name, "-o", "%i").split()
+        # Slurm lists a job from the moment it accepts it until the last rank has gone.
+        jobs = [job for job in listed(PRESENT_SECONDS) if job.name == key.job_name]
+        ids = [job.job_id for job in jobs if job.word not in SUCCEEDED | FAILED]
         if not ids:
             return None
         record = Record.read(key.record_path)
@@ -207,30 +192,19 @@ class SlurmBackend:
             except OSError as error:  # who only looks may not be able to write
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        return SlurmJob(ids[0], key.folder, attached=True)
+        return SlurmJob(ids[0], key.folder, attached=True, ask_seconds=key.cluster.ask_seconds)
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
-        """Submit a job with sbatch.
-
-        Raises:
-            FullQueueError: The user has as many jobs in the queue as may be there.
-            JobError: Slurm refuses the job; the message has Slurm's reason.
-            SilentSchedulerError: Slurm did not answer. It may have queued the job.
-        """
-        executor = _StageExecutor(request)
-        executor.update_parameters(**parameters(request, environment))
+        failed = failed_nodes(request.context.run_dir)
         try:
-            with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-                job = executor.start()
-        except FailedJobError as error:
-            reason = _reason(str(error))
-            if FULL in reason:
-                raise FullQueueError(reason) from error
-            if any(words in reason for words in TRANSIENT):
-                raise SilentSchedulerError(reason) from error
-            raise JobError(f"Slurm refuses the job: {reason}") from error
-        _write_record(request.key, job.job_id)
-        return SlurmJob(job.job_id, request.key.folder, attached=False)
+            job_id = _sbatch(request, environment, sorted(failed))
+        except _NoNodesError:
+            failed, job_id = {}, _sbatch(request, environment, [])
+        for node, how in failed.items():
+            text = f"{node} is left out of job {job_id}: {how} in the last 24 hours"
+            record_event(request.context.stage_dir, "node", text)
+        _write_record(request.key, job_id)
+        return SlurmJob(job_id, request.key.folder, attached=False, ask_seconds=request.key.cluster.ask_seconds)
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
@@ -249,7 +223,7 @@ class SlurmBackend:
     def place(self, request: StageRequest) -> JobPlace:
         job_id = os.environ["SLURM_JOB_ID"]
         try:
-            answer = _ask("squeue", "-h", "-j", job_id, "-o", "%T %e", seconds=RANK_COMMAND_SECONDS).split()
+            answer = ask("squeue", "-h", "-j", job_id, "-o", "%T %e", seconds=RANK_COMMAND_SECONDS).split()
         except (JobError, SilentSchedulerError) as error:  # a container may lack Slurm's commands
             logger.warning("%s", error)
             known = os.environ.get("SLURM_JOB_END_TIME")
@@ -262,22 +236,57 @@ class SlurmBackend:
 
     def requeue(self, request: StageRequest) -> None:
         try:
-            _ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+            ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
         except (JobError, SilentSchedulerError) as error:
             logger.warning("the job's script has to queue it again: %s", error)
 
     def why_ended(self, segment: Segment) -> Reason:
-        """Return what accounting says: it has a line for each time that the job ran, and the present one comes last."""
-        try:
-            lines = _ask(
-                "sacct", "-nPXD", "-j", segment.job_id, "-o", "State", seconds=RANK_COMMAND_SECONDS
-            ).splitlines()
-        except SilentSchedulerError:
-            lines = []
-        ended = [word for line in lines if (word := line.partition(" ")[0]) in SUCCEEDED | FAILED | {"REQUEUED"}]
+        # Accounting has a line for each time that the job ran, and the present one comes last.
+        words = _accounted(segment.job_id, "-D", seconds=RANK_COMMAND_SECONDS)
+        ended = [word for word in words if word in SUCCEEDED | FAILED | {"REQUEUED"}]
         if ended:
             return REASONS.get(ended[-1], "killed")
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
+
+
+class _NoNodesError(JobError):
+    """The partition has too few nodes without those that are left out."""
+
+
+def _sbatch(request: StageRequest, environment: dict[str, str], without: list[str]) -> str:
+    executor = _StageExecutor(request)
+    executor.update_parameters(**parameters(request, environment, without))
+    forget()
+    try:
+        with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+            return executor.start().job_id
+    except FailedJobError as error:
+        reason = _reason(str(error))
+        if FULL in reason:
+            raise FullQueueError(reason) from error
+        if any(words in reason for words in TRANSIENT):
+            raise SilentSchedulerError(reason) from error
+        kind = _NoNodesError if without and any(words in reason for words in NO_SUCH_NODES) else JobError
+        raise kind(f"Slurm refuses the job: {reason}") from error
+    finally:
+        forget()  # a list that was made meanwhile may lack the job
+
+
+def failed_nodes(run_dir: Path) -> dict[str, str]:
+    """The nodes that failed under a job of the run within `NODE_SECONDS`, and how."""
+    found: dict[str, str] = {}
+    for stage_dir in sorted((run_dir / "stages").glob("*")):
+        for segment in read_segments(stage_dir):
+            if segment.ended is None or time.time() - segment.ended > NODE_SECONDS:
+                continue
+            if segment.failed_node:
+                found[segment.failed_node] = "a rank on it hung"
+            if segment.reason == "node lost":
+                log = log_path(run_dir / "jobs" / stage_dir.name, segment.job_id, 0)
+                text = log.read_text(errors="replace") if log.exists() else ""
+                # A job without srun's words has lost the node that srun itself was on.
+                found |= dict.fromkeys(NODE_FAILURE.findall(text) or filter(None, [segment.host]), "it was lost")
+    return found
 
 
 class _StageExecutor(submitit.SlurmExecutor):
@@ -311,6 +320,14 @@ def _outside_jobs() -> Iterator[None]:
         yield
 
 
+def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> list[str]:
+    try:
+        lines = ask("sacct", "-nPX", *options, "-j", job_id, "-o", "State", seconds=seconds).splitlines()
+    except SilentSchedulerError:
+        return []
+    return [line.split()[0] for line in lines if line.strip()]  # "CANCELLED by 1000" is one answer
+
+
 def _write_record(key: JobKey, job_id: str) -> None:
     Record("slurm", job_id, None, "", time.time()).write(key.record_path)
 
@@ -318,29 +335,3 @@ def _write_record(key: JobKey, job_id: str) -> None:
 def _reason(text: str) -> str:
     lines = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-1:]
     return "; ".join(line.removeprefix("sbatch: error: ").strip() for line in lines)
-
-
-def _ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
-    """Return the output of one of Slurm's commands, in an environment that changes nothing about it.
-
-    Args:
-        seconds: How long it may take.
-
-    Raises:
-        JobError: The command is not installed.
-        SilentSchedulerError: It failed or took too long.
-    """
-    try:
-        done = subprocess.run(
-            command, env=slurm_environment(), capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except FileNotFoundError as error:
-        if command[0] == "sacct":
-            raise SilentSchedulerError("no sacct") from error
-        raise JobError(f"{command[0]} is not installed: --cluster slurm works where Slurm's commands are") from error
-    except subprocess.TimeoutExpired as error:
-        raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
-    if done.returncode:
-        said = done.stderr.strip().removeprefix(f"{command[0]}: error: ")
-        raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
-    return done.stdout

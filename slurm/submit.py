@@ -7,12 +7,9 @@ the lock exist from the moment the job does, so there is no instant at which kil
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from slurm.backend import (
     Backend,
@@ -26,12 +23,11 @@ from slurm.backend import (
 )
 from slurm.environment import job_environment
 from slurm.registry import backend_of
-from specrl.artifacts import read_json
+from specrl.artifacts import is_passing, read_json
 from specrl.config import Config, understood_config
 from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SILENCE_SECONDS = 600
 """How long a scheduler (that restarts or is overloaded) may be silent before the flow gives up."""
@@ -43,35 +39,29 @@ RETRY_SECONDS = 5
 
 
 def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | None:
-    """Return the one job of a stage: the one that is pending or running, or else a new one.
+    """The one job of a stage: the one that is pending or running, or else a new one; None if the stage has finished.
 
-    Args:
-        entry: The function that every rank calls with the context, as `module:function`.
-        code: The snapshot of the sources that the job imports.
-
-    Returns:
-        The job, or None when the stage turned out to be finished.
-
-    Raises:
-        ConfigError: `cluster.backend` is unknown.
-        JobError: The job cannot be submitted; the reason is one line.
+    `StageRequest` describes the arguments.
     """
     request, begun = StageRequest(context, entry, code), time.monotonic()
     while True:
-        if (job := find(request.key)) is not None:
-            return job
-        if request.result_path.exists():  # the job ended while it was looked for
-            return None
-        context.stage_dir.mkdir(parents=True, exist_ok=True)
-        request.key.folder.mkdir(parents=True, exist_ok=True)
-        context.save(request.key.context_path)
         try:
+            if (job := find(request.key)) is not None:
+                return job
+            if request.result_path.exists():  # the job ended while it was looked for
+                return None
+            context.stage_dir.mkdir(parents=True, exist_ok=True)
+            request.key.folder.mkdir(parents=True, exist_ok=True)
+            context.save(request.key.context_path)
             return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
-        except SilentSchedulerError as error:  # the job may be queued all the same: it is looked for first
+        except (SilentSchedulerError, OSError) as error:
+            if isinstance(error, OSError) and not is_passing(error):
+                raise
+            # The job may be queued all the same: it is looked for first.
             _wait_after(error, request, time.monotonic() - begun)
 
 
-def _wait_after(error: SilentSchedulerError, request: StageRequest, seconds: float) -> None:
+def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None:
     """Wait until a job that could not be submitted for `seconds` so far is looked for, or submitted, again."""
     is_full = isinstance(error, FullQueueError)
     limit = 60 * request.key.cluster.queue_minutes if is_full else SILENCE_SECONDS
@@ -86,25 +76,19 @@ def _wait_after(error: SilentSchedulerError, request: StageRequest, seconds: flo
 
 
 def find(key: JobKey) -> Job | None:
-    """Return the stage's job if it is pending or running, or None. Wait for a scheduler that does not answer.
-
-    Raises:
-        JobError: The scheduler cannot be used from here.
-        SilentSchedulerError: The scheduler has not answered for `SILENCE_SECONDS`.
-    """
-    for backend in _backends(key):
-        if (job := _patiently(functools.partial(backend.find, key))) is not None:
-            return job
-    return None
+    """What `find_now` finds, once the scheduler answers; a SilentSchedulerError only after `SILENCE_SECONDS`."""
+    deadline = time.monotonic() + SILENCE_SECONDS
+    while True:
+        try:
+            return find_now(key)
+        except SilentSchedulerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def find_now(key: JobKey) -> Job | None:
-    """Return the stage's job if it is pending or running, or None.
-
-    Raises:
-        JobError: The scheduler cannot be used from here.
-        SilentSchedulerError: The scheduler does not answer at the moment.
-    """
+    """The stage's job if it is pending or running, or None; see `Backend.find`."""
     found = (backend.find(key) for backend in _backends(key))
     return next((job for job in found if job is not None), None)
 
@@ -121,18 +105,7 @@ def _backends(key: JobKey) -> list[Backend]:
 
 
 def live_jobs(config: Config) -> dict[str, Job]:
-    """Return the pending and running jobs of a run by key, those of earlier configurations of the run included."""
+    """The pending and running jobs of a run by key, those of earlier configurations of the run included."""
     keys = sorted(path.name for path in (config.run_dir / "jobs").glob("*") if path.is_dir())
     found = {key: find(JobKey(config, key)) for key in keys}
     return {key: job for key, job in found.items() if job is not None}
-
-
-def _patiently(ask: Callable[[], T]) -> T:
-    deadline = time.monotonic() + SILENCE_SECONDS
-    while True:
-        try:
-            return ask()
-        except SilentSchedulerError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_SECONDS)

@@ -33,9 +33,6 @@ def check_run(run_dir: Path) -> None:
 
     Those are the run's folder and what lies in it, the copies of the code, and the jobs' contexts. Results below
     `stages/KEY` are data.
-
-    Raises:
-        DistrustError: Somebody else owns something of it, or can write to it.
     """
     status = run_dir.stat()
     if status.st_uid != os.geteuid():
@@ -80,8 +77,7 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield everything below a folder, without following links."""
+def _below(folder: Path) -> Iterator[Path]:  # links are not followed
     for path in _entries(folder):
         yield path
         yield from _below(path)
@@ -96,9 +92,6 @@ def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
 
     Returns:
         A line for each folder above in which the members of another group could do so.
-
-    Raises:
-        DistrustError: Anybody, or another user, could.
     """
     owners, notes = _trusted_owners(), []
     for path in _places(run_dir):
@@ -175,7 +168,7 @@ def _group_name(group: int) -> str:
 
 
 def sources_digest(root: Path, names: Iterable[str]) -> str:
-    """Return the digest of files by their names below `root` and their contents: the name of a copy of them."""
+    """The digest of files by their names below `root` and their contents: the name of a copy of them."""
     total = hashlib.sha256()
     for name in sorted(names):
         with (root / name).open("rb") as file:
@@ -184,11 +177,7 @@ def sources_digest(root: Path, names: Iterable[str]) -> str:
 
 
 def check_code(code: Path, digest: str) -> None:
-    """Check that a folder holds the files with this digest, and nothing else that Python could import.
-
-    Raises:
-        DistrustError: It does not.
-    """
+    """Check that a folder holds the files with this digest, and nothing else that Python could import."""
     run = code.parents[1].name
     advice = f"continue the run with the present code: specrl resume {run} --new-code"
     if code.is_symlink() or not code.is_dir():

@@ -7,20 +7,28 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import STOP_FILE, Cause, Job, JobError, SilentSchedulerError, State, StoppedError
+from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
-from specrl.artifacts import RESULT_FILE
+from specrl.artifacts import RESULT_FILE, is_passing
 from specrl.context import StageContext
-from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
+from specrl.lifetime.segments import (
+    AGAIN,
+    Reason,
+    Segment,
+    begin_segment,
+    end_segment,
+    last_recorded_step,
+    read_segments,
+)
 from specrl.progress import ProgressState, read_progress
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
-LEAVING_ASK_SECONDS = 1.0
-"""The pause between two questions to the scheduler once the result exists and the job is about to end."""
+SOON_SECONDS = 2.0
+"""The pause between two questions to the scheduler while the job is about to change: it ends, returns or is stopped."""
 LEAVE_SECONDS = 60
 """How long the ranks may take to end after the stage's result is written, before the job is cancelled."""
 FILES_SECONDS = 30
@@ -29,42 +37,46 @@ OVERTIME_MINUTES = 10
 """How long the flow waits for the scheduler to end a job whose time is up."""
 RETURN_SECONDS = 30
 """How long the flow waits for the scheduler to queue a job again that it took away."""
-RETURNING: frozenset[Cause | None] = frozenset({"preempted", "node lost"})
-"""The causes after which a scheduler mostly queues the job again by itself."""
-REASONS: dict[Cause | None, Reason] = {
-    "preempted": "preempted",
-    "node lost": "node lost",
-    "time limit": "walltime",
-    "cancelled": "cancelled",
-}
-"""The reason for which a segment ended, by the cause that the scheduler gives."""
+RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
+"""The reasons after which a scheduler mostly queues the job again by itself."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
 
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Wait until the stage's result exists and its job has ended, or until the stage needs another job.
+    """Wait until the stage's result exists and its job has ended (True), or until the stage needs another job (False).
 
     Args:
         on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
         clock: Returns a time in seconds that only goes forward.
 
-    Returns:
-        Whether the stage has finished. If not, it goes on in a job that is still to be submitted.
-
     Raises:
         JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
+        UnseenError: It goes on, but cannot be watched.
         StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
     """
-    watch = _Watch(job, context, clock)
-    while not watch.over():
+    watch, seen_at = _Watch(job, context, clock), clock()
+    while True:
+        try:
+            if watch.over():
+                return watch.result_at is not None
+            seen_at = clock()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            if clock() - seen_at > SILENCE_SECONDS:
+                raise UnseenError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
-    return watch.result_at is not None
+
+
+def _goes_on_unseen(context: StageContext, error: OSError) -> str:
+    words = f"{error.strerror}: {error.filename or context.stage_dir}"
+    return f"goes on, but its files cannot be read ({words}); follow it again with: specrl resume {context.config.name}"
 
 
 def stopped_line(context: StageContext) -> str:
-    """Return the line about a run that has been stopped before or in this stage."""
+    """The line about a run that has been stopped before or in this stage."""
     segments = read_segments(context.stage_dir)
     step = segments[-1].last_step if segments else None
     where = f"in {context.stage}" if step is None else f"in {context.stage} after step {step}"
@@ -82,15 +94,12 @@ class _Watch:
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
-        self.num_segments = 0
+        self.num_segments = self.num_asked = 0
+        self.was_over = False
+        """Whether the job was attached to in its last moments: what it ended with is known, and another one follows."""
 
     def over(self) -> bool:
-        """Look at the job once more, and return whether the stage has finished or needs another job.
-
-        Raises:
-            JobError: The job failed, or waited or ran for longer than it may.
-            StoppedError: `specrl stop` asked the run to stop.
-        """
+        """Look at the job once more, and return whether the stage has finished or needs another job."""
         now = self.clock()
         if self.result_at is None and self._has_result():
             self.result_at = now
@@ -107,12 +116,11 @@ class _Watch:
         return False
 
     def _ended_without_result(self, seconds: float) -> bool:
-        """Return whether another job is needed; False while it is not yet certain that this one has ended for good.
-
-        Args:
-            seconds: How long ago it ended.
-        """
-        context, returning = self.context, self.state.cause in RETURNING
+        """Return whether another job is needed; False while it is not yet certain that this one, which ended so many
+        seconds ago, has ended for good."""
+        context, returning = self.context, self.state.reason in RETURNING
+        if self.was_over:
+            return True
         reason = self._reason()
         if reason is None and seconds <= (RETURN_SECONDS if returning else 0 if self.state.failed else FILES_SECONDS):
             return False
@@ -131,7 +139,7 @@ class _Watch:
         segments, stage_dir = self._segments(), self.context.stage_dir
         if reason is None:
             killed = self.job.failure(self.context.config.resources_of(self.context.stage).ranks).killed
-            reason = REASONS.get(self.state.cause, "killed" if killed else "failed")
+            reason = self.state.reason or ("killed" if killed else "failed")
         # A job that was taken away before its ranks were set up counts too, or it could be submitted without end.
         last = segments[-1] if segments else begin_segment(stage_dir, self.job.job_id, "")
         return end_segment(stage_dir, last.number, reason, last_recorded_step(stage_dir), self.cluster)
@@ -146,18 +154,22 @@ class _Watch:
         return True
 
     def _ask(self, now: float) -> None:
-        pause = self.job.ask_seconds if self.result_at is None else LEAVING_ASK_SECONDS
-        if (self.state.phase == "ended" and self.state.cause not in RETURNING) or now - self.asked_at < pause:
+        soon = self.result_at is not None or self.state.phase == "ended" or self._is_to_leave()
+        pause = min(SOON_SECONDS, self.job.ask_seconds) if soon else self.job.ask_seconds
+        if (self.state.phase == "ended" and self.state.reason not in RETURNING) or now - self.asked_at < pause:
             return
         self.asked_at = now
         try:
             state = self.job.state()
         except SilentSchedulerError as error:
             if now - self.answered_at > SILENCE_SECONDS:
-                raise JobError(
+                raise UnseenError(
                     f"{self._name()}: {self.job.backend} has not answered for {SILENCE_SECONDS} s ({error})"
                 ) from error
             return
+        if self.num_asked == 0:
+            self.was_over = self.job.attached and state.is_leaving and self._reason() not in (None, "finished", *AGAIN)
+        self.num_asked += 1
         if self.state.suspended:
             self.since += now - self.answered_at
         self.answered_at = now
@@ -170,7 +182,7 @@ class _Watch:
 
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
-        if self.state.phase == "pending" and (self.context.run_dir / STOP_FILE).exists():
+        if self.state.phase == "pending" and self._stop_asked():
             said = self._cancel()
             raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
@@ -181,8 +193,16 @@ class _Watch:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
 
+    def _stop_asked(self) -> bool:
+        return (self.context.run_dir / STOP_FILE).exists()
+
+    def _is_to_leave(self) -> bool:
+        """Whether the files say that the job ends, before the scheduler does."""
+        if self.state.phase == "pending":
+            return self._stop_asked()
+        return self._reason() is not None
+
     def _cancel(self) -> str:
-        """Cancel the job, and return what became of that as the end of a sentence."""
         try:
             self.job.cancel()
         except SilentSchedulerError as error:

@@ -23,6 +23,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 RESULT_FILE = "result.json"
 MOST_BYTES = 64 * 2**20
 """The most bytes that are read of a file of text or JSON: a run's own are far smaller."""
+PASSING = frozenset(
+    {errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
+)
+"""The errors with which the file system of a cluster fails for minutes and is back."""
 CURVE_FOLDER = "validation"
 """The folder of the scores of policy versions, one file for each, in that of the train stage."""
 
@@ -121,6 +125,8 @@ class SetScore(Artifact):
     """The share of the responses that were cut off at their limit."""
     seconds: float
     """The wall-clock time of generation and scoring."""
+    decode_steps_per_token: float
+    """The iterations that a response took, over its tokens, on average over all tokens: 1 without accepted drafts."""
 
     def metrics(self) -> dict[str, float]:
         """Return the scores under their names in MLflow."""
@@ -131,6 +137,8 @@ class SetScore(Artifact):
             "response_length_mean": self.response_length_mean,
             "response_length_max": float(self.response_length_max),
             "truncated_fraction": self.truncated_fraction,
+            "seconds": self.seconds,
+            "decode_steps_per_token": self.decode_steps_per_token,
         }
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
@@ -392,6 +400,11 @@ def read_file(path: Path) -> bytes:
         raise ValueError(f"{path} is not a file of at most {MOST_BYTES} bytes")
     with os.fdopen(file, "rb") as opened:
         return opened.read(MOST_BYTES)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is one that a file system gives for a while, as when its server starts again."""
+    return isinstance(error, OSError) and error.errno in PASSING
 
 
 def read_json(path: Path) -> Any:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.machinery
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,6 +53,10 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
+END_BYTES = 2**20
+"""How much of each end of a file is read: safetensors begin with their header, and training changes all tensors."""
+UNREAD = re.compile(r"\.|README|LICENSE|NOTICE|USE_POLICY", re.IGNORECASE)
+"""How the names of files in a model's folder begin that no stage reads."""
 NO_STAGE_CODE = ("bench", "report", "projection", "checks")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
@@ -63,9 +68,7 @@ def stage_key(
     code: str,
     start: Any = None,
 ) -> str:
-    """Return `STAGE-` and 12 hex digits of all that the stage's result depends on.
-
-    That is its inputs' keys, its sections of the configuration, the files that these name, and the code.
+    """`STAGE-` and 12 hex digits of the inputs' keys, the stage's sections, the files that these name, and the code.
 
     Args:
         inputs: The keys of the stages in `INPUTS[stage]`.
@@ -101,12 +104,7 @@ def stage_key(
 
 
 def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, str]:
-    """Return the keys of all stages. Each depends on the keys of its inputs and not on their results.
-
-    Args:
-        code: The `code_digest` of the sources that will run.
-        start: What `prepare` and `train` start from besides their inputs; see `stage_key`.
-    """
+    """The keys of all stages; see `stage_key`. Each depends on the keys of its inputs and not on their results."""
     keys: dict[StageName, str] = {}
     for stage in STAGES:
         inputs = {name: keys[name] for name in INPUTS[stage]}
@@ -115,7 +113,7 @@ def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, st
 
 
 def named_files(config: Config) -> dict[str, str]:
-    """Return a digest of each of the user's files that the configuration names, by the key that names it.
+    """A digest of each of the user's files that the configuration names, by the key that names it.
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
@@ -135,7 +133,7 @@ def named_files(config: Config) -> dict[str, str]:
 
 
 def data_places(config: Config) -> dict[str, tuple[Path, ...]]:
-    """Return the places of data that the configuration names, by their keys."""
+    """The places of data that the configuration names, by their keys."""
     places = {
         "data.path": config.data.path,
         "data.validation_path": config.data.validation_path,
@@ -146,22 +144,18 @@ def data_places(config: Config) -> dict[str, tuple[Path, ...]]:
 
 
 def code_digest(package: Path) -> str:
-    """Return a digest of the relative paths and contents of the Python sources that stages import.
-
-    Args:
-        package: The folder of the package `specrl`.
-    """
+    """A digest of the relative paths and contents of those Python sources of `specrl` that stages import."""
     sources = ((path, path.relative_to(package)) for path in package.rglob("*.py"))
     return files_digest((path, str(name)) for path, name in sources if name.parts[0] not in NO_STAGE_CODE)
 
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:
-    """Return the first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
+    """The first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
     return contents_digest({name: file_digest(path) for path, name in files})
 
 
 def contents_digest(contents: Mapping[str, str]) -> str:
-    """Return what `files_digest` does, given the digest of each file by its name."""
+    """What `files_digest` does, given the digest of each file by its name."""
     total = hashlib.sha256()
     for name, content in sorted(contents.items()):
         total.update(f"{name}\0{content}\n".encode())
@@ -169,18 +163,15 @@ def contents_digest(contents: Mapping[str, str]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's contents in hex digits."""
+    """The SHA-256 of a file's contents in hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def import_source(name: str) -> Path | None:
-    """Return the source file of a function that is given as `package.module:function`.
+    """The source file of a function that is given as `package.module:function`, or None.
 
     It is looked for in the current folder and then on `sys.path`, and not imported.
-
-    Returns:
-        The file, or None for a name without a module and where there is no such file.
     """
     module, separator, _ = name.partition(":")
     if not separator:
@@ -223,12 +214,21 @@ def _content(*places: Path | None) -> str | None:
 
 
 def model_fingerprint(source: str) -> Any:
-    """Return the names, sizes and times of the files in a model's folder, whose weights are too large to hash.
+    """The names, sizes and ends of the files in a model's folder, whose weights are too large to hash.
 
-    A source that is not a folder stands for itself.
+    When they were written does not count, as a copy has another time, and neither do files that nothing reads. A source
+    that is not a folder stands for itself.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return source
-    entries = (entry for entry in os.scandir(folder) if entry.is_file())
-    return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    entries = [entry for entry in os.scandir(folder) if entry.is_file() and not UNREAD.match(entry.name)]
+    return sorted((entry.name, entry.stat().st_size, _ends(Path(entry.path))) for entry in entries)
+
+
+def _ends(path: Path) -> str:
+    with path.open("rb") as file:
+        found = hashlib.sha256(file.read(END_BYTES))
+        file.seek(max(0, path.stat().st_size - END_BYTES))
+        found.update(file.read(END_BYTES))
+    return found.hexdigest()[:12]

@@ -10,16 +10,22 @@ Because a phase says that it begins, the log of a rank that was killed ends with
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 from specrl.config.cluster import LogLevel
 
+MOST_BYTES = 64 * 2**20
+"""The length of a log with which it begins anew."""
 FORMAT = "%(asctime)s %(levelname)-7s %(where)s  %(message)s"
 TIMES = "%Y-%m-%d %H:%M:%S"
 PACKAGES = ("specrl", "slurm")
@@ -57,6 +63,21 @@ class _Where(logging.Filter):
         number = _step.get()
         record.where = f"rank {self._rank}" if number is None else f"rank {self._rank} step {number}"
         return True
+
+
+def rotate(most_bytes: int = MOST_BYTES) -> None:
+    """Begin this process's log anew where it has grown long; what it had lies beside it, as `NAME.1`, until next time.
+
+    The file stays the same, since the scheduler has it open too; that is safe as far as all append to it.
+    """
+    file = sys.stderr.fileno()
+    state = os.fstat(file)
+    appends = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_APPEND
+    if not (stat.S_ISREG(state.st_mode) and appends and state.st_size > most_bytes):
+        return
+    path = Path(f"/proc/self/fd/{file}").readlink()
+    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+    os.ftruncate(file, 0)
 
 
 @contextmanager

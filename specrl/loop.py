@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from specrl import logs
 from specrl.config import Config
+from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.events import SIGNAL, record_event
@@ -22,7 +23,6 @@ from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
-from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
@@ -112,7 +112,6 @@ class Trainer:
         found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
-        self.policy.optimizer.num_updates = 0  # the schedule of the learning rate begins anew
         return None
 
     def run(self, first_step: int, progress: Progress) -> int:
@@ -216,7 +215,7 @@ class Trainer:
         metrics = merged or self.drafter.update(features, lr=self.config.drafter.online_lr)
         if self.spot is not None:
             self.spot.remember(features)
-        return metrics
+        return metrics if metrics["num_tokens"] else {}  # or nothing was measured
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them; give the generator the acceptance length.

@@ -323,7 +323,9 @@ _DEFINITIONS = (
     Metric(
         "speedup/step",
         "",
-        "Plain over own time of an RL step, per response token, of matched whole trainings; median over the steps.",
+        "Plain over own time of an RL step. In a run: speedup/generation, applied to the share of generation in the "
+        "run's steps, where plain decoding trains no drafter and validations do not count. In `specrl bench run`: "
+        "matched whole trainings, per response token, median over the steps.",
         "higher",
     ),
     Metric(
@@ -336,7 +338,7 @@ _DEFINITIONS = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
-SYSTEM = Metric("system/NAME", "", "Load of the first rank's machine, as MLflow measures NAME.")
+SYSTEM = Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME.")
 BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 TOKEN_SHARE = Metric(
@@ -379,6 +381,13 @@ VALIDATION = {
             "validation/NAME/truncated_fraction",
             "",
             "Share of the responses that were cut off at sampling.max_response_tokens.",
+            "lower",
+        ),
+        Metric("validation/NAME/seconds", "s", "Time of generation and scoring.", "lower"),
+        Metric(
+            "validation/NAME/decode_steps_per_token",
+            "",
+            "Iterations over tokens of the responses; methods with replay draft from the answers before.",
             "lower",
         ),
     )

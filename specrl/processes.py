@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import getpass
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
@@ -48,9 +52,6 @@ def start_helper(
 
     `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
     the two. The process ends with the thread that has started it. It imports what `module` imports, and no more.
-
-    Args:
-        environment: Its environment; without it, that of this process.
     """
     connection, remote = Pipe()
     with remote:
@@ -76,11 +77,7 @@ def end_helper(process: subprocess.Popen[bytes]) -> None:
 
 
 def become_helper(parent: int) -> None:
-    """Let this process end with the rank that started it, and leave to the rank the signals that all get.
-
-    Args:
-        parent: The process id of the rank.
-    """
+    """Let this process end with the rank (its process id) that started it, to which it leaves the signals of all."""
     end_with_parent(parent)
     for number in OTHERS_SIGNALS:
         signal.signal(number, lambda *_: None)  # a handler and not SIG_IGN, which programs started here would inherit
@@ -89,22 +86,14 @@ def become_helper(parent: int) -> None:
 
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends, however the parent ends.
-
-    Args:
-        parent: The process id of the parent that started this process. It may have ended before this call, in which
-            case no signal would ever come.
-
-    Raises:
-        SystemExit: The parent has ended already.
-    """
+    """Let the kernel send this process a signal when its parent ends, however it ends; SystemExit if it has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # before this call: no signal would ever come
         raise SystemExit(f"process {parent}, which started this one, has ended")
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None when it has ended.
+    """When a process started, in clock ticks since boot, or None when it has ended.
 
     Process ids repeat; an id and a start time together name one process for good.
     """
@@ -117,7 +106,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def cpu_seconds(session: int) -> float:
-    """Return the CPU time that all living processes of a session have taken so far, in seconds; 0 if there are none."""
+    """The CPU time that all living processes of a session have taken so far, in seconds; 0 if there are none."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -153,13 +142,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock file, on this host or on another one that shares the file system.
+    """Whether a process holds a lock file, on this host or on another one that shares the file system.
 
     It is opened for reading alone: the run may be somebody else's, who may have put a link there, or lie on a file
     system that cannot be written.
-
-    Raises:
-        PermissionError: This user may not read the file.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -179,7 +165,7 @@ def is_locked(path: Path) -> bool:
 
 
 def slurm_environment() -> dict[str, str]:
-    """Return the environment for Slurm's commands: nothing there filters or changes what they print; times are Unix."""
+    """The environment for Slurm's commands: nothing there filters or changes what they print; times are Unix."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(SLURMS) or name in OF_CLUSTER}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
@@ -208,18 +194,39 @@ def name_user() -> None:
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
 
 
+def node_folder() -> Path:
+    """A folder on this node, or of this job, that nobody else can write to."""
+    job = os.environ.get("SLURM_TMPDIR")
+    if job:
+        (Path(job) / "specrl").mkdir(parents=True, exist_ok=True)
+        return Path(job) / "specrl"
+    folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        return _folder_of_process()  # somebody else made it, or may write to it
+    return folder
+
+
+@functools.cache
+def _folder_of_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specrl-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def port_of(job: str) -> int:
-    """Return a TCP port for the ranks of a job, which each of them computes. Nothing says that it is free."""
+    """A TCP port for the ranks of a job, which each of them computes. Nothing says that it is free."""
     return random.Random(job).choice(PORTS)
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port on which nothing listens at the moment."""
+    """A TCP port on which nothing listens at the moment."""
     return free_ports(1, address)[0]
 
 
 def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return `count` different TCP ports on which nothing listens at the moment."""
+    """Different TCP ports on which nothing listens at the moment."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
         return [_bind(listener, address) for listener in listeners]  # all are open before the first closes: they differ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -83,7 +84,8 @@ class Progress:
 
     def _write(self) -> None:
         if self._pending is not None:
-            write_json(self._path, asdict(self._pending))
+            with contextlib.suppress(OSError):  # a full disk, or a quota: no stage ends because nobody can watch it
+                write_json(self._path, asdict(self._pending))
             self._pending, self._written_at = None, time.time()
 
     def __enter__(self) -> Self:

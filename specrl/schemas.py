@@ -17,6 +17,9 @@ from specrl.artifacts import atomic_path
 
 SCHEMA_VERSION = "2"
 
+MERGED = ".merged"
+"""The rows of all ranks, in a step's folder, while the files that they were in are removed."""
+
 ROLLOUT_SCHEMA = pa.schema(
     [
         pa.field("step", pa.int32(), nullable=False),
@@ -169,7 +172,7 @@ def _arrays(column: pa.ChunkedArray) -> list[Any]:
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
-    """Return the file of the rollouts that one rank generated in one step."""
+    """The file of the rollouts that one rank generated in one step; in the end, that of rank 0 has those of all."""
     return rollouts_dir / f"step={step:06d}" / f"rank-{rank:04d}.arrow"
 
 
@@ -192,6 +195,28 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """
     with pa.memory_map(str(path)) as source:
         return from_table(pa.ipc.open_file(source).read_all())
+
+
+def merge_ranks(step_dir: Path) -> None:
+    """Make one file of those that the ranks wrote in a step: file systems count files.
+
+    A kill at any moment loses no row and doubles none: the next call goes on where this one was.
+    """
+    merged, paths = step_dir / MERGED, sorted(step_dir.glob("rank-*.arrow"))
+    if not merged.exists():
+        if len(paths) < 2:
+            return
+        with (
+            atomic_path(merged) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, ROLLOUT_SCHEMA) as writer,
+        ):
+            for path in paths:
+                with pa.memory_map(str(path)) as source:
+                    writer.write_table(pa.ipc.open_file(source).read_all())
+    for path in paths:
+        path.unlink()
+    merged.rename(step_dir / "rank-0000.arrow")
 
 
 def read_folder(rollouts_dir: Path) -> Iterator[Rollout]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -20,9 +22,11 @@ from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
 from specrl.rollout.refit.load import RefitReport
-from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
 from specrl.tracking import LoggedSteps, Tracker
+
+logger = logging.getLogger(__name__)
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
 """The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
@@ -136,6 +140,8 @@ class StepRecorder:
         self._ranks, self._tracker = ranks, tracker
         self._earlier = LoggedSteps(steps_dir.parent / "logged_steps.json")
         """The steps that an earlier start of the stage has logged. They are exact when they are run again."""
+        self._background = ThreadPoolExecutor(1, "rollouts")
+        self._merging: Future[None] | None = None
         self._logged: int | None = None
         """The last step whose metrics this start has logged."""
 
@@ -146,6 +152,8 @@ class StepRecorder:
             for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
                 if int(path.stem.partition("=")[2]) >= first_step:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in self.rollouts_dir.glob(f"step=*/{MERGED}"):
+                merge_ranks(path.parent)
             drop_events(self.steps_dir.parent, OF_STEPS, first_step)
         self._ranks.barrier()
 
@@ -180,6 +188,18 @@ class StepRecorder:
             text = describe(generated.failures, len(generated.rollouts))
             record_event(self.steps_dir.parent, "reward", text, record.step)
 
+    def _merge(self, step: int, *, is_last: bool) -> None:
+        """Merge the rollouts of a step, which all ranks have written, beside the next one."""
+        self._end_merge()
+        self._merging = self._background.submit(merge_ranks, rollout_path(self.rollouts_dir, step, 0).parent)
+        if is_last:
+            self._end_merge()
+
+    def _end_merge(self) -> None:
+        if self._merging is not None and (error := self._merging.exception()) is not None:
+            logger.warning("the rollouts of a step stay in a file for each rank: %s", error)
+        self._merging = None
+
     def finish(self, record: StepRecord, timer: Timer, num_steps: int, progress: Progress) -> None:
         """Complete the record with the times of the whole step on all ranks, write it and log it (collective)."""
         spans = self._ranks.gather(timer.spans)
@@ -193,6 +213,7 @@ class StepRecorder:
         self.write(record)
         if self._ranks.is_first:
             self._tracker.log_artifact(self._picture(record.step), "gantt")
+            self._merge(record.step, is_last=record.step + 1 == num_steps)
         if record.step > self._earlier.last:
             self.log(record.step, {name: record.metrics[name] for name in LATE if name in record.metrics})
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
     END,
@@ -119,11 +119,33 @@ def last_tokens(output: list[int]) -> list[int]:
     return ([END] * LONGEST + output)[: -LONGEST - 1 : -1]
 
 
+def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor) -> tuple[Requests, Batch]:
+    """Requests as a runner has them; of each are given its slot, place in the generation, prompt, seed, the lengths of
+    prompt and sequence, its limit and the tokens that it has just got."""
+    device, num_slots = all_tokens.device, len(all_tokens)
+    facts = torch.zeros(num_slots, 3, dtype=torch.int64)
+    seeds = torch.zeros(num_slots, dtype=torch.int64)
+    lengths = torch.ones(2, num_slots, dtype=torch.int32)
+    for slot, row, prompt, seed, prompt_length, length, limit, _ in rows:
+        facts[slot] = torch.tensor([prompt, row, limit])
+        seeds[slot], lengths[0, slot], lengths[1, slot] = seed, prompt_length, length
+    slots, new = (torch.tensor([row[at] for row in rows], dtype=torch.int32, device=device) for at in (0, -1))
+    known = (values.to(device) for values in (facts, seeds, *lengths))
+    return Requests(*known, all_tokens), Batch(slots, new)
+
+
 class Run:
     """Requests that take turns in the slots of a runner, whose next tokens are known in advance."""
 
     def __init__(
-        self, texts: list[Text], answers: list[list[int]], slots: int, stop: int, k: int, device: str = "cpu"
+        self,
+        texts: list[Text],
+        answers: list[list[int]],
+        slots: int,
+        stop: int,
+        k: int,
+        device: str = "cpu",
+        drafts: type[DeviceDrafts] = DeviceDrafts,
     ) -> None:
         self.texts, self.answers, self.stop, self.slots = texts, answers, stop, slots
         self.asks = [Ask(index % 2, 7 + index % 3) for index in range(len(answers))]
@@ -133,7 +155,7 @@ class Run:
             for index, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True))
         ]
         self.k, self.device = k, device
-        self.drafts = DeviceDrafts(slots, k, device)
+        self.drafts = drafts(slots, k, device)
         self.drafts.index = TextIndex(texts, device)
         self.drafts.begin(len(answers), [stop])
         self.all_tokens = torch.zeros(slots, 80, dtype=torch.int32, device=device)
@@ -148,10 +170,10 @@ class Run:
                     running[slot] = [waiting.pop(), 0, [], 0]
                     self.all_tokens[slot, : self.prompts[running[slot][0]]] = 9
             results = [self.step(slot, state) for slot, state in running.items()]
-            batch = Batch(*(torch.tensor(column, device=self.device) for column in zip(*results, strict=True)))
+            known, batch = laid_out(results, self.all_tokens)
             with self.around():
-                self.drafts.observe(batch, self.all_tokens)
-                chosen = self.drafts.choose(batch, self.all_tokens, None, self.k)
+                self.drafts.observe(known, batch)
+                chosen = self.drafts.choose(known, batch, None, self.k)
             for (slot, state), draft in zip(list(running.items()), chosen.tolist(), strict=True):
                 self.check(slot, state, draft, worth)
                 state[2] = draft
@@ -191,3 +213,30 @@ class Run:
         assert draft == [*tokens, *[output[-1]] * (self.k - len(tokens))]
         assert int(self.drafts.lengths[slot]) == len(tokens)
         assert kind == NOTHING or int(self.drafts.sources[slot]) == SOURCE_OF_KIND[kind]
+
+
+def iterate(
+    drafts: type[DeviceDrafts],
+    texts: list[Text],
+    rows: list[list[tuple[int, ...]]],
+    tokens: torch.Tensor,
+    drafter: torch.Tensor | None,
+    k: int,
+    length: int,
+) -> list[torch.Tensor]:
+    """Have drafts chosen and then compared in iterations with the requests of `rows`, as `laid_out` takes them.
+
+    Returns:
+        The drafts of each iteration, and all that is kept in the end.
+    """
+    made = drafts(len(tokens), k)
+    made.index, made.has_drafter = TextIndex(texts), True
+    made.begin(4, [3, 2])
+    made.expect(np.random.default_rng(k).random((k + 1, NOTHING)).round(1), recalls=length % 2 == 0)
+    found = []
+    for of_iteration in rows:
+        known, batch = laid_out(of_iteration, tokens)
+        made.observe(known, batch)
+        found.append(made.choose(known, batch, None if drafter is None else drafter[: len(of_iteration)], length))
+    kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered, made.ended
+    return [*found, *kept]

@@ -12,7 +12,9 @@ from specrl.config import Config, load_config
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="FOLDER", help="The folder that holds the runs.")]
+RunsDir = Annotated[
+    Path, typer.Option("--runs-dir", metavar="FOLDER", envvar="SPECRL_RUNS_DIR", help="The folder that holds the runs.")
+]
 Cluster = Annotated[
     str | None,
     typer.Option(

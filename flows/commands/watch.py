@@ -122,8 +122,10 @@ class Watcher:
 
     def _job(self, key: str) -> tuple[str, bool]:
         asked_at, answer = self._asked.get(key, (float("-inf"), ("", False)))
-        if time.monotonic() - asked_at >= ASK_SECONDS:
-            answer = self._ask(JobKey(self.config, key))
+        job_key = JobKey(self.config, key)
+        pause = job_key.cluster.ask_seconds if job_key.cluster.backend == SlurmJob.backend else ASK_SECONDS
+        if time.monotonic() - asked_at >= pause:
+            answer = self._ask(job_key)
             self._asked[key] = time.monotonic(), answer
         return answer
 

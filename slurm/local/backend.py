@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import submitit
 
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
-from slurm.environment import LOOPBACK, inherited, log_path, rank_environment
+from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.local.controller import END_AT, lock_path, outcome_path
-from slurm.ranks.supervisor import ATTEMPT, warning_seconds
+from slurm.local.controller import END_AT, JOB_ID, lock_path, outcome_path
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.lifetime.segments import Reason, Segment
 from specrl.processes import end_with_parent, interrupts_held, is_locked, start_ticks
@@ -41,32 +40,28 @@ class LocalJob:
 
     def __init__(self, record: Record, folder: Path, attached: bool) -> None:
         self.record, self.folder, self.attached = record, folder, attached
-
-    @property
-    def job_id(self) -> str:
-        return self.record.job_id
+        self.job_id = record.job_id
 
     def state(self) -> State:
         if _is_alive(self.record):
             return State("running", "RUNNING")
-        path = outcome_path(self.folder, self.job_id)
-        if not path.exists():
+        outcome = self._outcome()
+        if outcome is None:
             return State("ended", "its controller was killed", failed=True)
-        if json.loads(path.read_text())["timed_out"]:
-            return State("ended", "TIMEOUT", failed=True, cause="time limit")
+        if outcome["timed_out"]:
+            return State("ended", "TIMEOUT", failed=True, reason="walltime")
         failed = self._failed_ranks()
         if not failed:
             return State("ended", "COMPLETED")
         words = ", ".join(_how_it_ended(rank, code) for rank, code in failed.items())
-        return State("ended", words, True, "memory" if -signal.SIGKILL in failed.values() else None)
+        return State("ended", words, True, "out of memory" if -signal.SIGKILL in failed.values() else None)
 
     def cancel(self) -> None:
-        group = int(self.job_id)
         for number in (signal.SIGINT, signal.SIGKILL):
             if not _is_alive(self.record):
                 return
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, number)
+                os.killpg(int(self.job_id), number)
             deadline = time.monotonic() + CANCEL_SECONDS
             while _is_alive(self.record) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -77,9 +72,12 @@ class LocalJob:
     def failure(self, ranks: int) -> Failure:
         return first_error(self.folder, ranks) or Failure(rank=min(self._failed_ranks(), default=0))
 
-    def _failed_ranks(self) -> dict[int, int]:
+    def _outcome(self) -> dict[str, Any] | None:
         path = outcome_path(self.folder, self.job_id)
-        codes = json.loads(path.read_text())["exit_codes"] if path.exists() else []
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
+    def _failed_ranks(self) -> dict[int, int]:
+        codes = (self._outcome() or {"exit_codes": []})["exit_codes"]
         return {rank: code for rank, code in enumerate(codes) if code}
 
 
@@ -108,11 +106,6 @@ class LocalBackend:
         return ""
 
     def find(self, key: JobKey) -> LocalJob | None:
-        """Return the running job of a stage, or None.
-
-        Raises:
-            JobError: The job runs on another host that shares the file system, or its controller cannot be found.
-        """
         deadline = time.monotonic() + RECORD_SECONDS
         while is_locked(lock_path(key.record_path)):
             record = Record.read(key.record_path)
@@ -126,14 +119,9 @@ class LocalBackend:
         return None
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
-        """Start a controller. Return None when the stage turned out to be finished.
-
-        Raises:
-            JobError: Fewer GPUs are visible than the job asks for, or the controller does not start.
-        """
-        variables = _controller_variables(request)
+        devices = _devices(request)
         with interrupts_held(), submitit.helpers.clean_env():
-            controller = _start(request, {**inherited(), **environment, **variables})
+            controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
         known = False
         try:
             job = self._wait_for(controller, request)
@@ -145,7 +133,7 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        return rank_environment(int(os.environ.get(ATTEMPT, "0"))) | LOOPBACK
+        return LOOPBACK  # the controller has set the rest
 
     def run_rank(self, request: StageRequest) -> None:
         """Call the stage's function in this rank, which ends with its controller, however the controller ends.
@@ -153,11 +141,11 @@ class LocalBackend:
         Only the lock that the controller holds says that the job is running, so no rank may outlive it.
         """
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
-        end_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
+        end_with_parent(int(os.environ[JOB_ID]))
         request.call()
 
     def place(self, request: StageRequest) -> JobPlace:
-        return JobPlace(os.environ["SUBMITIT_LOCAL_JOB_ID"], float(os.environ[END_AT]))
+        return JobPlace(os.environ[JOB_ID], float(os.environ[END_AT]))
 
     def requeue(self, request: StageRequest) -> None:
         """Do nothing: the controller reads in the stage's segments whether it goes on."""
@@ -166,20 +154,13 @@ class LocalBackend:
         return "killed"  # with its controller, which would have said anything else
 
     def _wait_for(self, controller: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
-        """Return the job of the controller that was just started, or of one that another flow started before it.
-
-        Returns:
-            The job, or None when the stage turned out to be finished.
-
-        Raises:
-            JobError: The controller ended at once, or did not start within `START_SECONDS`.
-        """
+        """Wait for the record of the controller that was just started, or of one that another flow was faster with."""
         key = request.key
         log = key.folder / CONTROLLER_LOG
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if (job := self.find(key)) is not None:
-                return LocalJob(job.record, key.folder, attached=job.record.job_id != str(controller.pid))
+                return LocalJob(job.record, key.folder, attached=job.job_id != str(controller.pid))
             if controller.poll() is not None:
                 # The job was so short that its lock was not seen; its record tells.
                 record = Record.read(key.record_path)
@@ -195,11 +176,10 @@ class LocalBackend:
 def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the controller behind the user's set-up lines, in a session of its own, which neither Ctrl-C nor a hang-up
     nor the end of the flow reaches."""
-    folder = request.key.folder
-    arguments = [str(folder), str(request.key.record_path), str(request.result_path)]
+    arguments = [str(request.key.context_path), request.entry, str(request.code)]
     controller = [sys.executable, *request.checked_python, "-m", "slurm.local.controller", *arguments]
     script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
-    with (folder / CONTROLLER_LOG).open("ab") as log:
+    with (request.key.folder / CONTROLLER_LOG).open("ab") as log:
         return subprocess.Popen(
             ["bash", "-c", script, "bash", *controller],
             env=environment,
@@ -210,27 +190,11 @@ def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Pop
         )
 
 
-def _controller_variables(request: StageRequest) -> dict[str, str]:
-    """Return the variables that tell submitit's controller what to start. This machine stands for all nodes.
-
-    Raises:
-        JobError: Fewer GPUs are visible than the job asks for.
-    """
+def _devices(request: StageRequest) -> str:
     resources = request.resources
     count = resources.ranks * resources.gpus_per_rank
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = [device for device in visible.split(",") if device] or [str(number) for number in range(count)]
     if len(devices) < count:
         raise JobError(f"the job asks for {count} GPUs, and CUDA_VISIBLE_DEVICES = {visible} names {len(devices)}")
-    return {
-        "SUBMITIT_EXECUTOR": "local",
-        "SUBMITIT_LOCAL_NTASKS": str(resources.ranks),
-        "SUBMITIT_LOCAL_COMMAND": shlex.join([sys.executable, *request.arguments]),
-        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * resources.minutes),
-        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(warning_seconds(resources)),
-        "SUBMITIT_LOCAL_NODEID": "0",
-        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-        "SUBMITIT_LOCAL_WITH_SHELL": "",
-        "SUBMITIT_STDERR_TO_STDOUT": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(devices[:count]),
-    }
+    return ",".join(devices[:count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -10,20 +11,19 @@ from pathlib import Path
 HANG_FILE = "hang"
 
 
+def node_name() -> str:
+    """The name of this node, for Slurm where it is Slurm's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
 class Heartbeats:
-    """Writes this rank's heartbeat, and watches those of others.
+    """Writes this rank's heartbeat into a folder of this job alone, and watches those of others.
 
     The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
     the clocks of hosts differ.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the folder of this job, and on the first rank remove those of earlier ones.
-
-        Args:
-            folder: A folder that all ranks of this job, and no other job, have.
-            clock: Returns a time in seconds that only goes forward.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             for other in folder.parent.iterdir():
@@ -31,27 +31,24 @@ class Heartbeats:
                     shutil.rmtree(other, ignore_errors=True)
         self._folder, self._rank, self._clock = folder, rank, clock
         self._beats = 0
+        self.silent_node = ""
+        """The node of the rank that has stopped, where that rank has ever given a sign."""
         watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
         self._seen = {other: ("", clock()) for other in watched}
 
     def beat(self) -> None:
-        """Give a sign of life."""
         self._beats += 1
-        self._path(self._rank).write_text(str(self._beats))
+        self._path(self._rank).write_text(f"{self._beats} {node_name()}")
 
     def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
-        """Return which watched rank gives no sign of life any more, and since when, in one line; None if all do.
-
-        Args:
-            hang_seconds: How long a rank may be silent.
-            start_seconds: How long it may be silent before its first sign.
-        """
+        """Say in one line which watched rank is silent for too long (`start_seconds` until its first sign), or None."""
         now = self._clock()
         for rank, (text, since) in self._seen.items():
             found = self._read(rank)
             if found and found != text:  # a rank whose disk no longer answers stops in the midst of writing: no sign
                 self._seen[rank] = (found, now)
             elif now - since > (hang_seconds if text else start_seconds):
+                self.silent_node = text.partition(" ")[2]
                 return f"rank {rank} has given no sign of life for {now - since:.0f} s"
         return None
 
@@ -61,11 +58,9 @@ class Heartbeats:
         self._seen = {rank: (text, now) for rank, (text, _) in self._seen.items()}
 
     def report_hang(self, text: str) -> None:
-        """Tell all ranks that the job hangs."""
         (self._folder / HANG_FILE).write_text(text)
 
     def reported_hang(self) -> bool:
-        """Return whether a rank has reported that the job hangs."""
         return (self._folder / HANG_FILE).exists()
 
     def _path(self, rank: int) -> Path:

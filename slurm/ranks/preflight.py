@@ -17,25 +17,15 @@ ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export
 """The stages whose jobs start an engine."""
 
 
-STAGES_PACKAGE = "specrl.stages."
-"""The package of the functions whose needs are known."""
-
-
 class PreflightError(RuntimeError):
     """This machine's GPU cannot do what the stage asks of it; the message has a line for each reason."""
 
 
 def check_rank(request: StageRequest) -> None:
-    """Check the GPU of this rank, if its stage has one; what works, but perhaps slowly, is logged as a warning.
-
-    What a function outside of `specrl.stages` needs is not known, and is not checked.
-
-    Raises:
-        PreflightError: The stage would fail later.
-    """
+    """Check the GPU of this rank, if its stage has one; a PreflightError says that the stage would fail later."""
     config, stage = request.context.config, request.context.stage
-    if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith(STAGES_PACKAGE):
-        return
+    if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith("specrl.stages."):
+        return  # what another function needs is not known
     found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage, request.context.device_bytes))
     for check in found:
         if check.status == "warn":
@@ -46,16 +36,12 @@ def check_rank(request: StageRequest) -> None:
 
 
 def line_of(check: Check) -> str:
-    """Return a finding as one line: what was found, and what mends it."""
+    """A finding as one line: what was found, and what mends it."""
     return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
 
 
 def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
-    """Say what a stage asks of the GPU of each of its ranks.
-
-    Args:
-        planned_bytes: `StageContext.device_bytes`.
-    """
+    """Say what a stage asks of the GPU of each of its ranks, for which the plan counts so many bytes."""
     resources = config.resources_of(stage)
     has_engine = stage in ENGINE_STAGES
     return GpuNeeds(

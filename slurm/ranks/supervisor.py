@@ -22,9 +22,10 @@ from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest
 from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
-from slurm.ranks.heartbeats import Heartbeats
+from slurm.ranks.heartbeats import Heartbeats, node_name
 from slurm.ranks.preflight import check_rank
-from specrl import lifetime
+from specrl import lifetime, logs
+from specrl.artifacts import is_passing
 from specrl.config import Resources
 from specrl.events import record_event
 from specrl.lifetime import LeftJobError, Lifetime, Stop
@@ -57,13 +58,11 @@ ATTEMPT = "SPECRL_ATTEMPT"
 
 
 def warning_seconds(resources: Resources) -> int:
-    """Return how many seconds before its limit a job is warned: at most a quarter of the limit."""
+    """How many seconds before its limit a job is warned: at most a quarter of the limit."""
     return min(WARNING_SECONDS, resources.minutes * 15)
 
 
 class Supervisor:
-    """Runs the stage in this rank, and listens meanwhile to whoever wants to end it."""
-
     def __init__(self, request: StageRequest, backend: Backend) -> None:
         self.request, self.backend = request, backend
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -101,41 +100,33 @@ class Supervisor:
         return 0
 
     def _raised(self, error: Exception) -> int:
-        """Leave the error for the flow, and return this rank's exit code.
-
-        A connection that is lost says nothing about the stage: another rank raised an error, or it was killed, or its
-        node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on.
-        """
+        # A connection that is lost says nothing about the stage: another rank raised an error, or was killed, or its
+        # node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on,
+        # and so it does where a file system fails.
         folder = self.request.key.folder
         write_error(folder, self.rank, error)
-        if is_of_connection(error):
+        if is_of_connection(error) or is_passing(error):
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
             if self.rank < 2 and not has_cause(folder, self.world_size):
-                port = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
-                text = port if is_of_port(error) else "the connection to another rank was lost"
+                text = str(error) if is_passing(error) else "the connection to another rank was lost"
+                if is_of_port(error):
+                    text = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
                 return self._leave(Stop("killed", text))
         if self.rank == 0:
             self._end("failed")
         return 1
 
     def _begin(self) -> None:
-        """Begin this job's segment.
-
-        Raises:
-            LeftJobError: The second rank took this one for lost, and has ended the job.
-            ValueError: The scheduler has queued the job again although the stage does not get any further.
-        """
         place = self.backend.place(self.request)
         self._end_at = place.end_at
         if place.end_at is not None:
-            self.lifetime.leave_by = place.end_at - self._exit_seconds()
+            self.lifetime.leave_by = _monotonic(place.end_at) - self._exit_seconds()
         if self.world_size > 1 and self._is_begun(place.job_id):
             raise LeftJobError(Stop("killed", "the second rank has ended the job"))
-        gave_up = self._end_earlier(place.job_id)
-        if gave_up is not None:
+        if (gave_up := self._end_earlier(place.job_id)) is not None:
             raise ValueError(gave_up)
         before = read_segments(self.stage_dir)
-        self.segment = begin_segment(self.stage_dir, place.job_id, os.uname().nodename, self.attempt).number
+        self.segment = begin_segment(self.stage_dir, place.job_id, node_name(), self.attempt).number
         if before:
             text = f"job {self.segment} goes on; the one before: {before[-1].reason}"
             record_event(self.stage_dir, "restart", text)
@@ -145,11 +136,8 @@ class Supervisor:
         return bool(segments) and (segments[-1].job_id, segments[-1].attempt) == (job_id, self.attempt)
 
     def _end_earlier(self, job_id: str) -> str | None:
-        """End the latest segment if its job could not.
-
-        Returns:
-            Why the stage is given up, where the scheduler has nonetheless queued the job with this id again.
-        """
+        """End the latest segment if its job could not, and return why the stage is given up, where the scheduler has
+        nonetheless queued the job with this id again."""
         segments = read_segments(self.stage_dir)
         if not segments or segments[-1].reason is not None:
             return None
@@ -159,13 +147,8 @@ class Supervisor:
         return ended.gave_up if ended.job_id == job_id else None
 
     def _segment_of_first(self) -> int | None:
-        """Return the number of this job's segment on another rank, which begins it where the first rank has not.
-
-        Otherwise a job whose first rank never comes up would count nowhere, and be queued again without end.
-
-        Returns:
-            None for a job that the scheduler has queued again although the stage is given up.
-        """
+        """The number of this job's segment on another rank, which begins it where the first rank has not; None where
+        the stage is given up. A job whose first rank never comes up would count nowhere, and be queued without end."""
         job_id = self.backend.place(self.request).job_id
         if self._is_begun(job_id):
             return read_segments(self.stage_dir)[-1].number
@@ -174,7 +157,6 @@ class Supervisor:
         return begin_segment(self.stage_dir, job_id, "", self.attempt).number
 
     def _watch(self, wake_up: socket.socket) -> None:
-        """Listen until the process ends."""
         while True:
             woken, _, _ = select.select([wake_up], [], [], min(1.0, self._beat_seconds))
             try:
@@ -185,7 +167,6 @@ class Supervisor:
                 logger.warning("supervision: %s", error)
 
     def _look(self, hang_seconds: float) -> None:
-        """Look once at everything that is not told by a signal."""
         now = time.monotonic()
         held_up, self._looked_at = now - self._looked_at, now
         if held_up > hang_seconds / 2:
@@ -197,11 +178,12 @@ class Supervisor:
             # This one writes the stacks of a process that no Python thread can run in any more.
             faulthandler.dump_traceback_later(hang_seconds, exit=False)
             self.heartbeats.beat()
+            logs.rotate()
             if self.heartbeats.reported_hang():
                 self._write_stacks()
             stopped = self.heartbeats.stopped(hang_seconds, 60 * self.cluster.start_minutes)
             if stopped is not None:
-                self._hang(stopped)
+                self._hang(stopped, self.heartbeats.silent_node)
         if (overdue := self.lifetime.overdue()) is not None:
             self._write_stacks()
             if self.rank == 0:
@@ -216,11 +198,10 @@ class Supervisor:
             self._first_step_said = True
         if life.stop is None and self.request.stop_path.exists():
             self._ask_to_leave(Stop("stopped", "specrl stop"))
-        if life.leave_by is not None and time.time() > life.leave_by:
+        if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _told(self, number: int) -> None:
-        """Have the job left because a signal says that it will end."""
         if number not in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
             return
         name = signal.Signals(number).name
@@ -237,10 +218,10 @@ class Supervisor:
         end_at = place.end_at if place.end_at is not None else guess
         is_limit = warned and (self._end_at is None or end_at >= self._end_at)
         stop = Stop("walltime" if is_limit else "preempted", f"{name}, {end_at - now:.0f} s before the end of the job")
-        self._ask_to_leave(stop, end_at - min(self._exit_seconds(), (end_at - now) / 3))
+        self._ask_to_leave(stop, _monotonic(end_at) - min(self._exit_seconds(), (end_at - now) / 3))
 
     def _is_for_this_rank(self, place: JobPlace) -> bool:
-        """Return whether a SIGTERM is meant for this rank and not for its job.
+        """Whether a SIGTERM is meant for this rank and not for its job.
 
         A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
         them has died, and how that one ended says what becomes of the stage; so it does while the scheduler, which has
@@ -251,20 +232,21 @@ class Supervisor:
         return place.end_at is None or place.end_at >= self._end_at
 
     def _ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
-        """Have all ranks leave at the next boundary of steps, or end the job at once if there are none."""
         logger.warning("leaving the job (%s)", stop.text)
         if self.lifetime.has_steps:
             self.lifetime.ask_to_leave(stop, leave_by)
         else:
             self._exit(stop)
 
-    def _hang(self, text: str) -> NoReturn:
-        """Have all ranks write their stacks, and end the job."""
+    def _hang(self, text: str, node: str = "") -> NoReturn:
         logger.error("%s; ending the job", text)
         self.heartbeats.report_hang(text)
         self._write_stacks()
         time.sleep(2 * self._beat_seconds + 1)  # the others look for the report whenever they give a sign of life
         record_event(self.stage_dir, "hang", text, self.lifetime.step)
+        segments = read_segments(self.stage_dir)
+        if node and segments:
+            add_to_segment(self.stage_dir, segments[-1].number, failed_node=node)
         self._exit(Stop("hang", text))
 
     def _write_stacks(self) -> None:
@@ -273,9 +255,7 @@ class Supervisor:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
     def _exit(self, stop: Stop) -> NoReturn:
-        """End this process, and with it the job, whatever its main thread does."""
-        code = self._leave(stop)
-        os._exit(code or STOPPED_CODE)
+        os._exit(self._leave(stop) or STOPPED_CODE)  # whatever the main thread does; the job ends with this process
 
     def _leave(self, stop: Stop) -> int:
         """End the segment, have the job queued again if the stage is to go on, and return this rank's exit code."""
@@ -290,7 +270,6 @@ class Supervisor:
         return 1 if stop.reason in AGAIN else 0
 
     def _end(self, reason: Reason, text: str = "") -> bool:
-        """Say that the segment has ended, and return whether the stage is to go on in another job."""
         number = self.segment if self.rank == 0 else self._segment_of_first()
         if number is None:  # it could not even begin
             return False
@@ -300,18 +279,20 @@ class Supervisor:
         return min(EXIT_SECONDS, warning_seconds(self.request.resources) / 3)
 
 
-def _listen() -> socket.socket:
-    """Have signals written to a socket the moment they come, and return the end to read them from.
+def _monotonic(unix_time: float) -> float:
+    """The same moment on the clock that is never set, as the node's may be while the job runs."""
+    return time.monotonic() + unix_time - time.time()
 
-    Processes that are forked from this one get the usual handlers: what ends them is none of this rank's business.
-    """
+
+def _listen() -> socket.socket:
+    """Have signals written to a socket the moment they come, and return the end to read them from."""
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
     _kept_open.append(write_end)
     signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
     for number in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
         signal.signal(number, lambda number, frame: None)
-    os.register_at_fork(after_in_child=_forget_signals)
+    os.register_at_fork(after_in_child=_forget_signals)  # what is forked from this process ends as usual
     return read_end
 
 

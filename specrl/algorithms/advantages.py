@@ -14,7 +14,7 @@ AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
 """(rewards by group, options) -> advantages by group, one for each reward.
 
 A group whose rewards are all equal must get zeros: it says nothing about its responses, and
-`train.drop_zero_signal_groups` leaves out responses whose advantage is zero.
+`train.drop_zero_signal_groups` leaves out groups whose advantages are all zero.
 """
 
 STD_EPSILON = 1e-6
@@ -22,12 +22,12 @@ STD_EPSILON = 1e-6
 
 
 def register_advantage(name: str, options: type[Options] = Options) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Return the decorator that registers an advantage estimator under `name` for `train.advantage`."""
+    """The decorator that registers an advantage estimator under `name` for `train.advantage`."""
     return ADVANTAGES.register(name, options)
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advantage: Algorithm) -> list[float]:
-    """Return the advantage of each response.
+    """The advantage of each response.
 
     Args:
         rewards: The reward of each response.
@@ -41,7 +41,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advan
 
 
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
-    """Return the share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
+    """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
     members = _members(rewards, groups)
     return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
 

@@ -28,7 +28,7 @@ tokens whose weight is not r, none of them for the correction `none`; `policy/co
 def register_correction(
     name: str, options: type[Options] = Options
 ) -> Callable[[CorrectionFunction], CorrectionFunction]:
-    """Return the decorator that registers a correction under `name` for `train.correction`."""
+    """The decorator that registers a correction under `name` for `train.correction`."""
     return CORRECTIONS.register(name, options)
 
 

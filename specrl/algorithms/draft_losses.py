@@ -35,13 +35,13 @@ derivative by the logits, row by row. q stands for the softmax of the logits.
 def register_draft_loss(
     name: str, options: type[Options] = Options
 ) -> Callable[[DraftLossFunction], DraftLossFunction]:
-    """Return the decorator that registers a loss of the drafter under `name` for `drafter.loss`."""
+    """The decorator that registers a loss of the drafter under `name` for `drafter.loss`."""
     return DRAFT_LOSSES.register(name, options)
 
 
 @register_draft_loss("cross_entropy")
 def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return -sum p log q.
+    """-sum p log q.
 
     It is the forward KL divergence KL(p || q) plus the entropy of p, in which q has no part: both have the same
     gradient, q - p.
@@ -53,7 +53,7 @@ def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Ten
 
 @register_draft_loss("reverse_kl")
 def reverse_kl(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return KL(q || p) = sum q (log q - log p), whose drafter leaves out what it cannot cover."""
+    """KL(q || p) = sum q (log q - log p), whose drafter leaves out what it cannot cover."""
     log_ratio = logits.log_softmax(-1)
     q = log_ratio.exp()
     log_ratio.sub_(target.clamp(min=TINY).log_())
@@ -63,7 +63,7 @@ def reverse_kl(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor
 
 @register_draft_loss("total_variation")
 def total_variation(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return TV(p, q) = 1 - sum min(p, q), one minus the acceptance of sampled drafts.
+    """TV(p, q) = 1 - sum min(p, q), one minus the acceptance of sampled drafts.
 
     Its gradient vanishes where p and q have nothing in common, as at the beginning of a training.
     """
@@ -73,7 +73,7 @@ def total_variation(logits: Tensor, target: Tensor, options: Options) -> tuple[T
 
 @register_draft_loss("negative_log_acceptance")
 def negative_log_acceptance(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return -log sum p q, the negative logarithm of the acceptance of a draft that is drawn from q.
+    """-log sum p q, the negative logarithm of the acceptance of a draft that is drawn from q.
 
     The drafter's most likely token is the limit of such a draft, and the loss makes q sharper until it is there. Its
     gradient, q - q p / sum p q, is that of the cross-entropy at first, while q is still flat.
@@ -85,7 +85,7 @@ def negative_log_acceptance(logits: Tensor, target: Tensor, options: Options) ->
 
 @register_draft_loss("negative_log_overlap")
 def negative_log_overlap(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return -log sum min(p, q), the negative logarithm of the acceptance of sampled drafts (arXiv 2602.23881).
+    """-log sum min(p, q), the negative logarithm of the acceptance of sampled drafts (arXiv 2602.23881).
 
     The paper calls it LK-alpha. Its gradient is that of the total variation divided by the overlap, and so does not
     vanish.
@@ -104,7 +104,7 @@ class LkHybridOptions(Options):
 
 @register_draft_loss("lk_hybrid", LkHybridOptions)
 def lk_hybrid(logits: Tensor, target: Tensor, options: LkHybridOptions) -> tuple[Tensor, Tensor]:
-    """Return a mixture of cross-entropy and total variation, w CE + (1 - w) TV, of each token (arXiv 2602.23881).
+    """A mixture of cross-entropy and total variation, w CE + (1 - w) TV, of each token (arXiv 2602.23881).
 
     w = exp(-decay * overlap) carries no gradient: a token that the drafter knows little about is learnt by
     cross-entropy, a known one by total variation. The paper calls it LK-lambda and has the forward KL in place of the

@@ -43,7 +43,7 @@ class PositionWeights:
 
 
 def unrolled_positions(step: int, num_steps: int, most: int, growth: float) -> int:
-    """Return the number of draft positions that are unrolled at a step of the pretraining.
+    """The number of draft positions that are unrolled at a step of the pretraining.
 
     Args:
         step: The step, counted from 0.

@@ -30,15 +30,19 @@ class LossInputs:
 LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 """(inputs, options) -> (loss of each token, metrics); all are [batch, seq].
 
-The loss of an update is the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), each
-weighted by `train.correction`. The unweighted mean of each metric over the same tokens is logged as `policy/NAME`.
+The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
+tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
+which those of groups without signal count with a loss of 0, whether `train.drop_zero_signal_groups` computes them or
+not. The unweighted mean of each metric over the trained tokens is logged as `policy/NAME`.
 """
+LARGEST_LOG_RATIO = 20.0
+"""The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""
 
 
 def register_loss(
     name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
 ) -> Callable[[LossFunction], LossFunction]:
-    """Return the decorator that registers a policy loss under `name` for `train.loss`.
+    """The decorator that registers a policy loss under `name` for `train.loss`.
 
     Args:
         metrics: The names of all metrics that it returns, so that `train.stop_when` is refused another name; None lets
@@ -62,8 +66,8 @@ class GrpoLossOptions(Options):
 
 @register_loss("grpo", GrpoLossOptions, metrics=CLIPPED_METRICS)
 def grpo_loss(inputs: LossInputs, options: GrpoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    """-min(r A, clip(r) A) with r = p / p_old of each token: PPO's loss with DAPO's clip-higher."""
+    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio, inputs.advantages, options.clip_low, options.clip_high)
 
 
@@ -78,12 +82,12 @@ class GspoLossOptions(Options):
 
 @register_loss("gspo", GspoLossOptions, metrics=CLIPPED_METRICS)
 def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
+    """GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
 
     The paper averages within each response first. Here, as with every loss, all tokens of an update count the same.
     """
     log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
-    ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).exp()
+    ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio[:, None], inputs.advantages, options.clip_low, options.clip_high)
 
 

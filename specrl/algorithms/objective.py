@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specrl.algorithms.losses import LossInputs
+from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
 from specrl.config import TrainConfig
 from specrl.config.algorithms import CORRECTIONS, LOSSES
 
@@ -46,7 +46,7 @@ class TokenTargets:
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, mask: Tensor, targets: TokenTargets, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the objective of one micro-batch, summed over its tokens; the caller divides by their number.
+    """The objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
     The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
     k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference) over the tokens that are kept.
@@ -70,7 +70,7 @@ def policy_loss(
     per_token = weights * loss
     shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
-        log_ratio = targets.reference_logprobs - logprobs
+        log_ratio = (targets.reference_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
         shared["kl"] = log_ratio.exp() - log_ratio - 1
         per_token = per_token + config.kl_coef * shared["kl"]
     if taken := metrics.keys() & shared.keys():

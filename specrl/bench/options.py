@@ -14,7 +14,7 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
 ADAPTIVE = "adaptive"
-GPU_SECTIONS = ("sampler", "exactness", "generation", "training")
+GPU_SECTIONS = ("sampler", "exactness", "invariance", "generation", "training")
 """Those of `specrl bench gpu`, in the order of their worth."""
 
 

@@ -13,12 +13,13 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from specrl.checks import Check
+from specrl.checks import Check, Status
 
 GIB = 2**30
 LEAST_NVCC = (12, 9)
@@ -30,6 +31,16 @@ FIRST_FP8_CAPABILITY = (9, 0)
 ENVIRONMENT = "make env LOCK=requirements/gpu.lock"
 DRIVERS = {12: "R525", 13: "R580"}
 """The first driver branch for each major version of CUDA."""
+COMPILE_SECONDS = 120
+"""How long the compilation of a kernel may take, on a file system that answers slowly."""
+KERNEL = """
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda/std/cstdint>
+__global__ void kernel(const __nv_fp8_e4m3* x, __nv_bfloat16* y) { y[0] = __nv_bfloat16(float(x[0])); }
+"""
+SYSTEM_CUDA = "/usr/local/cuda"
+"""Where DeepGEMM looks last."""
 PROBE_SECONDS = 20
 """How long the driver and the compiler may take to answer."""
 Version = tuple[int, ...]
@@ -62,6 +73,8 @@ class GpuFacts:
     nvcc: Version | None = None
     nvcc_path: str | None = None
     """Where the compiler is, although the environment does not lead to it; None where it does, or there is none."""
+    compile_problem: str | None = None
+    """Why the compiler fails on a kernel for this GPU; None where it does not, or where that was not tried."""
     compiles_flashinfer: bool = False
     """Whether FlashInfer is installed without its precompiled kernels."""
 
@@ -85,7 +98,7 @@ class GpuNeeds:
 
 
 def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
-    """Return the findings about a GPU on a machine with a driver; the first failure often explains the others."""
+    """The findings about a GPU on a machine with a driver; the first failure often explains the others."""
     found = [check_driver(facts), check_device(facts, needs)]
     if facts.total_gib:
         found.append(check_memory(facts, needs))
@@ -176,17 +189,21 @@ def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
         fix = f"{ENVIRONMENT}, which brings one; or load the site's module of CUDA, which sets CUDA_HOME"
         return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"none, to compile {what}", fix)
     if facts.nvcc_path is not None:
-        fix = f"export CUDA_HOME={Path(facts.nvcc_path).parents[1]}"
-        return Check("nvcc", "warn", f"{dotted(facts.nvcc)} is installed, but CUDA_HOME does not lead to it", fix)
+        where = Path(facts.nvcc_path).parents[1]
+        return Check("nvcc", "ok", f"{dotted(facts.nvcc)} of this environment, which jobs find (CUDA_HOME={where})")
     if facts.nvcc < LEAST_NVCC or (facts.torch_cuda is not None and facts.nvcc[0] != facts.torch_cuda[0]):
         wanted = f"{dotted(LEAST_NVCC)} or newer, of torch's CUDA {dotted((facts.torch_cuda or LEAST_NVCC)[:1])}"
         fix = f"set CUDA_HOME to a CUDA toolkit {wanted}"
         return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"{dotted(facts.nvcc)}, for {what}", fix)
+    if facts.compile_problem is not None:
+        fix = f"unset CUDA_HOME, CPATH and the site's module of CUDA, if there is one; else make clean && {ENVIRONMENT}"
+        status: Status = "fail" if needs.fp8_generation else "warn"
+        return Check("nvcc", status, f"{dotted(facts.nvcc)} cannot compile {what}: {facts.compile_problem}", fix)
     return Check("nvcc", "ok", dotted(facts.nvcc))
 
 
 def check_without_driver(torch_version: str | None) -> Check:
-    """Return what the jobs of this environment need, on a machine without a driver such as a login node."""
+    """What the jobs of this environment need, on a machine without a driver such as a login node."""
     cuda = cuda_of_build(torch_version)
     if cuda is None:
         return Check("GPU", "ok", "none; runs use the CPU")
@@ -197,14 +214,14 @@ def check_without_driver(torch_version: str | None) -> Check:
 
 
 def gather_facts(*, use_torch: bool) -> GpuFacts:
-    """Return what this machine has.
+    """What this machine has.
 
     Args:
         use_torch: Whether to import torch and Transformer Engine, and to look at the GPU. A job does, as it imports
             them anyway; a login node does not.
     """
-    driver_cuda, (nvcc, nvcc_path) = _driver_cuda(), _nvcc()
-    facts = {
+    driver_cuda, (nvcc, nvcc_path) = _driver_cuda(), find_nvcc()
+    facts: dict[str, object] = {
         "driver": _driver_release(),
         "driver_cuda": driver_cuda,
         "torch": _version("torch"),
@@ -212,10 +229,14 @@ def gather_facts(*, use_torch: bool) -> GpuFacts:
         "nccl_package": as_version(_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")),
         "transformer_engine": _version("transformer-engine"),
         "nvcc": nvcc,
-        "nvcc_path": nvcc_path,
+        "nvcc_path": nvcc_path if own_cuda_home() not in (None, os.environ.get("CUDA_HOME")) else None,
         "compiles_flashinfer": bool(find_spec("flashinfer")) and not find_spec("flashinfer_jit_cache"),
     }
-    return GpuFacts(**{**facts, **(_facts_of_torch() if use_torch else {})})  # type: ignore[arg-type]
+    if use_torch:
+        facts |= _facts_of_torch()
+        if nvcc_path is not None and facts.get("capability") is not None:
+            facts["compile_problem"] = compile_problem(nvcc_path, facts["capability"])  # type: ignore[arg-type]
+    return GpuFacts(**facts)  # type: ignore[arg-type]
 
 
 def _facts_of_torch() -> dict[str, object]:
@@ -259,15 +280,41 @@ def _driver_release() -> str | None:
     return line.splitlines()[0] if line else None
 
 
-def _nvcc() -> tuple[Version | None, str | None]:
+def find_nvcc() -> tuple[Version | None, str | None]:
+    """The version and the path of the compiler that kernels are compiled with.
+
+    It is the one that DeepGEMM and FlashInfer find by themselves or, where that does not fit, this environment's.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    known = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if (found := _nvcc_version(known)) is not None:
-        return found, None
-    for path in sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc")):
-        if (found := _nvcc_version(str(path))) is not None:
-            return found, str(path)
-    return None, None
+    found = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or f"{SYSTEM_CUDA}/bin/nvcc"
+    own = sorted(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc")))
+    versions = {path: known for path in (found, *own) if (known := _nvcc_version(path)) is not None}
+    major = (cuda_of_build(_version("torch")) or LEAST_NVCC)[0]
+    fitting = [path for path, known in versions.items() if known >= LEAST_NVCC and known[0] == major]
+    path = next(iter([*fitting, *versions]), None)
+    return (versions[path], path) if path is not None else (None, None)
+
+
+def own_cuda_home() -> str | None:
+    """The folder of this environment's compiler, where CUDA_HOME has to name it for DeepGEMM to find it."""
+    _, path = find_nvcc()
+    own = path is not None and Path(path).is_relative_to(sysconfig.get_path("purelib"))
+    return str(Path(path).parents[1]) if path is not None and own else None
+
+
+def compile_problem(nvcc: str, capability: Version) -> str | None:
+    """Compile a kernel with the headers that DeepGEMM's have, and say in one line why that fails, or None."""
+    architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= FIRST_FP8_CAPABILITY else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.cu")
+        source.write_text(KERNEL)
+        command = [nvcc, "-cubin", f"-arch={architecture}", "-std=c++17", "-o", f"{folder}/kernel.cubin", str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()]
+    return None if done.returncode == 0 else next(iter(lines), f"exit code {done.returncode}")
 
 
 def _nvcc_version(path: str) -> Version | None:
@@ -291,12 +338,12 @@ def _version(package: str) -> str | None:
 
 
 def installed_torch() -> str | None:
-    """Return the version of the installed torch, or None without one."""
+    """The version of the installed torch, or None without one."""
     return _version("torch")
 
 
 def cuda_of_build(torch_version: str | None) -> Version | None:
-    """Return the CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
+    """The CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
 
     The name of PyPI's build has no such part; its CUDA packages tell.
     """
@@ -308,11 +355,11 @@ def cuda_of_build(torch_version: str | None) -> Version | None:
 
 
 def as_version(text: str | None) -> Version | None:
-    """Return the leading numbers of a version."""
+    """The leading numbers of a version."""
     found = re.match(r"\d+(?:\.\d+)*", text or "")
     return tuple(int(part) for part in found[0].split(".")) if found else None
 
 
 def dotted(parts: Version) -> str:
-    """Return a version as text."""
+    """A version as text."""
     return ".".join(map(str, parts))

@@ -201,6 +201,13 @@ class Config(Section):
                 "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
                 "set it to false"
             )
+        engines: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
+        without = [stage for stage in engines if not self.resources_of(stage).gpus_per_rank]
+        if self.engine.batch_invariant and without:
+            raise ValueError(
+                "engine.batch_invariant = true: vLLM has these kernels for GPUs alone, and the "
+                f"{without[0]} stage has gpus_per_rank = 0; set it to false"
+            )
         return self
 
     def _check_bubbles(self) -> None:

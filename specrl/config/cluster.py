@@ -139,6 +139,9 @@ class ClusterConfig(Section):
     """Groups whose members may write to folders above the run's, as they can to a project's folder: names, or numbers.
     They could put a folder of theirs in its place. A run says so once, when it starts, of groups that are not named
     here; a folder above that belongs to another user is refused unless its group is."""
+    ask_seconds: PositiveFloat = 30.0
+    """How many seconds pass between two questions to Slurm. One question is about all of your jobs, and all flows on a
+    host share its answer."""
     queue_minutes: PositiveInt = 24 * 60
     """How many minutes a job may wait in the queue before the flow gives up."""
     max_segments: PositiveInt | None = None

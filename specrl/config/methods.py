@@ -48,25 +48,30 @@ class DraftMethod:
         return self.model == "policy_layer"
 
     def same_model(self, other: DraftMethod) -> bool:
-        """Return whether this method can draft with the model that was made for `other`."""
+        """Whether this method can draft with the model that was made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
         return kinds[0] == kinds[1]
 
 
 EAGLE3 = {"method": "eagle3"}
+MTP = {"method": "mtp"}
 NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""
+DRAFT_MODEL = {"method": "draft_model"}
 
 METHODS: dict[str, DraftMethod] = {
     row.name: row
     for row in (
         DraftMethod("none"),
-        DraftMethod("eagle3", vllm=EAGLE3, model="drafter"),
-        DraftMethod("eagle3+replay", vllm=EAGLE3, model="drafter", replays=True),
-        DraftMethod("mtp", vllm={"method": "mtp"}, model="policy_layer"),
-        DraftMethod("ngram", vllm=NGRAM),
+        DraftMethod("eagle3", EAGLE3, "drafter"),
+        DraftMethod("eagle3+replay", EAGLE3, "drafter", replays=True),
+        DraftMethod("mtp", MTP, "policy_layer"),
+        DraftMethod("mtp+replay", MTP, "policy_layer", replays=True),
+        DraftMethod("ngram", NGRAM),
+        DraftMethod("ngram+replay", NGRAM, replays=True),
         DraftMethod("replay", replays=True),
-        DraftMethod("draft_model", vllm={"method": "draft_model"}, model="draft_model"),
+        DraftMethod("draft_model", DRAFT_MODEL, "draft_model"),
+        DraftMethod("draft_model+replay", DRAFT_MODEL, "draft_model", replays=True),
     )
 }
 """All rows by name."""

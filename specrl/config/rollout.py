@@ -24,7 +24,7 @@ MIN_TEMPERATURE = 0.01
 """The lowest temperature of sampling; vLLM would raise lower ones to this."""
 MAX_TEMPERATURE = 2.0
 """The highest temperature; vLLM takes no higher one."""
-ALONE_FRACTION = 0.9
+ALONE_FRACTION = 0.86
 """The fraction of a GPU's memory for an engine that shares it with no trainer, at least."""
 MIN_BATCHED_TOKENS = 2048
 """The number of tokens that an engine can compute in one forward pass, at least: vLLM's default inside a process."""
@@ -97,10 +97,11 @@ class SpeculationConfig(Section):
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
     """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from where the text stored for
-    the prompt does not serve better, for the methods with replay. Each token takes at most about 400 bytes of memory; 0
-    keeps none."""
+    the prompt does not serve better, for the methods with replay; as many of finished responses of a group that others
+    still answer. Each token takes at most about 400 bytes of memory; 0 keeps none."""
     draft_model: Adjustable[UserPath | None] = None
-    """The Hugging Face directory of a smaller model with the policy's vocabulary, for `method = "draft_model"`."""
+    """The Hugging Face directory of a smaller model with the policy's vocabulary, for the methods `draft_model` and
+    `draft_model+replay`."""
 
     @property
     def draft_method(self) -> DraftMethod:
@@ -124,7 +125,7 @@ class SpeculationConfig(Section):
             given = "is not set" if self.draft_model is None else f"= {self.draft_model}"
             raise ValueError(
                 f'speculation.draft_model {given} with method = "{self.method}": '
-                'it must be a model directory with "draft_model", and not set with any other method'
+                "it must be a model directory with draft_model and draft_model+replay, and not set with others"
             )
         return self
 
@@ -142,13 +143,17 @@ class EngineConfig(Section):
     gpu_memory_fraction: Adjustable[Fraction] = 0.45
     """Fraction of a GPU's memory for the engine's weights and KV cache while it shares the GPU with the trainer, which
     has the rest or, with `sleep`, the whole GPU while the engine sleeps. Where the engine is alone (`pretrain`,
-    `validate`, `export`), it takes 0.9 of the GPU, or this fraction if it is larger."""
+    `validate`, `export`), it takes 0.86 of the GPU, or this fraction if it is larger."""
     sleep: Adjustable[bool] = False
     """Whether the engine sleeps while ranks train, on GPUs: its weights move to host memory and its KV cache is freed.
     The trainer then has the whole GPU, and `gpu_memory_fraction` can be larger; each step copies the weights there and
     back."""
     compile: Adjustable[bool] = False
     """Whether the engine is compiled with torch.compile: it starts more slowly and decodes faster."""
+    batch_invariant: Adjustable[bool] = False
+    """Whether the engine computes with vLLM's batch-invariant kernels, so that the log-probs of a token do not depend
+    on what else is in its batch; on GPUs of compute capability 9.0 or later alone. It is slower, the trainer's
+    collectives included, whose NCCL vLLM restricts to one channel in the same process."""
     parity_tolerance: Adjustable[PositiveFloat] = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
 

@@ -46,11 +46,12 @@ class PolicyConfig(Section):
     lr: Adjustable[PositiveFloat] = 1e-5
     """Peak learning rate of the RL updates."""
     lr_schedule: Adjustable[LrDecay] = "constant"
-    """How the learning rate develops over the run's updates: it stays at `lr`, or falls along a line or a cosine."""
+    """How the learning rate develops over `train.num_steps`: it stays at `lr`, or falls along a line or a cosine. A run
+    that is extended goes on at its place in the longer schedule, at a higher rate than it ended with."""
     lr_warmup_steps: Adjustable[NonNegativeInt] = 0
-    """Number of updates at the beginning, during which the learning rate rises linearly to the schedule's value."""
+    """Number of RL steps at the beginning, during which the learning rate rises linearly to the schedule's value."""
     lr_final_fraction: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.1
-    """Fraction of `lr` that a linear or cosine schedule reaches after the last update."""
+    """Fraction of `lr` that a linear or cosine schedule reaches after the last step."""
     weight_decay: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Decoupled weight decay of AdamW."""
     beta1: Adjustable[Annotated[float, Field(ge=0, lt=1)]] = 0.9
@@ -185,8 +186,8 @@ class TrainConfig(Section):
     samples_per_prompt: Adjustable[Annotated[int, Field(ge=2)]] = 4
     """Number of responses to each prompt; they form the group that their advantages are relative to."""
     updates_per_step: Adjustable[PositiveInt] = 1
-    """Number of optimizer steps on the rollouts of a step; 1 is strictly on-policy and needs no separate
-    pass for log-probs."""
+    """Number of optimizer steps on the rollouts of a step, each on other groups; 1 is strictly on-policy and needs no
+    separate pass for log-probs."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
@@ -199,7 +200,9 @@ class TrainConfig(Section):
     """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
     in memory."""
     drop_zero_signal_groups: Adjustable[bool] = True
-    """Whether groups whose rewards are all equal are left out of the update."""
+    """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
+    gradient: the loss is divided by the tokens of all groups of the step. With `kl_coef` above 0, which acts on all of
+    them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
@@ -219,11 +222,6 @@ class TrainConfig(Section):
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
         """The chosen functions, each with the registry it is from."""
         return (LOSSES, self.loss), (ADVANTAGES, self.advantage), (CORRECTIONS, self.correction)
-
-    @property
-    def num_updates(self) -> int:
-        """The number of optimizer steps of the whole run."""
-        return self.num_steps * self.updates_per_step
 
 
 class PrecisionConfig(Section):

@@ -87,10 +87,26 @@ def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Itera
             f"train.keep_every = {every} with train.checkpoint_every = {step}: step {every} writes no checkpoint that "
             f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all",
         )
+    yield from _clips_nothing(train)
     metric = train.stop_when.metric if train.stop_when is not None else ""
     if found := _why_never_measured(metric, train, speculation):
         key, reason = found
         yield Unused(("train.stop_when.metric", key), f'train.stop_when.metric = "{metric}": {reason}')
+
+
+def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
+    """Yield the settings of ratios that are 1, because a step's only update trains the policy that sampled."""
+    loss, defaults = train.loss, LOSSES.default().options
+    why = "with train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
+    if train.updates_per_step > 1:
+        return
+    if loss.name == "gspo":
+        line = f'train.loss = "gspo" {why}; take "grpo", or raise train.updates_per_step'
+        yield Unused(("train.loss.name", "train.updates_per_step"), line)
+    for name, value in loss.options.items() if loss.name == "grpo" else ():
+        if value != defaults[name]:
+            line = f"train.loss.{name} = {value:g} {why}; leave it at {defaults[name]:g}, or raise that"
+            yield Unused((f"train.loss.{name}", "train.updates_per_step"), line)
 
 
 def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:

@@ -37,13 +37,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[ArrayLike], dtype: DTypeLike, item_shape: tuple[int, ...] = ()) -> Ragged:
-        """Return rows that are copied only where they are no contiguous arrays of this type.
-
-        Args:
-            rows: The rows; each is [length, *item_shape].
-            dtype: The type of the values.
-            item_shape: The shape of an item of a row; a number by default.
-        """
+        """Rows [length, *item_shape] that are copied only where they are no contiguous arrays of this type."""
         kind = np.dtype(dtype)
         return cls([np.ascontiguousarray(row, kind).reshape(-1, *item_shape) for row in rows], kind, item_shape)
 
@@ -67,7 +61,6 @@ class Ragged:
         return np.concatenate([np.empty((0, *self.item_shape), self.dtype), *self.rows])
 
     def row_of_length(self, length: int) -> Array:
-        """Return a new row with as many items, which are not set."""
         return np.empty((length, *self.item_shape), self.dtype)
 
 
@@ -83,7 +76,7 @@ class Route:
     """By rank: the numbers of the rows that the rank holds already, in ascending order."""
 
     def messages(self, sender: int, receiver: int) -> NDArray[np.int64]:
-        """Return the positions in `wanted` of the receiver at which the rows stand that the sender sends it."""
+        """The positions in `wanted` of the receiver at which the rows stand that the sender sends it."""
         wanted = self.wanted[receiver]
         if sender == receiver:
             return np.flatnonzero(np.isin(wanted, self.held[receiver]))
@@ -94,14 +87,8 @@ class Route:
 def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[str, Ragged]:
     """Send rows of several columns to the ranks that want them (collective).
 
-    Args:
-        columns: By name, one row for each entry of `route.held` of this rank, in that order. Every rank names the same
-            columns in the same order with the same types and item shapes, also where it holds no rows. Rows of
-            different columns may have different lengths.
-
-    Returns:
-        The columns of the rows that this rank wants, in the order of `route.wanted`. Rows that it holds are those of
-        `columns` themselves, so that only what comes from others takes memory: change none of them.
+    Columns have a row for each entry of `route.held` of this rank, and the same names, types and item shapes on every
+    rank; what comes back are the rows of `route.wanted`. Those that this rank holds are no copies: change none of them.
     """
     held, wanted = route.held[ranks.rank], route.wanted[ranks.rank]
     assert all(len(column) == len(held) for column in columns.values()), "a row for each one that is held"
@@ -127,11 +114,7 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
 
 
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
-    """Return the entries of all ranks, in rank order, on every rank, and the rank that each is from (collective).
-
-    Args:
-        columns: Arrays with one entry for each item of this rank; every rank has the same names and types.
-    """
+    """The entries of all ranks' columns, in rank order, and the rank that each is from (collective)."""
     counts = gather_rows(ranks, np.array([len(next(iter(columns.values())))], np.int64))[:, 0]
     sizes = [column.dtype.itemsize for column in columns.values()]
     buffer = np.zeros(int(counts.max()) * sum(sizes), np.uint8)
@@ -149,7 +132,7 @@ def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str
 
 
 def gather_rows(ranks: Ranks, row: Array) -> Array:
-    """Return the arrays of all ranks, which have one shape, as [ranks, *shape] on every rank (collective)."""
+    """The arrays of all ranks, which have one shape, as [ranks, *shape] on every rank (collective)."""
     gathered = np.empty((ranks.world_size, *row.shape), row.dtype)
     if ranks.world_size == 1:
         gathered[0] = row
@@ -160,7 +143,7 @@ def gather_rows(ranks: Ranks, row: Array) -> Array:
 
 
 def sum_arrays(ranks: Ranks, values: Array) -> Array:
-    """Return the sum of the arrays of all ranks, which have one shape and type, on every rank (collective)."""
+    """The sum of the arrays of all ranks, which have one shape and type, on every rank (collective)."""
     total = np.array(values)
     if ranks.world_size > 1:
         dist.all_reduce(torch.from_numpy(total))
@@ -180,7 +163,7 @@ class _Peer:
 
 
 def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
-    """Return this rank's rounds: in round i it sends to the i-th rank after it and receives from the i-th before it.
+    """This rank's rounds: in round i it sends to the i-th rank after it and receives from the i-th before it.
 
     Every rank goes through the rounds in the same order, so none waits for one that waits for it.
     """
@@ -196,12 +179,6 @@ def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
 
 
 def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[list[Array]]) -> None:
-    """Exchange the rows of one round, message by message.
-
-    Args:
-        outgoing: The rows of each message to send.
-        incoming: The rows of each message to receive, which are filled.
-    """
     for number in range(max(len(outgoing), len(incoming))):
         sends = [_bytes(row) for row in outgoing[number]] if number < len(outgoing) else []
         receives = [_bytes(row) for row in incoming[number]] if number < len(incoming) else []
@@ -214,11 +191,7 @@ def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[l
 
 
 def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
-    """Join the rows of all columns into messages of at most `CHUNK_BYTES`, or of one row of each column.
-
-    Args:
-        rows: For each row its part in every column.
-    """
+    """Join rows, given by their parts in every column, into messages of at most `CHUNK_BYTES`, or of one row."""
     messages: list[list[Array]] = []
     total = 0
     for parts in rows:
@@ -232,7 +205,6 @@ def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
 
 
 def _swap(peer: _Peer, sent: Array, received: Array) -> None:
-    """Send bytes to one peer and fill `received` from the other, whichever of the two have any."""
     works = []
     if received.size:
         works.append(dist.irecv(torch.from_numpy(received), peer.source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,10 @@ BF16 product on a CPU is compiled once and then takes half a megabyte in every c
 number of tokens of its own, and so a dozen new shapes, which no later step has again: with the default of 1,024 a rank
 grows by a gigabyte in its first dozen steps. All layers and micro-batches of one step fit into 256."""
 
+TIMEOUT = timedelta(days=7)
+"""The time that a rank waits for the others. What ends a hang are the limits of the job (`cluster.hang_minutes`, or ten
+times a step's usual time, and `cluster.start_minutes`), which may be far above gloo's own half hour."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -41,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank (collective).
+        """The values of all ranks, in rank order, on every rank (collective).
 
         Values are pickled and every rank holds all of them, which suits a few numbers, counters and error messages.
         Whatever grows with the number of responses or tokens travels as arrays, see `specrl.distributed.arrays`.
@@ -53,7 +58,6 @@ class Ranks:
         return values
 
     def store(self) -> Store:
-        """Return the key-value store that formed the process group, for messages that need no collective."""
         store: Store = _get_default_store()
         return store
 
@@ -87,7 +91,7 @@ def join() -> Ranks:
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device)
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from specrl.config import ClusterConfig
 from specrl.lifetime.segments import Reason
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # flows do without NumPy and torch
+    from specrl.distributed import Ranks
 
 RECENT_STEPS = 20
 """How many of the last steps say how long a step takes."""
@@ -45,13 +46,6 @@ class LeftJobError(BaseException):
         self.stop = stop
 
 
-class Together(Protocol):
-    """The ranks of a job, as far as they are needed here."""
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank (collective)."""
-
-
 class Lifetime:
     """What this rank knows of the end of its job, and how long its steps take.
 
@@ -59,14 +53,10 @@ class Lifetime:
     the others at any time.
     """
 
-    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Create the lifetime of a rank that has just been started.
-
-        Args:
-            clock: Returns the Unix time.
-        """
+    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """The lifetime of a rank that has just been started, on a clock that only goes forward."""
         self.leave_by: float | None = None
-        """The Unix time by which the ranks must have left the job; None where no end is known."""
+        """The time, on this object's clock, by which the ranks must have left the job; None where no end is known."""
         self.first_step: int | None = None
         self.step: int | None = None
         """The step that runs; None before the first and after the last one."""
@@ -83,7 +73,6 @@ class Lifetime:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the stage asks at boundaries of steps."""
         return self.step is not None
 
     @property
@@ -96,15 +85,10 @@ class Lifetime:
 
     @property
     def stop(self) -> Stop | None:
-        """The request to leave that this rank knows of."""
         return self._stop
 
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
-        """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time.
-
-        Args:
-            leave_by: The Unix time by which the ranks must have left.
-        """
+        """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
         with self._lock:
             self._stop = self._stop or stop
             if leave_by is not None:
@@ -117,12 +101,7 @@ class Lifetime:
     def begin_steps(
         self, step: int, past_seconds: Sequence[float] = (), past_validations: Sequence[float] = ()
     ) -> None:
-        """Say that steps begin, with this one.
-
-        Args:
-            past_seconds: How long the last steps of earlier jobs took, without their validations.
-            past_validations: How long these validations took.
-        """
+        """Say that steps begin, with this one, and how long those of earlier jobs and their validations took."""
         self.first_step = self.step = step
         self._past_seconds = list(past_seconds)[-RECENT_STEPS:]
         self._validations = list(past_validations)
@@ -139,12 +118,8 @@ class Lifetime:
             self._validations.append(seconds)
             self._began_at, self._validates = step_began_at + seconds, False
 
-    def at_boundary(self, ranks: Together, step: int, *, validates: bool = False) -> Stop | None:
-        """Return why this step is not to begin, or None if it is (collective).
-
-        Args:
-            validates: Whether the step has a validation.
-        """
+    def at_boundary(self, ranks: Ranks, step: int, *, validates: bool = False) -> Stop | None:
+        """Why this step, which may have a validation, is not to begin, or None if it is (collective)."""
         assert self.first_step is not None, "begin_steps comes first"
         now = self._clock()
         if step > self.first_step:
@@ -154,11 +129,9 @@ class Lifetime:
         return next((stop for stop in stops if stop is not None), None)
 
     def saved(self, seconds: float) -> None:
-        """Say how long a checkpoint took."""
         self._checkpoint_seconds = max(self._checkpoint_seconds, seconds)
 
     def end_steps(self) -> None:
-        """Say that all steps are done."""
         now = self._clock()
         self._seconds.append(now - self._began_at)
         self.step, self._began_at = None, now
@@ -168,7 +141,7 @@ class Lifetime:
         self._began_at += seconds
 
     def overdue(self) -> str | None:
-        """Return what takes too long and since when, in one line, or None while nothing does."""
+        """What takes too long and since when, in one line, or None while nothing does."""
         seconds, limit = self._clock() - self._began_at, self._limit_seconds()
         if seconds <= limit:
             return None
@@ -210,7 +183,6 @@ _of_process = [Lifetime()]
 
 
 def current() -> Lifetime:
-    """Return the lifetime of this process."""
     return _of_process[-1]
 
 

@@ -21,7 +21,17 @@ from specrl.artifacts import append_line, digest, read_lines
 from specrl.config import ClusterConfig
 
 Reason = Literal[
-    "finished", "walltime", "preempted", "requeued", "node lost", "hang", "killed", "stopped", "cancelled", "failed"
+    "finished",
+    "walltime",
+    "preempted",
+    "requeued",
+    "node lost",
+    "hang",
+    "killed",
+    "stopped",
+    "cancelled",
+    "out of memory",
+    "failed",
 ]
 AGAIN: frozenset[Reason] = frozenset({"walltime", "preempted", "requeued", "node lost", "hang", "killed"})
 """The reasons after which the stage goes on in another job."""
@@ -57,6 +67,8 @@ class Segment:
     """The RL step that the job began with, or the part of the drafter's pretraining, counted by its checkpoints."""
     last_step: int | None = None
     """The last one that it completed."""
+    failed_node: str | None = None
+    """The node of the rank that was found to hang."""
     gave_up: str | None = None
     """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
 
@@ -65,7 +77,6 @@ _SEGMENT = TypeAdapter(Segment)
 
 
 def read_segments(stage_dir: Path) -> list[Segment]:
-    """Return the segments of a stage in their order."""
     known: dict[int, dict[str, Any]] = {}
     for line in read_lines(stage_dir / SEGMENTS_FILE):
         if isinstance(line, dict) and isinstance(line.get("number"), int):
@@ -78,18 +89,13 @@ def read_segments(stage_dir: Path) -> list[Segment]:
 
 
 def segment_counts(stage_dir: Path) -> dict[str, Any]:
-    """Return the number of a stage's jobs and the reason for which each of them ended, for `summary.json`."""
+    """The number of a stage's jobs and the reason for which each of them ended, for `summary.json`."""
     segments = read_segments(stage_dir)
     return {"number": len(segments), "reasons": [segment.reason for segment in segments]}
 
 
 def begin_segment(stage_dir: Path, job_id: str, host: str, attempt: int = 0) -> Segment:
-    """Append the segment of the job that begins now, and return it.
-
-    Args:
-        host: The host of the job's first rank.
-        attempt: How many times the scheduler has started the job of this id before.
-    """
+    """Append the segment of the job that begins now, and return it; `Segment` describes the arguments."""
     number = max((segment.number for segment in read_segments(stage_dir)), default=0) + 1
     segment = Segment(number, job_id, host, time.time(), progress_mark(stage_dir), attempt)
     append_line(stage_dir / SEGMENTS_FILE, json.dumps(_without_none(asdict(segment))))
@@ -106,10 +112,7 @@ def end_segment(
 ) -> bool:
     """Say that the latest segment has ended, unless that is known, and return whether the stage is to go on.
 
-    Args:
-        number: The segment's number.
-        last_step: The last RL step that it completed, if any.
-        text: More about the reason, in a few words.
+    `text` says more about the reason, in a few words.
     """
     known = read_segments(stage_dir)[-1]
     if known.number != number:  # another job has taken over meanwhile
@@ -126,7 +129,7 @@ def end_segment(
 
 
 def progress_mark(stage_dir: Path) -> str:
-    """Return a digest of what the stage has completed: its files, or in the train stage its checkpoints."""
+    """A digest of what the stage has completed: its files, or in the train stage its checkpoints."""
     is_train = stage_dir.name.startswith("train-")
     root = stage_dir / TRAIN_PROGRESS if is_train else stage_dir
     found = []
@@ -138,18 +141,14 @@ def progress_mark(stage_dir: Path) -> str:
 
 
 def last_recorded_step(stage_dir: Path) -> int | None:
-    """Return the last RL step whose record lies in the stage's folder, or None."""
+    """The last RL step whose record lies in the stage's folder, or None."""
     return max((int(path.stem.partition("=")[2]) for path in stage_dir.glob("steps/step=*.json")), default=None)
 
 
 def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig) -> str | None:
-    """Return in one line why a stage is not to go on in another job, or None if it is.
+    """Why a stage, which has completed what `mark` says, is not to go on in another job, in one line, or None if it is.
 
     Only segments since the stage was last ended for good count: `specrl resume` begins anew.
-
-    Args:
-        segments: All segments of the stage; the last one has ended.
-        mark: The digest of what the stage has completed by now.
     """
     series = _latest_series(segments)
     if cluster.max_segments is not None and len(series) >= cluster.max_segments:

@@ -25,7 +25,6 @@ class Change:
 
     @property
     def section(self) -> str:
-        """The section that the key lies in, or the key itself where it lies in none."""
         return self.key.partition(".")[0]
 
     @property
@@ -48,19 +47,14 @@ class Change:
 
 
 def config_changes(old: Config, new: Config) -> list[Change]:
-    """Return the differences between two configurations, in the order of their keys."""
+    """The differences between two configurations, in the order of their keys."""
     before, after = (dict(_flat(json.loads(dump_config(config)))) for config in (old, new))
     keys = [key for key in {**before, **after} if key not in IDENTITY]
     return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
 def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[Change]:
-    """Return the keys that name the same file as before, whose contents have changed.
-
-    Args:
-        old: What `keys.named_files` returned before.
-        new: What it returns now.
-    """
+    """The keys that name the same file as before, whose contents have changed, by what `keys.named_files` returned."""
     values = dict(_flat(json.loads(dump_config(config))))
     edited = [key for key in old if key in new and old[key] != new[key]]
     shown = {key: values.get(key, values.get(f"{key}.name")) for key in edited}
@@ -68,7 +62,7 @@ def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config)
 
 
 def is_adjustable(key: str) -> bool:
-    """Return whether a key, or a table that it lies in, is marked as `Adjustable`."""
+    """Whether a key, or a table that it lies in, is marked as `Adjustable`."""
     kind: Any = Config
     for part in key.split("."):
         if not (isinstance(kind, type) and issubclass(kind, Section)):
@@ -82,7 +76,7 @@ def is_adjustable(key: str) -> bool:
 
 
 def adjustable_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
-    """Return all keys that are marked as `Adjustable`, in the order of their definition."""
+    """All keys that are marked as `Adjustable`, in the order of their definition."""
     found: list[str] = []
     for name, field in kind.model_fields.items():
         key = f"{prefix}{field.alias or name}"

@@ -24,12 +24,9 @@ CHANGES = ("settings", "code")
 
 
 def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Sequence[tuple[str, str]]) -> None:
-    """Make the folder of a train stage that goes on under another key, with the events so far and those of the change.
+    """Make the folder of a train stage that goes on under another key from `step`, with the events so far and new ones.
 
-    Args:
-        previous: The folder of the run's train stage before the change, which may not have trained yet.
-        step: The step from which the stage goes on.
-        events: The kind and the text of each event of the change.
+    `previous` is the run's train stage before the change, which may not have trained yet.
     """
     stage_dir.mkdir(parents=True, exist_ok=True)
     (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # of a call that was killed
@@ -61,7 +58,7 @@ def adopt_history(stage_dir: Path, start: Continuation) -> None:
 
 
 def kept_checkpoints(stage_dir: Path) -> dict[int, Path]:
-    """Return the folders of the complete checkpoints of a train stage, the adopted one included, by their steps."""
+    """The folders of the complete checkpoints of a train stage, the adopted one included, by their steps."""
     folders = [path for parent in (ADOPTED, "checkpoints") for path in (stage_dir / parent).glob("step=*")]
     return {_step(Path(folder.name)): folder for folder in folders if (folder / MANIFEST).exists()}
 
@@ -72,7 +69,7 @@ def _best_step(stage_dir: Path) -> int:
 
 
 def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:
-    """Return what was changed while the run went on, in words, by the RL step from which on it holds."""
+    """What was changed while the run went on, in words, by the RL step from which on it holds."""
     found: dict[int, list[str]] = {}
     for event in read_events(stage_dir):
         if event.kind in CHANGES and event.step is not None:

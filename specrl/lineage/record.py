@@ -30,7 +30,6 @@ class Continuation(Artifact):
     """The checkpoint of another train stage from which a train stage starts."""
 
     run: str
-    """The name of the run that wrote the checkpoint."""
     key: PlainName
     """The key of the stage that wrote it."""
     step: int
@@ -48,7 +47,6 @@ class Continuation(Artifact):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The folder of the checkpoint."""
         return self.stage_dir / "checkpoints" / f"step={self.step:06d}"
 
     @property
@@ -59,7 +57,6 @@ class Continuation(Artifact):
 
     @property
     def words(self) -> str:
-        """The run, the key and the step, in one line for people."""
         return f"step {self.step} of {self.key} of run {self.run}"
 
     @property
@@ -68,7 +65,6 @@ class Continuation(Artifact):
         return self.key, self.step, self.counts_on
 
     def in_run(self, run_dir: Path) -> Continuation:
-        """Return it with an absolute folder."""
         return self.model_copy(update={"stage_dir": run_dir / self.stage_dir})
 
 
@@ -99,27 +95,21 @@ class RunRecord(Artifact):
         return start
 
     def start_of(self, stage: StageName) -> Continuation | None:
-        """Return the checkpoint that a stage reads, besides its inputs."""
+        """The checkpoint that a stage reads, besides its inputs."""
         if stage == "train":
             return self.continues
         return self.origin if stage in ("prepare", "pretrain") else None
 
     def code_dir(self, run_dir: Path) -> Path:
-        """Return the folder with the copy of the sources."""
         return run_dir / CODE_DIR / self.code
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Write `run.json`."""
     write_text(run_dir / RUN_FILE, record.model_dump_json(indent=2) + "\n")
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run, or None where none has been written.
-
-    Raises:
-        ConfigError: It was written by another version of specrl.
-    """
+    """The record of a run, or None where none has been written; a ConfigError for that of another version of specrl."""
     path = run_dir / RUN_FILE
     if not path.exists():
         return None
@@ -132,11 +122,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def code_of(run_dir: Path) -> str | None:
-    """Return the digest of the sources of a run, whichever version of specrl wrote its record; None without one.
-
-    Raises:
-        ConfigError: The record is damaged.
-    """
+    """The digest of a run's sources, whichever version of specrl wrote its record; a ConfigError if it is damaged."""
     path = run_dir / RUN_FILE
     if not path.exists():
         return None
@@ -148,13 +134,13 @@ def code_of(run_dir: Path) -> str | None:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the random digits of a run; empty where there are none, as in a folder that no flow has started."""
+    """The random digits of a run; empty where there are none, as in a folder that no flow has started."""
     found = read_json(run_dir / RUN_FILE)
     return str(found.get("id") or "") if isinstance(found, dict) else ""
 
 
 def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
-    """Return the keys of the stages of a run, which may be somebody else's or of another version; None without any."""
+    """The keys of the stages of a run, which may be somebody else's or of another version; None without any."""
     found = read_json(run_dir / RUN_FILE)
     keys = found.get("stage_keys") if isinstance(found, dict) else None
     if not isinstance(keys, dict):
@@ -163,17 +149,12 @@ def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
 
 
 def newest_step(stage_dir: Path) -> int | None:
-    """Return the number of steps behind the newest complete checkpoint of a train stage, or None without any."""
+    """The number of steps behind the newest complete checkpoint of a train stage, or None without any."""
     return max(saved_steps(stage_dir), default=None)
 
 
 def newest_whole_step(stage_dir: Path, last: int | None = None) -> int | None:
-    """Return the number of steps behind the newest checkpoint that seems whole, or None without any.
-
-    Args:
-        stage_dir: The folder of a train stage.
-        last: The largest number of steps to look at; None for all.
-    """
+    """The number of steps, at most `last`, behind the newest checkpoint of a train stage that seems whole, or None."""
     for step in reversed(saved_steps(stage_dir)):
         if (last is None or step <= last) and _seems_whole(stage_dir / "checkpoints" / f"step={step:06d}"):
             return step
@@ -189,6 +170,6 @@ def _seems_whole(checkpoint_dir: Path) -> bool:
 
 
 def saved_steps(stage_dir: Path) -> list[int]:
-    """Return the numbers of steps behind the complete checkpoints of a train stage, in order."""
+    """The numbers of steps behind the complete checkpoints of a train stage, in order."""
     found = (stage_dir / "checkpoints").glob(f"step=*/{MANIFEST}")
     return sorted(int(path.parent.name.partition("=")[2]) for path in found)

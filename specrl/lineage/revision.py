@@ -25,13 +25,10 @@ SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What becomes of a stage."""
-
     stage: StageName
     key: str
     action: Action
     reason: str
-    """Why, and from where, in one line."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Revision:
     changes: tuple[Change, ...]
     """The settings that change, and the files that have changed."""
     new_code: bool
-    """Whether jobs will run other code than before."""
     trained: tuple[Change, ...]
     """Those of the changes that training reads."""
     previous: str
@@ -51,7 +47,7 @@ class Revision:
 
     @property
     def continued(self) -> Continuation | None:
-        """The checkpoint of this run's earlier train stage from which the new one goes on; None where there is none."""
+        """The checkpoint of this run's earlier train stage from which the new one goes on."""
         plan = self.stages[STAGES.index("train")]
         return self.record.continues if plan.action == "continues" else None
 
@@ -64,7 +60,7 @@ class Revision:
 
 @dataclass
 class Reviser:
-    """Decides stage by stage what a change means."""
+    """Decides stage by stage what a change means; `revise` describes the fields."""
 
     run_dir: Path
     record: RunRecord
@@ -73,11 +69,8 @@ class Reviser:
     new: Config
     changes: Sequence[Change]
     stage_code: str
-    """The `code_digest` of the sources that new jobs will run."""
     new_code: bool
-    """Whether that differs from what jobs ran before."""
     restart: bool
-    """Whether training may start over."""
     keys: dict[StageName, str] = field(default_factory=dict)
     continues: Continuation | None = None
 
@@ -104,7 +97,7 @@ class Reviser:
         return self._plan(stage, "is redone", "; ".join(because))
 
     def relevant(self, stage: StageName) -> list[Change]:
-        """Return the changes that a stage reads itself."""
+        """The changes that a stage reads itself."""
         found = [change for change in self.changes if _reaches(stage, change)]
         before, after = (
             stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in (self.old, self.new)
@@ -121,38 +114,33 @@ class Reviser:
             self.continues = start
             self.keys["train"] = self._new_key("train")
             return self._plan("train", "continues", f"from step {start.step} of {start.key}")
-        because = "; ".join(
-            [*(f"{change.key} changes" for change in unmarked), *(f"{name} is redone" for name in redone)]
-        )
+        because = "; ".join([f"{change.key} changes" for change in unmarked] + [f"{name} is redone" for name in redone])
         if not self.restart:
             raise ConfigError(
                 f"train of {self.run_dir.name} would start over, without the {start.step} steps of {start.key}: "
                 f"{because}; only the settings that specrl resume --help lists may change while a run goes on. Add "
                 "--restart to start over (those steps stay on disk), or start another run: --set name=NAME"
             )
+        return self._start_over("starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
+
+    def _start_over(self, action: Action, reason: str) -> StagePlan:
         self.continues = self.record.origin
         self.keys["train"] = self._new_key("train")
-        return self._plan("train", "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
+        return self._plan("train", action, reason)
 
     def _plan_first_step(self) -> StagePlan:
-        """Plan training that has no checkpoint of this run to go on from."""
         made = self._steps_made()
         if made and not self.restart:
             raise ConfigError(
                 f"train of {self.run_dir.name} has made {made} steps, but has no checkpoint left and would start over: "
                 "add --restart"
             )
-        self.continues = self.record.origin
-        self.keys["train"] = self._new_key("train")
         if made:
-            return self._plan("train", "starts over", f"no checkpoint is left of its {made} steps")
-        return self._plan("train", "runs", "no checkpoint yet")
+            return self._start_over("starts over", f"no checkpoint is left of its {made} steps")
+        return self._start_over("runs", "no checkpoint yet")
 
     def _newest_checkpoint(self) -> Continuation | None:
-        """Return this run's checkpoint from which training can go on, or None without any.
-
-        It is the newest whole one of the train stage or, where it has none, of the stage that it continues.
-        """
+        """The newest whole checkpoint of the train stage or, where it has none, of the stage that it continues."""
         old, step = self.record.stage_keys["train"], newest_whole_step(self.folder("train"))
         if step is not None:
             return Continuation(
@@ -207,7 +195,6 @@ class Reviser:
         return StagePlan(stage, self.keys[stage], action, reason)
 
     def folder(self, stage: StageName) -> Path:
-        """Return the folder of a stage's results before the change."""
         return self.run_dir / "stages" / self.record.stage_keys[stage]
 
 
@@ -222,7 +209,7 @@ def revise(
     new_code: bool,
     restart: bool,
 ) -> Revision:
-    """Return what a change means for every stage.
+    """What a change means for every stage.
 
     Args:
         old: The record before the change.

@@ -23,9 +23,7 @@ GIT_SECONDS = 10
 
 
 def source_tags(config: Config) -> dict[str, str]:
-    """Return the tags that say who started the run with which command, and the git revision of the code, if any.
-
-    What looks like a secret is left out of the command, with all that follows it in its word.
+    """The tags that say who started the run with which command, but for secrets, and the git revision of the code.
 
     Called where the run is started: the jobs, and a run that is resumed, import a copy of the code without revision.
     """
@@ -43,7 +41,7 @@ def source_tags(config: Config) -> dict[str, str]:
 
 
 def git_tags(root: Path) -> dict[str, str]:
-    """Return the revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
+    """The revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
@@ -62,7 +60,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def data_digests(config: Config) -> dict[str, str]:
-    """Return a digest of each data file, or of the section `data` where the prompts come from generators."""
+    """A digest of each data file, or of the section `data` where the prompts come from generators."""
     named = named_files(config)
     found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
     if any(found.values()):
@@ -78,6 +76,6 @@ def write_source(run_dir: Path, tags: Mapping[str, str]) -> None:
 
 
 def read_source(run_dir: Path) -> dict[str, str]:
-    """Return the run's tags; none for a folder that no flow has started."""
+    """The run's tags; none for a folder that no flow has started."""
     path = run_dir / SOURCE_FILE
     return dict(json.loads(path.read_text())) if path.exists() else {}

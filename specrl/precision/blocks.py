@@ -30,17 +30,7 @@ CHUNK_ELEMENTS = 2**19
 
 
 def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Round a matrix to e4m3 with one scale per block.
-
-    Args:
-        values: [rows, columns] of any float type.
-        block: The rows and columns of a block.
-        power_of_two: Whether to round scales up to powers of two.
-
-    Returns:
-        The quantised matrix, float8_e4m3fn [rows, columns], and the scales, float32 [row blocks, column blocks]. Their
-        product approximates the values.
-    """
+    """Round a matrix to e4m3, with scales float32 [row blocks, column blocks]; their product approximates it."""
     blocks = _blocks(values, block)
     scales = _scales(blocks, power_of_two)
     rounded = (blocks / scales).flatten(2, 3).flatten(0, 1)
@@ -48,10 +38,7 @@ def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = Fal
 
 
 def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Tensor:
-    """Return the product of what `quantise` returns, in the type of `values`.
-
-    This is five times faster than casting to e4m3 and back.
-    """
+    """The product of what `quantise` returns, in the type of `values`, five times faster than casting."""
     rows, columns = values.shape
     result = torch.empty_like(values)
     padded_columns = -(-columns // block[1]) * block[1]
@@ -67,12 +54,7 @@ def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool 
 
 
 def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """Return `fake_quantise` of a weight in which several matrices are stacked; blocks begin anew at each of them.
-
-    Args:
-        weight: [rows of all matrices, columns].
-        sizes: The number of rows of each matrix on this rank.
-    """
+    """`fake_quantise` of a weight in which matrices of these rows are stacked; blocks begin anew at each."""
     if all(size % BLOCK == 0 for size in sizes[:-1]):
         return fake_quantise(weight, SQUARE, power_of_two=power_of_two)
     return torch.cat(
@@ -81,14 +63,13 @@ def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bo
 
 
 def row_scales(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """Return the scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
+    """The scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
     return torch.cat(
         [quantise(part, SQUARE, power_of_two=power_of_two)[1] for part in torch.split(weight, list(sizes))]
     )
 
 
 def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude in each block, float32 [row blocks, column blocks]."""
     return _amax(_blocks(values, block))[:, 0, :, 0]
 
 

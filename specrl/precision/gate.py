@@ -16,16 +16,9 @@ class EngineMismatchError(RuntimeError):
 
 
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
-    """Check that training and generation agree about the tokens of a step.
+    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN.
 
-    Args:
-        metrics: The step's metrics; without `mismatch/bulk_error` nothing was trained on and there is nothing to check.
-        limit: The largest error allowed, `precision.max_token_mult_prob_error`.
-        layers_path: The calibration's table of layers.
-
-    Raises:
-        EngineMismatchError: The error is above the limit or not a number; the message lists the layers that FP8 changes
-            most.
+    Without `mismatch/bulk_error` nothing was trained on, and there is nothing to check.
     """
     error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:
@@ -40,7 +33,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 
 def layer_table(layers_path: Path) -> str:
-    """Return, as text, a table of the layers that change the model's output most when they alone are in FP8."""
+    """As text, a table of the layers that change the model's output most when they alone are in FP8."""
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])

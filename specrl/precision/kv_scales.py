@@ -36,13 +36,10 @@ class KvObserver:
     """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """Watch the attention layers of a model.
+        """Watch the attention layers of this rank's part of a model of `num_layers` layers.
 
         Args:
-            model: This rank's part of Megatron's model.
-            num_layers: The number of transformer layers of the whole model.
-            training_only: Whether to leave out passes that do not train, such as the parity probe's and those of
-                reference weights.
+            training_only: Whether to leave out passes that do not train, such as the parity probe's.
         """
         self.training_only = training_only
         """Whether the policy must leave out passes that do not train."""
@@ -63,13 +60,10 @@ class KvObserver:
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
-        """Observe the attention of one micro-batch inside the block.
+        """Observe the attention of one micro-batch inside the block, and of its row the first `num_tokens`.
 
         What the backward pass recomputes after it is left out: the same tokens would count twice, and with pipeline
         parallelism another micro-batch has passed in between.
-
-        Args:
-            num_tokens: The number of its tokens, without those that only fill up the row.
         """
         self.num_tokens = num_tokens
         try:
@@ -86,11 +80,7 @@ class KvObserver:
             hook.remove()
 
     def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """Return the scales for all tokens of all ranks since the last call (collective).
-
-        Returns:
-            The scales and the seconds that measuring them took; None where there was no token.
-        """
+        """The scales for all tokens since the last call, if any, and the seconds that measuring took (collective)."""
         started = time.perf_counter()
         if ranks.world_size > 1:
             dist.all_reduce(self._counts)
@@ -104,7 +94,6 @@ class KvObserver:
 
     @torch.no_grad()
     def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Count the maxima of queries, keys and values, each [1, heads, tokens, head_dim]."""
         if self.num_tokens is None:
             return
         started = time.perf_counter()
@@ -118,13 +107,12 @@ class KvObserver:
 
 
 def kv_scale(counts: Tensor) -> Tensor:
-    """Return the scale of each layer, float64 [layers], from the number of tokens in each bin, [layers, bins]."""
+    """The scale of each layer, float64 [layers], from the number of tokens in each bin, [layers, bins]."""
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
 
 
 def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    """Observe the inputs of attention that gets rotated queries and keys; each is [tokens, 1, heads, head_dim]."""
     query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
     observe(query, key, value)

@@ -62,15 +62,7 @@ class MismatchSums:
 
     @classmethod
     def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
-        """Count the tokens of a share, which may be none.
-
-        Args:
-            training: [tokens]: the trainer's log-probs.
-            generation: [tokens]: the engine's log-probs.
-
-        Raises:
-            ValueError: There is not the same number of tokens on both sides.
-        """
+        """Count the tokens of a share, which may be none, from both log-probs, [tokens] each."""
         log_r = log_ratio(training, generation)
         found = cls.nothing()
         for start in range(0, len(log_r), CHUNK_TOKENS):
@@ -79,7 +71,6 @@ class MismatchSums:
 
     @classmethod
     def nothing(cls) -> MismatchSums:
-        """Return the sums over no token."""
         return cls(np.zeros(6), np.zeros(2 * NUM_BINS + 1), np.zeros(2 * NUM_BINS + 1), -math.inf)
 
     @classmethod
@@ -106,7 +97,7 @@ class MismatchSums:
         )
 
     def over(self, ranks: Ranks) -> MismatchSums:
-        """Return the sums over all ranks (collective)."""
+        """The sums over all ranks (collective)."""
         largest = np.zeros(ranks.world_size)  # a place for each rank, so that a sum tells the maximum too
         largest[ranks.rank] = self.largest
         summed = sum_arrays(ranks, np.concatenate([self.totals, self.counts, self.errors, largest]))
@@ -129,9 +120,8 @@ class MismatchSums:
     def bulk_error(self) -> float:
         """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
 
-        Rounding can make a token that is nearly a toss-up hundreds of times more likely. One such token among a
-        thousand would weigh as much as all others, although the engines agree. A single token gives 1, and NaN gives
-        NaN.
+        Rounding can make a token that is nearly a toss-up hundreds of times more likely, and one such token among a
+        thousand would weigh as much as all others. A single token gives 1, and NaN gives NaN.
         """
         if self.totals[NOT_NUMBERS]:
             return math.nan
@@ -168,7 +158,7 @@ class MismatchSums:
         return self._mean(LARGE)
 
     def importance_ratio_quantiles(self) -> dict[float, float]:
-        """Return the quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
+        """The quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
         reached = np.cumsum(self.counts)
         found = {}
         for share in QUANTILES:
@@ -180,7 +170,6 @@ class MismatchSums:
             return found | {1.0: float(np.exp(self.largest))}
 
     def metrics(self) -> dict[str, float]:
-        """Return the `mismatch/...` metrics of `specrl.metrics`; none without a token."""
         if not self.num_tokens:
             return {}
         quantiles = self.importance_ratio_quantiles()
@@ -198,11 +187,7 @@ class MismatchSums:
 
 
 def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
-    """Return log r = log q - log p as float64 [tokens].
-
-    Raises:
-        ValueError: There is not the same number of tokens on both sides.
-    """
+    """log r = log q - log p as float64 [tokens]; raise ValueError for other shapes."""
     q, p = np.asarray(training, np.float64), np.asarray(generation, np.float64)
     if q.shape != p.shape or q.ndim != 1:
         raise ValueError(

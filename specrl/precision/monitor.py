@@ -49,7 +49,7 @@ class PrecisionMonitor:
 
         Args:
             training: The trainer's linear layers; None where it computes in BF16 or FP32.
-            kv_observer: The observer that measures the scales of an FP8 KV cache; None where the cache is not in FP8.
+            kv_observer: None where the KV cache is not in FP8.
             layers_path: The calibration's table of layers, which the error quotes when the engines disagree.
         """
         self._config, self._ranks = config, ranks
@@ -63,37 +63,22 @@ class PrecisionMonitor:
         return self._training.mode if self._training is not None else "off"
 
     def check_engine(self) -> None:
-        """Check, after a generation and before the engine sleeps, that it computed in FP8 where it should.
+        """Raise NotQuantisedError unless the engine, before it sleeps, has computed in FP8 where it should.
 
-        Nothing else would show if it did not. It is done in every step, because each refit brings weights and scales.
-
-        Raises:
-            NotQuantisedError: A layer computed in another precision, or stored keys and values with other scales.
+        It is done in every step, because each refit brings weights and scales.
         """
         self._generation.assert_quantised()
 
     def check_trainer(self, num_tokens: float) -> None:
-        """Check once that the trainer computes in FP8 where it should.
-
-        Args:
-            num_tokens: The number of tokens that the step trained on. If there were none, the trainer has computed
-                nothing yet and is checked after a later step.
-
-        Raises:
-            NotQuantisedError: A layer computed in another precision; the message names it.
-        """
+        """Raise NotQuantisedError unless the trainer has computed in FP8 where it should, once it has computed."""
         if self._training is not None and num_tokens and not self._is_checked:
             self._training.assert_quantised(trained=True)
             self._is_checked = True
 
     def measure_kv_scales(self, timer: Timer) -> KvScales | None:
-        """Return the scales of an FP8 KV cache for the tokens that the step trained on (collective).
+        """The scales of an FP8 KV cache for the tokens trained on, None without any (collective).
 
-        Args:
-            timer: The step's timer, which records as `kv_scales` the seconds that observing and measuring took.
-
-        Returns:
-            The scales, or None where the cache is not in FP8 or nothing was trained on; the engine then keeps its own.
+        The timer records as `kv_scales` the seconds that observing and measuring took.
         """
         found = self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
         if found is None:
@@ -102,16 +87,7 @@ class PrecisionMonitor:
         return scales
 
     def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
-        """Return how far generation and training disagree about the tokens trained on, as `mismatch/...` metrics.
-
-        It is collective.
-
-        Args:
-            mismatch: The sums over this rank's share of the tokens.
-
-        Raises:
-            EngineMismatchError: They disagree by more than `precision.max_token_mult_prob_error`.
-        """
+        """The `mismatch/...` metrics over all ranks' tokens; raise EngineMismatchError above the limit (collective)."""
         metrics = mismatch.over(self._ranks).metrics()
         check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)
         return metrics

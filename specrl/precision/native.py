@@ -36,9 +36,6 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
 
     It must be called before Transformer Engine is used.
 
-    Args:
-        hf: Transformers' configuration object of the policy.
-
     Raises:
         ValueError: There is no GPU although native FP8 is asked for, or the GPU, its packages, the environment or the
             size of the model's heads do not allow native FP8.
@@ -67,14 +64,7 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
 
 
 def check_device(key: str) -> None:
-    """Check that this GPU can compute in native FP8.
-
-    Args:
-        key: The configuration key that asks for it, for the message.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Raise ValueError, which names the key that asks for it, unless this GPU can compute in native FP8."""
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < FIRST_CAPABILITY:
         raise ValueError(
@@ -84,13 +74,10 @@ def check_device(key: str) -> None:
 
 
 def set_scales(*, power_of_two: bool) -> None:
-    """Set the kind of scales of the recipes that Transformer Engine makes from now on.
+    """Set the kind of scales of the recipes that Transformer Engine makes from now on, or raise ValueError.
 
     Megatron has imported Transformer Engine, which read its environment variable then and keeps what it says in
     attributes of the recipe's class; these are set here.
-
-    Raises:
-        ValueError: A recipe made now has other scales nevertheless.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
@@ -106,14 +93,7 @@ def set_scales(*, power_of_two: bool) -> None:
 
 
 def check_blocks(hf: Any) -> None:
-    """Check that Transformer Engine cuts queries, keys and values into the same blocks as the engine.
-
-    Args:
-        hf: Transformers' configuration object of the policy.
-
-    Raises:
-        ValueError: It does not, because a block would contain rows of more than one head.
-    """
+    """Raise ValueError if Transformer Engine's blocks of queries and keys would hold rows of several heads."""
     width = head_dim(hf)
     if width % BLOCK:
         raise ValueError(
@@ -124,12 +104,7 @@ def check_blocks(hf: Any) -> None:
 
 
 def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
-    """Make some of the model's linear layers compute without FP8.
-
-    Args:
-        layers: The linear layers of this rank's part of the model, by name.
-        names: The names of those that stay in BF16.
-    """
+    """Make some of the model's linear layers, by name, compute without FP8."""
     from transformer_engine.pytorch import fp8_autocast
 
     for name in names:
@@ -144,5 +119,5 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
 
 def computes_in_fp8(module: Any) -> bool:
-    """Return whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
+    """Whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
     return bool(getattr(module, "fp8", False))

@@ -74,35 +74,35 @@ class Recipe:
         return [engine_name(self.family, name) for name in self.fp8_layers]
 
     def with_kv_scales(self, scales: KvScales | None) -> Recipe:
-        """Return this recipe with new scales of the KV cache, or with its own where there are no new ones."""
+        """This recipe with new scales of the KV cache, or with its own where there are no new ones."""
         return replace(self, kv_scales=scales or self.kv_scales)
 
 
 def layer_names(family: Family, num_layers: int) -> list[str]:
-    """Return the trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
+    """The trainer's names of all linear layers, such as `layers.3.linear_qkv`, in the order of the model."""
     return [f"layers.{layer}.{name}" for layer in range(num_layers) for name in family.layer_names]
 
 
 def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
-    """Return the names of all linear layers in the `first` first and the `last` last transformer layers."""
+    """The names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
     return [f"layers.{layer}.{name}" for layer in kept for name in family.layer_names]
 
 
 def engine_name(family: Family, name: str) -> str:
-    """Return the engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
+    """The engine's name of a layer: `layers.3.linear_qkv` is `model.layers.3.self_attn.qkv_proj` there."""
     layers, index, own = name.split(".")
     (found,) = {linear.engine for linear in family.linears if linear.name == own}
     return f"model.{layers}.{index}.{found}"
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """Return the digest of a policy's weights and configuration, by which a recipe identifies its policy."""
+    """The digest of a policy's weights and configuration, by which a recipe identifies its policy."""
     return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
 
 
 def shared_policy_digest(policy_dir: Path, ranks: Ranks) -> str:
-    """Return what `policy_digest` does; the ranks share the files among them (collective)."""
+    """What `policy_digest` does; the ranks share the files among them (collective)."""
     own = {path.name: file_digest(path) for path in _digested(policy_dir)[ranks.rank :: ranks.world_size]}
     return contents_digest({name: digest for part in ranks.gather(own) for name, digest in part.items()})
 
@@ -112,12 +112,7 @@ def _digested(policy_dir: Path) -> list[Path]:
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe for the policy in `policy_dir` as JSON.
-
-    Args:
-        layers: What the calibration measured of each layer: the block scales of its weights, the maxima of its
-            activations.
-    """
+    """Write a recipe for the policy in `policy_dir` as JSON, with what was measured of each layer."""
     value = {
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),
@@ -132,13 +127,7 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 
 
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
-    """Return the recipe at `path`, which must have been made for the policy in `policy_dir` (collective).
-
-    For the weights' digest, the ranks read each file once among them.
-
-    Raises:
-        ValueError: It was made for another policy.
-    """
+    """The recipe at `path`; raise ValueError if it was made for another policy (collective)."""
     value = json.loads(path.read_text())
     if value["policy_digest"] != shared_policy_digest(policy_dir, ranks):
         raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
@@ -153,26 +142,15 @@ def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
 
 
 def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
-    """Return the recipe that `train` wrote beside the policy's weights, or None where nothing was in FP8 (collective).
-
-    Raises:
-        ValueError: It was made for another policy.
-    """
+    """The recipe that `train` wrote beside the policy's weights, None where nothing was in FP8 (collective)."""
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir, ranks) if path.exists() else None
 
 
 def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
-    """Refuse tensor-parallel sizes under which trainer and engine would cut the same matrix into different blocks.
+    """Raise ValueError if trainer and engine would cut the same matrix into different blocks.
 
-    Args:
-        hf: Transformers' configuration object of the policy.
-        trainer_size: `policy.tensor_parallel`.
-        engine_size: `engine.tensor_parallel`.
-
-    Raises:
-        ValueError: The sizes differ, or the model has experts, which only the engine splits, and a shard's boundary
-            falls inside a block.
+    They do where tensor-parallel sizes differ, or only the engine splits experts, and a shard ends inside a block.
     """
     experts = expert_shape_of_model(hf)
     if experts is not None and experts.intermediate_size % (engine_size * BLOCK) and engine_size > 1:

@@ -9,6 +9,7 @@ from specrl.config.rollout import ALONE_FRACTION
 from specrl.models.shapes import ModelShape
 from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
+from specrl.projection.traffic import MEAN_FILL
 
 LIBRARIES = "Python and libraries"  # the item that is not made of tensors
 _TRAINER_FIX = (
@@ -55,7 +56,9 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         fix = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
         return [Budget(stage, "host", asked.memory_gib_per_rank, items, fix)]
     share = _engine_share(stage, rank) if engine else 0.0
-    trainer.append(MemoryItem("CUDA context, NCCL, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
+    trainer.append(MemoryItem("CUDA context, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
+    if asked.ranks > 1:
+        trainer.append(MemoryItem("NCCL's communicators", memory.COMMUNICATORS_GIB, "assumed"))
     # Before the drafter is pretrained the engine is shut down.
     left = asked.gpu_memory_gib - (share if stage != "pretrain" else 0.0)
     if stage == "train" and rank.config.engine.sleep:
@@ -131,7 +134,7 @@ def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
 
 
 def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
-    """Find problems of the KV cache, in which one sequence must fit, and notes, where `engine.max_num_seqs` do not."""
+    """Find problems of the KV cache, in which one sequence must fit; note where the expected ones do not."""
     if not _engine_items(stage, rank):
         return [], []
     config = rank.config
@@ -142,11 +145,12 @@ def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
         line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.3g} GiB"
         return [f"{stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}"], []
     # One note is enough, for the stage that generates most.
-    if stage == "train" and given < longest * config.engine.max_num_seqs:
+    if stage == "train" and given < MEAN_FILL * longest * config.engine.max_num_seqs:
         fits = int(given / longest)
         name = f"engine.max_num_seqs = {config.engine.max_num_seqs}"
         return [], [
-            f"the KV cache holds {fits} sequences of full length, {name}: the others wait; raise {key} to hold more"
+            f"the KV cache holds {fits} sequences of full length, {name}: vLLM preempts the others where the mean is "
+            f"above {given / longest / config.engine.max_num_seqs:.0%} of model.max_length; raise {key} to hold more"
         ]
     return [], []
 

@@ -24,7 +24,9 @@ GIB = 2**30
 FP32 = 4
 MASTER_AND_MOMENTS = 3 * FP32  # bytes per parameter: the FP32 master weight and Adam's two moments
 HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}  # Python and all libraries without a GPU, and with one: CUDA and pinned buffers
-DEVICE_RUNTIME_GIB = 3.0  # the CUDA context, NCCL's buffers and the allocator's fragments
+DEVICE_RUNTIME_GIB = 3.0  # the CUDA context and the allocator's fragments
+COMMUNICATORS_GIB = 1.0  # NCCL's buffers, of Megatron's groups and the engine's
+MARGIN = 0.08  # of a GPU, which every shipped configuration leaves free
 PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy_probe.py`)
 SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
 GRAPHS = "engine's CUDA graphs"
@@ -33,7 +35,7 @@ LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and 
 ATTENTION_SCORES = 2**26  # held at once by a pass without a gradient (`megatron/attention/local.py`)
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
 CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
-DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/kinds/layers.py`)
+DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/attention.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
 
 
@@ -159,11 +161,11 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """Count the activations of the largest micro-batch.
 
-    A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, whole on every
-    tensor-parallel rank. Divided among them are 2 (Q + KV) numbers for query, key, value and attention output (with a
-    QK norm 4) and 3 F for the SwiGLU. On a GPU a prompt's keys and values are kept once for each of the responses that
-    share it. H is the hidden size, Q and KV the channels of all query and key heads, F the width of the MLP, or of all
-    experts of a token, each of which adds 2 H; then tensor-parallel ranks share the sequence: everything is divided.
+    A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, 2 (Q + KV) for query, key,
+    value and attention output (with a QK norm 4) and 3 F for the SwiGLU. On a GPU a prompt's keys and values are kept
+    once for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
+    heads, F the width of the MLP, or of all experts of a token, each of which adds 2 H. Tensor-parallel ranks share
+    heads, columns and the sequence: everything is divided among them.
 
     With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
     holds as many micro-batches as there are stages, so that the pipeline size cancels.
@@ -175,8 +177,7 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
         scores = 0.0 if rank.gpu else attention_scores(rank)
         return _item("activations", tokens * layer + scores, f"{how}, one layer at a time", "policy")
     if config.policy.recompute:
-        shared = config.policy.tensor_parallel if shape.num_experts else 1
-        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes / shared
+        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes / config.policy.tensor_parallel
         return _item(
             "activations", tokens * (saved + layer), f"{how} of one layer + the layers' inputs (recompute)", "policy"
         )
@@ -190,17 +191,13 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
     norms = 0.0
     if not rank.gpu:  # PyTorch's norms keep output and input in float32, in which the input is there anyway
         inputs_and_outputs = 2 if rank.dtype_bytes < FP32 else 1
-        norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads / config.policy.tensor_parallel)
+        norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
     elif trainable:  # no fused backward pass of attention: the softmax is kept
         sharded += shape.num_heads * config.model.max_length
-    whole = 4 * shape.hidden_size
-    if shape.num_experts:
-        numbers = (whole + sharded + shape.experts_per_token * 2 * shape.hidden_size) / config.policy.tensor_parallel
-    else:
-        numbers = whole + sharded / config.policy.tensor_parallel
-    return numbers * rank.dtype_bytes + norms
+    numbers = sharded + (4 + 2 * shape.experts_per_token) * shape.hidden_size
+    return (numbers * rank.dtype_bytes + norms) / config.policy.tensor_parallel
 
 
 def attention_scores(rank: Rank) -> float:
@@ -277,12 +274,14 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     norms = 2 * FP32 * hidden * (4 if policy_layer else 3)
     layer = norms + size * (6 * hidden + 4 * shape.query_size + 2 * shape.kv_size + 4 * width)
     slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
+    slot += 2 * shape.kv_size * (size + FP32)  # a part's own copy of the keys and values that it sees, and gradients
     slot += (layers - 1) * (layer + size * (2 * shape.query_size + 4 * shape.kv_size))
     step = layers * layer + size * vocabulary
     chains = min(tokens, DRAFTER_CHAINS)
     scores = min(chains * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
     cast = size if size < FP32 else 0
-    scored = scores * (layers * steps * (FP32 + cast) + 5 * FP32)
+    mask = 1 / shape.num_heads
+    scored = scores * (2 * FP32 + cast + mask) if size == FP32 or not rank.gpu else 0  # flash attention keeps none
     weights = rank.drafter_parameters * (size + cast)
     return _item(
         "drafter's activations",

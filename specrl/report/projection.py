@@ -8,6 +8,7 @@ from rich.console import Console
 
 from specrl.config import STAGES, Config, StageName
 from specrl.projection.budgets import Budget
+from specrl.projection.memory import MARGIN
 from specrl.projection.plan import Plan
 from specrl.projection.simulator.choices import Choice, assumptions, choices
 from specrl.projection.simulator.hardware import Efficiency
@@ -82,6 +83,9 @@ def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
     needed = [f"{budget.needed_gib:.2f}" for budget in budgets]
     rows.append(("needed", *needed, "items of the whole stage and of the largest phase"))
     rows.append(("a rank has", *(f"{budget.available_gib:.2f}" for budget in budgets), ""))
+    if place.startswith("GPU, trainer"):
+        free = [f"{budget.available_gib - budget.needed_gib:.2f}" for budget in budgets]
+        rows.append(("free on the GPU", *free, f"shipped configurations leave {MARGIN:.0%} of a GPU"))
     columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
     print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from textwrap import indent
@@ -162,6 +162,21 @@ def page_samples(run_dir: Path) -> list[StepSamples]:
         steps = [steps[round(index * (len(steps) - 1) / (PAGE_STEPS - 1))] for index in range(PAGE_STEPS)]
     samples = [reader.step(step, best=2, worst=2, longest=1) for step in steps]
     return [step for step in samples if step.num_responses]
+
+
+def response_rows(run_dir: Path) -> list[dict[str, str | int | float]]:
+    """List the samples of the report page as rows for MLflow's table; none where the rollouts cannot be read."""
+    try:
+        steps = page_samples(run_dir)
+    except ConfigError:
+        return []
+    rows = []
+    for found in steps:
+        chosen = {sample: why for why, samples in found.chosen.items() for sample in samples}  # one may be chosen twice
+        for sample, why in chosen.items():
+            texts = {name: clipped(getattr(sample, name)) for name in ("prompt", "response", "answer")}
+            rows.append({**asdict(sample), **texts, "why": why})
+    return rows
 
 
 def clipped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Collect scored rollouts: make a request with its own seed for each response, run the engine, ask for rewards."""
+"""Collect scored rollouts: a request with its own seed for each response, then its reward."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class Unscored:
 
     generation: Generation
     origin: Origin
-    _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]
-    """For each response its prompt, its number among those to the prompt, its request and `Engine.stored_for`."""
+    _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]  # prompt, sample, request and `Engine.stored_for`
     _scoring: Scoring | None
 
     def scored(self) -> tuple[list[Rollout], Scores]:
-        """Wait for the rewards, and return the rollouts with them; without rewards to wait for, all of them are 0.
+        """Wait for the rewards; where nobody reads them all are 0.
 
         Raises:
             RewardError: The reward cannot be imported, or has lost too many processes.
@@ -68,14 +67,10 @@ def collect(
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
     Each response is sent to its reward as soon as it is finished. The rollouts are a pure function of policy, run seed,
-    step, prompt and sample index (invariant 1): which rank generates them, in what batch and with which drafts, changes
-    nothing but the time. The other keyword arguments are those of `Engine.generate`.
+    step, prompt and sample index (invariant 1). The keyword arguments are those of `Engine.generate`.
 
     Args:
         rewards: The pool that computes the rewards; None where nobody reads them.
-
-    Returns:
-        The responses, whose rewards can be waited for.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
@@ -102,14 +97,14 @@ def collect(
 
 
 def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
-    """Return the text of a response that its reward sees, with special tokens where `data` asks for them."""
+    """The text of a response that its reward sees."""
     if not data.reward_special_tokens:
         return response.text
     return str(tokenizer.decode(response.tokens, skip_special_tokens=False))
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:
-    """Return the request of one response, with the seed that makes it reproducible."""
+    """Make the request of one response, with its own seed."""
     sampling = config.sampling
     return Request(
         prompt_tokens=prompt.tokens,

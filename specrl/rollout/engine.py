@@ -17,8 +17,7 @@ from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
-from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.acceptance import DraftOutcome, SpeculationStats
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
@@ -39,11 +38,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.recorder import Recorder, SyntheticAcceptance
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_drafter_is
-from specrl.rollout.vllm.weights.load import (
-    Weights,
-    drafter_weight_names,
-    policy_weight_names,
-)
+from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 
@@ -51,13 +46,10 @@ __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
 def start_engine(
     config: Config, policy_dir: Path, drafter_dir: Path | None, *, gpu_share: float | None = None
 ) -> Engine:
-    """Start an engine on a trained policy, in the precision that its training ended with (collective).
-
-    No trainer is beside it.
+    """Start an engine without a trainer, in the precision that the policy's training ended with (collective).
 
     Args:
-        gpu_share: The share of a GPU's memory that the engine takes, where other engines live at the same time; None
-            where it is alone and takes most of it. On CPUs it has no meaning.
+        gpu_share: The share of a GPU's memory that it takes where other engines live at the same time; None for most.
 
     Raises:
         ValueError: `precision` asks for FP8 and the training left no recipe for it.
@@ -75,10 +67,7 @@ def start_engine(
 
 
 class Engine:
-    """In-process vLLM with the drafter-invariant sampler.
-
-    The ranks of one engine construct it and call its methods together.
-    """
+    """In-process vLLM with the drafter-invariant sampler. The ranks of one engine call its methods together."""
 
     def __init__(
         self,
@@ -92,29 +81,26 @@ class Engine:
         alone: bool = False,
         reads_policy: bool = True,
         overrides: Mapping[str, Any] | None = None,
-        control: ControlSettings | None = None,
     ) -> None:
         """Start the engine and test its sampler.
 
         Args:
             policy_dir: The policy's Hugging Face directory. Refits keep its architecture.
-            drafter_dir: The drafter's directory, for methods that train a drafter. If that is the policy's own layer,
-                it is a directory of this policy with another such layer, or None for the one in `policy_dir`.
-            config: The configuration, of which the model, engine, speculation and precision sections are read.
+            drafter_dir: The directory of a trained drafter. If that is the policy's own layer, it is a directory of
+                this policy with another such layer, or None for the one in `policy_dir`.
             seed: The seed of vLLM's own generators; no response depends on it.
-            speculate: Whether to draft as `speculation` says; otherwise the engine decodes plainly.
+            speculate: Whether to draft as `config.speculation` says.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
             alone: Whether there is no trainer: the engine can take most of the GPU's memory, and keeps no routes.
-            reads_policy: Whether to read the policy's weights from its directory. Without them weights are arbitrary
-                until the first refit, and nothing is read that the refit replaces anyway.
+            reads_policy: Whether to read the policy's weights; without them a refit must follow.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
-            control: The constants that steer drafting, for a benchmark that varies them; None for the project's own.
 
         Raises:
-            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` asks for.
+            ValueError: The method needs a drafter and there is none, or the device lacks what `precision` or `engine`
+                asks for.
             SamplerError: The sampler's self-test failed.
         """
-        set_environment()
+        set_environment(batch_invariant=config.engine.batch_invariant)
         join()
         require_version()
         self.config = config
@@ -137,7 +123,7 @@ class Engine:
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
-        self._drafting = Drafting(self._vllm, config, control or ControlSettings()) if longest else None
+        self._drafting = Drafting(self._vllm, config) if longest else None
         self._stopped = False
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
@@ -148,12 +134,10 @@ class Engine:
 
     @cached_property
     def _policy_names(self) -> frozenset[str]:
-        """The names of the policy's tensors on disk; an engine with dummy weights has none, and takes no refit."""
         return policy_weight_names(self._directories[0])
 
     @cached_property
     def _drafter_names(self) -> frozenset[str]:
-        """The names of the drafter's tensors on disk; none without a drafter."""
         return drafter_weight_names(self._directories[1]) if self._drafter else frozenset()
 
     @property
@@ -175,29 +159,22 @@ class Engine:
         """Answer all requests.
 
         Args:
-            requests: The requests. The engine chooses their order and the batches; neither changes a token.
-            on_progress: A function that is called as `on_progress(finished, total)` whenever some finish.
-            on_iteration: A function that is called after every iteration that leaves requests unfinished.
-            on_response: A function that gets each response as soon as it is finished, with its request's place in
-                `requests`.
-            stop: A function that is asked after every such iteration. Once it returns true, unfinished responses are
-                returned with the tokens that they have and `finish_reason = "abort"`. The ranks of a tensor-parallel
-                engine take the first one's answer, which costs a broadcast per iteration.
-            recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these
-                responses. It is meant for rollouts: a probe, which repeats the same requests, would find its own
-                earlier responses, word for word.
-            learn: Whether the choice of drafts learns from this generation. Without it, drafts are as long as the
-                cost model has chosen, and nothing about later drafts changes; it is meant for validation between
-                steps and for probes of the drafter.
-            routes: Whether to return the experts that the tokens were sent to, for a policy that has any. Every rank of
-                a tensor-parallel engine copies them from its own device, so that none need be sent to a trainer there.
+            on_progress: Called as `on_progress(finished, total)` whenever some finish.
+            on_iteration: Called after every iteration that leaves requests unfinished.
+            on_response: Called with the place in `requests` and the response as soon as one is finished.
+            stop: Asked after every such iteration. Once it is true on the engine's first rank, unfinished responses
+                are returned as they are, with `finish_reason = "abort"`.
+            recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these:
+                for rollouts. A probe, which repeats its requests, would find its own earlier responses.
+            learn: Whether the choice of drafts learns from this generation.
+            routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
 
         Raises:
             ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
-        with self._generation(len(requests), recall=recall, learn=learn) as running:
+        with self._generation(requests, recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
                 running[self._vllm.add(asked.prompt_tokens, parameters, self._stops(asked.stop))] = index
@@ -219,8 +196,8 @@ class Engine:
                     break
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}
         ordered = [responses[index] for index in range(len(requests))]
-        outcomes = [DraftOutcome(d.source, d.drafted, d.accepted) for response in ordered for d in response.drafts]
-        stats = SpeculationStats.of(outcomes, self._vllm.decode_steps - decode_steps)
+        drafts = [draft for response in ordered for draft in response.drafts]
+        stats = SpeculationStats.of(drafts, self._vllm.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
@@ -230,11 +207,9 @@ class Engine:
         return self._stop_strings.get(strings)
 
     def set_k(self, k: int | None) -> None:
-        """Draft up to `k` tokens in every iteration from now on; None gives the choice to the cost model.
+        """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.
 
-        For a method with a drafter `k` is the length of its drafts: text beside it keeps its own, `replay_k`, but
-        `k = 0` switches all drafts off. For a method that drafts from text alone, `k` is the length of these drafts.
-        After `stop_speculating` the engine stays at 0.
+        Text beside a drafter keeps its own length, `replay_k`.
 
         Raises:
             ValueError: `k` is negative or above `longest_k`.
@@ -256,8 +231,7 @@ class Engine:
 
         Args:
             texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
-            seeds: The seeds that they were sampled with, in the same order, where they are known. A request follows the
-                text of its own seed before all others.
+            seeds: Their seeds in the same order, where known. A request follows the text of its own seed first.
 
         Raises:
             ValueError: `speculation.method` has no replay.
@@ -268,11 +242,7 @@ class Engine:
         self._drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Replace what is remembered of generations with `recall`, for methods that draft from text.
-
-        Args:
-            generations: The tokens of the responses of each generation; in both, the oldest first.
-        """
+        """Replace what is remembered of generations with `recall`: the tokens of their responses, the oldest first."""
         assert self._drafting is not None, "an engine that does not draft"
         self._drafting.texts.forget_recent()
         for responses in generations:
@@ -280,23 +250,17 @@ class Engine:
                 self._drafting.texts.remember(response)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
-        """Return how many responses to the request's prompt are stored, and how many tokens the one of its seed has.
-
-        Either number is 0 where there is none.
-        """
-        if self._drafting is None:
-            return 0, 0
-        found: tuple[int, int] = self._drafting.texts.stored(request.prompt_tokens, request.seed)
-        return found
+        """How many responses to the request's prompt are stored, and how many tokens the one of its seed has."""
+        return self._drafting.texts.stored(request.prompt_tokens, request.seed) if self._drafting else (0, 0)
 
     @property
     def replays(self) -> bool:
-        """Whether the engine takes stored responses to the same prompt as drafts."""
+        """Whether stored responses to the same prompt are drafts."""
         return self._drafting is not None and self.config.speculation.draft_method.replays
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine was started with a draft source and has not been told to stop drafting."""
+        """Whether anything may be drafted."""
         return self._drafting is not None and not self._stopped
 
     @property
@@ -315,11 +279,11 @@ class Engine:
         self.set_k(0)
 
     def recorder(self) -> Recorder:
-        """Return a context manager that records what every token is picked from."""
+        """A context manager that records what every token is picked from."""
         return Recorder(self._vllm.sampler)
 
     def synthetic_acceptance(self, acceptance_length: float) -> SyntheticAcceptance:
-        """Return a context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
+        """A context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
         assert self.k, "drafts need a fixed length"
         return SyntheticAcceptance(self._vllm.sampler, acceptance_length, self.k, self._vllm.vocab_size)
 
@@ -333,10 +297,10 @@ class Engine:
         return self.precision.mode(self._vllm.policy)
 
     def assert_quantised(self) -> None:
-        """Check, after a generation, that an FP8 engine has quantised activations and all weights that it was given.
+        """Check, after a generation, that an FP8 engine has quantised activations and all weights.
 
         Raises:
-            NotQuantisedError: A layer computes in another precision than the recipe says; it names the first.
+            NotQuantisedError: A layer computes in another precision than the recipe says.
         """
         self.precision.assert_quantised(self._vllm.policy, compiled=self.config.engine.compile)
 
@@ -346,36 +310,28 @@ class Engine:
         drafter_weights: Weights | None,
         version: int,
         kv_scales: KvScales | None = None,
-    ) -> float:
-        """Load new weights in place, by their on-disk names, and drop cached prefixes; return the seconds it took.
+    ) -> None:
+        """Load all weights in place, by their on-disk names, and drop cached prefixes.
 
-        FP8 weights are quantised as they arrive. A tensor may still be read until the fused layer that it belongs to is
-        complete, and must not be overwritten before.
+        A tensor must not be overwritten before the fused layer that it belongs to is complete.
 
         Args:
-            policy_weights: All tensors of the policy.
-            drafter_weights: All tensors of the drafter; None leaves the drafter as it is.
-            version: The version that the engine holds from now on.
+            drafter_weights: None leaves the drafter as it is.
             kv_scales: New scales of an FP8 KV cache; None keeps the old ones.
 
         Raises:
             RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
             PolicyParityError: A tied head differs from the embeddings.
         """
-        started = time.perf_counter()
         self._vllm.refit_policy(policy_weights, self._policy_names)
-        if drafter_weights is not None:
-            self._vllm.refit_drafter(drafter_weights, self._drafter_names)
         self.precision.loaded(self._vllm.policy, kv_scales)
-        self.reset_prefix_cache()
-        if self._drafting is not None:
-            self._drafting.costs.drafter_changed()
+        self.refit_drafter(drafter_weights)
         self.version = version
-        return time.perf_counter() - started
 
-    def refit_drafter(self, weights: Weights) -> None:
-        """Load the drafter alone; the policy stays as it is. Errors are those of `refit`."""
-        self._vllm.refit_drafter(weights, self._drafter_names)
+    def refit_drafter(self, weights: Weights | None) -> None:
+        """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""
+        if weights is not None:
+            self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self._drafting is not None:
             self._drafting.costs.drafter_changed()
@@ -383,28 +339,20 @@ class Engine:
     @property
     def cannot_verify(self) -> str | None:
         """The reason why this engine's policy cannot be compared with the trainer's tensors; None if it can."""
-        if self.mode == "native":
-            return 'precision.generation = "fp8" rounds the weights on a GPU'
+        if self.mode == "native" and self._family.router is not None:
+            return 'precision.generation = "fp8" rounds the experts on a GPU, and kernels rearrange them'
         return None
 
     def expected_policy(self) -> Expected:
-        """Return what is to note the trainer's policy on its way to `refit`, for `weights.comparison.assert_policy_is`.
-
-        Each rank of a tensor-parallel engine notes its own part of every tensor.
-        """
+        """What is to note the trainer's policy on its way to `refit`, for `assert_policy_is`."""
         return Expected(self._vllm.policy, self._family)
 
     def held_policy(self) -> Held:
-        """Return what the policy in this rank's part of the engine computes with, until its weights change."""
+        """What the policy in this rank's part of the engine computes with, until its weights change."""
         return Held(self._vllm.policy)
 
     def verify_drafter(self, weights: Weights) -> None:
-        """Compare the drafter inside the engine with the trainer's tensors, and its embeddings with the policy's.
-
-        Each rank of a tensor-parallel engine compares its own part of every tensor.
-
-        Args:
-            weights: All tensors of the drafter, whole on every rank.
+        """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.
 
         Raises:
             RefitError: The engine has no drafter.
@@ -415,9 +363,7 @@ class Engine:
         assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
-        """Return the log-probs and the experts of each sequence's tokens.
-
-        All of them are computed anew, without cached prefixes.
+        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
 
         Raises:
             ValueError: A sequence is longer than `model.max_length`.
@@ -429,7 +375,7 @@ class Engine:
         results: dict[int, SequenceScore] = {}
         if self._drafting is not None:
             self._drafting.set_length(0)
-        with self._generation(0) as running:
+        with self._generation([]) as running:
             for index, tokens in enumerate(sequences):
                 running[self._vllm.add(tokens, params)] = index
             while running:
@@ -441,11 +387,11 @@ class Engine:
         return [results[index] for index in range(len(sequences))]
 
     def agreed(self, *values: float) -> list[float]:
-        """Return the first rank's values on all ranks of the engine, which must decide alike (collective over them)."""
+        """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
         return agreed(*values)
 
     def true_on_any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank of the engine (collective over them)."""
+        """Whether `flag` is true on any rank of the engine (collective)."""
         return true_on_any(flag)
 
     def self_test(self) -> None:
@@ -460,10 +406,7 @@ class Engine:
             cases = crafted.requests()
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
-            generation = self.generate(
-                [Request(c.prompt_tokens, c.seed, c.max_tokens, c.temperature, c.top_p, c.top_k) for c in cases],
-                learn=False,
-            )
+            generation = self.generate(cases, learn=False)
         if self.replays:
             self.set_replay({})
         self.set_k(k)
@@ -472,11 +415,6 @@ class Engine:
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check(case, response)
         crafted.check_drafts(speculates=self.speculates)
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the engine was started on a GPU with sleep mode."""
-        return self._vllm.can_sleep
 
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache back to the trainer until `wake`.
@@ -496,15 +434,11 @@ class Engine:
 
     @contextmanager
     def _generation(
-        self, num_requests: int, *, recall: bool = False, learn: bool = False
+        self, requests: Sequence[Request], *, recall: bool = False, learn: bool = False
     ) -> Iterator[dict[RunningRequest, int]]:
-        """Generate; whatever ends it, no request is left in vLLM.
-
-        Yields:
-            The places of the running requests; the block keeps it up to date.
-        """
+        # Yields the places of the running requests, which the block keeps up to date; whatever ends it, none is left.
         if self._drafting is not None:
-            self._drafting.begin(num_requests, self.stop_tokens, recall=recall, learn=learn)
+            self._drafting.begin(requests, self.stop_tokens, recall=recall, learn=learn)
         try:
             yield {}
         finally:
@@ -514,10 +448,10 @@ class Engine:
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         if self._drafting is not None:
-            self._drafting.remember(request.tokens)
+            self._drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        by_source = SpeculationStats.of([DraftOutcome(d.source, d.drafted, d.accepted) for d in request.drafts])
+        by_source = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(

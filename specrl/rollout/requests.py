@@ -10,8 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
-from specrl.rollout.drafts.outcome_log import VerifiedDraft
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats, VerifiedDraft
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class SequenceScore:
     """What the policy inside the engine makes of a given sequence."""
 
     logprobs: list[float]
-    """The log-probs of all tokens but the first, in nats, at temperature 1."""
+    """Those of all tokens but the first, in nats, at temperature 1."""
     routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
-    """The experts of all tokens but the last, [tokens - 1, layers, experts per token]; None where they are not kept."""
+    """As `Response.routes`."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class Response:
     logprobs: list[float]
     """The log-prob of each token, in nats, under the distribution that it was sampled from; 0 for greedy decoding."""
     log_kept_mass: list[float] | None
-    """The logarithm of the probability that top-k and top-p left at each token, in nats; added to `logprobs`, it gives
-    the log-probs under the whole distribution at the request's temperature. None where nothing can be dropped."""
+    """The logarithm of the probability that top-k and top-p left at each token, see `Picked`; None where nothing can be
+    dropped."""
     text: str
     finish_reason: str
     """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""
@@ -77,29 +76,24 @@ class Response:
     finished_at: float
     """When its last token arrived, in Unix seconds."""
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
-    """Counters of its drafts, by the name of their source."""
     drafts: Sequence[VerifiedDraft] = field(default=(), repr=False)
-    """Its drafts, as they were verified."""
     routes: NDArray[Any] | None = field(default=None, repr=False)
-    """The experts that each token of prompt and response was sent to in each layer, [tokens - 1, layers, experts per
-    token]: the engine never computes the last token. None where they were not asked for, or the policy has none."""
+    """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
+    where they were not asked for, or the policy has none."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The responses to a list of requests."""
+    """The responses to a list of requests, in their order."""
 
     responses: list[Response]
-    """The responses, in the order of the requests."""
     stats: SpeculationStats
-    """Counters of the drafts and decoding steps of this generation."""
     seconds: float
-    """The wall time of the whole generation."""
     num_tokens: int
-    """The number of tokens of all responses together."""
+    """Of all responses together."""
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:
-    """Return the 63-bit seed of one response, a pure function of the arguments, so that a step can be repeated."""
+    """The 63-bit seed of one response, a pure function of the arguments, so that a step can be repeated."""
     words = b"".join(value.to_bytes(8, "little") for value in (run_seed, step, prompt_id, sample))
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1

@@ -14,13 +14,13 @@ from specrl.schemas import read_folder
 from specrl.tracking import Tracker, stage_run
 from specrl.training.calibration.calibration import (
     Calibration,
-    SwitchableLinears,
     calibrate,
     layer_details,
     recipe_from,
     write_layers,
 )
 from specrl.training.calibration.data import calibration_data
+from specrl.training.calibration.divergence import SwitchableLinears
 from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.megatron.policy import Policy
 

@@ -12,6 +12,7 @@ from specrl import lifetime, logs
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult
 from specrl.config import Config
 from specrl.context import StageContext
+from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
 from specrl.distributed import Ranks, join, leave
@@ -26,7 +27,6 @@ from specrl.precision.recipe import Recipe, check_shards, load_recipe
 from specrl.progress import Progress
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
-from specrl.rollout.drawing_ahead import DrawingAhead
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
@@ -167,7 +167,6 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
         config.policy,
         dtype=config.model.dtype,
         ranks=ranks,
-        num_updates=config.train.num_updates,
         seed=config.seed,
         fp8=training,
         keep_reference=config.train.kl_coef > 0,

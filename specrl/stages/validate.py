@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from statistics import median
 
@@ -27,11 +28,11 @@ from specrl.progress import Progress
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
-from specrl.rollout.exactness import measure_exactness
-from specrl.rollout.matched import matched_pair
 from specrl.rollout.vllm.weights.load import read_weights
 from specrl.tracking import Tracker, stage_run
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
+from specrl.validation.exactness import measure_exactness
+from specrl.validation.matched import matched_pair
 from specrl.validation.next_step import NextStep
 
 
@@ -69,7 +70,7 @@ def main(context: StageContext) -> None:
                 exactness=exactness,
                 seconds=time.monotonic() - started,
             )
-            log(tracker, result)
+            log(tracker, result, trained.timing_share)
             write_result(context.stage_dir, result)
         engine.shutdown()
         if rewards is not None:
@@ -144,8 +145,18 @@ def measure_speed(engine: Engine, following: NextStep, config: Config, progress:
     return pairs
 
 
-def log(tracker: Tracker, result: ValidateResult) -> None:
-    """Log the result's figures to MLflow."""
+def step_speedup(generation: float, shares: Mapping[str, float]) -> float:
+    """Compute the speedup of a whole step from that of its generation and the shares of its parts.
+
+    Plain decoding trains no drafter; validations do not count.
+    """
+    step = 1 - shares.get("validation", 0.0)
+    plain = step + (generation - 1) * shares["generation"] - shares.get("drafter_update", 0.0)
+    return plain / step
+
+
+def log(tracker: Tracker, result: ValidateResult, shares: Mapping[str, float]) -> None:
+    """Log the result's figures to MLflow; `shares` are those of the parts of a training step."""
     metrics = {
         "validate/accuracy_before": result.accuracy_before,
         "validate/accuracy_after": result.accuracy_after,
@@ -153,8 +164,9 @@ def log(tracker: Tracker, result: ValidateResult) -> None:
     }
     if result.speed:
         metrics["speedup/generation"] = median(pair.speedup for pair in result.speed)
+        metrics["speedup/step"] = step_speedup(metrics["speedup/generation"], shares)
     metrics |= {f"speedup/generation_batch_{pair.batch}": pair.speedup for pair in result.speed}
     for pair in result.speed:
-        shares = pair.token_share.items()
-        metrics |= {f"validate/{source}_token_share_batch_{pair.batch}": share for source, share in shares}
+        sources = pair.token_share.items()
+        metrics |= {f"validate/{source}_token_share_batch_{pair.batch}": share for source, share in sources}
     tracker.log_run_metrics(metrics)

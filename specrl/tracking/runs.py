@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +30,8 @@ from specrl.tracking.store import (
     import_mlflow,
 )
 from specrl.tracking.sync import Syncing, refusals, send
-from specrl.tracking.system import SystemMonitor
-from specrl.tracking.tracker import Tracker
+from specrl.tracking.system import LoadMonitor, leave_load, log_load
+from specrl.tracking.tracker import Tracker, relative
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks
@@ -41,6 +42,8 @@ Files = Mapping[str, Sequence[Path]]
 """Files that become artifacts of a run, by the artifacts' folders; "" is the top."""
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
+RESPONSES_FILE = "responses.json"
+"""The artifact with a table of responses."""
 ODD = re.compile(r"[^\w\-. /]")
 """The characters that names of metrics must not have."""
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
@@ -102,13 +105,26 @@ def _replace_deleted(config: Config) -> None:
         logger.debug("%s", error)
 
 
-def finish_parent_run(config: Config, status: Status, description: str = "", files: Files | None = None) -> None:
+def finish_parent_run(
+    config: Config,
+    status: Status,
+    description: str = "",
+    files: Files | None = None,
+    responses: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """End the parent run, and mark as killed those children that could not say how they ended; send what waits."""
     for log in unended(config.run_dir):
         Tracker(log).end("KILLED")
-    tracker = Tracker(Log(config.run_dir))
+    log = Log(config.run_dir)
+    sent = {entry.values["path"]: entry.time_ms for entry in log.entries() if entry.kind == "artifact"}
+    tracker = Tracker(log)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
-    log_artifacts(tracker, files or {})
+    for folder, paths in (files or {}).items():
+        # What has not changed since it was logged is not logged, and sent, again each time that the run is resumed.
+        old = {path for path in paths if sent.get(relative(path, log.owner), 0) > 1000 * path.stat().st_mtime}
+        log_artifacts(tracker, {folder: [path for path in paths if path not in old]})
+    if responses:
+        tracker.log_table(responses, RESPONSES_FILE)
     tracker.end(status)
     if status == "KILLED":  # somebody waits for the end
         _sync_or_warn(config, STOP_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS)
@@ -146,8 +162,10 @@ def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = Non
         logger.warning("%s; to try again: specrl sync %s", line, config.name)
 
 
-def log_to_run(config: Config, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
-    """Add metrics, and texts as artifacts, to a run that has ended or goes on; one that MLflow does not know is left.
+def log_to_run(
+    config: Config, metrics: Mapping[str, float], texts: Mapping[str, str], tags: Mapping[str, str] | None = None
+) -> None:
+    """Add metrics, texts as artifacts, and tags to a run that has ended or goes on; one without an MLflow run is left.
 
     Args:
         texts: By the artifacts' names, such as `bench/run.md`.
@@ -159,6 +177,7 @@ def log_to_run(config: Config, metrics: Mapping[str, float], texts: Mapping[str,
         tracker.log_metrics(metrics)
     for name, text in texts.items():
         tracker.log_text(text, name)
+    tracker.log_tags(tags or {})
     _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
 
 
@@ -236,14 +255,22 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     It stays RUNNING when the stage leaves its job to go on in another one. A stage that was killed continues its child,
     whose id lies in the stage's folder. The stage never waits for MLflow except, for a short time, after the block.
     """
+    nodes = context.stage_dir / "load"
     if not ranks.is_first:
+        node = node_of(context, ranks)
+        monitor = None if node is None else LoadMonitor(partial(leave_load, nodes / f"{node}.json"))
         yield Tracker()
+        if monitor is not None:
+            monitor.close()
         return
     import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
     log = Log(context.stage_dir)
     tracker = Tracker(log, context.mlflow_run_id, context.config.tracking.max_model_gib)
     tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
-    syncing, monitor = Syncing(context.config, log), SystemMonitor(tracker, next(log.entries()).time_ms)
+    syncing, monitor = (
+        Syncing(context.config, log),
+        LoadMonitor(partial(log_load, tracker, next(log.entries()).time_ms, nodes)),
+    )
     status: Status | None = "FAILED"
     try:
         yield tracker
@@ -258,6 +285,13 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         # A job that is left has little time.
         if not syncing.close(STAGE_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else STAGE_PATIENCE_SECONDS):
             logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
+
+
+def node_of(context: StageContext, ranks: Ranks) -> int | None:
+    """The number of the node whose first rank this is; None for other ranks, and where a stage has one node."""
+    resources = context.config.resources_of(context.stage)
+    node, place = divmod(ranks.rank, resources.ranks_per_node)
+    return node if resources.nodes > 1 and place == 0 else None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

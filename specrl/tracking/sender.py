@@ -17,6 +17,7 @@ from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
+from specrl.tracking.flavour import TOKENIZER, is_policy, mlmodel, tokenizer_files
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
 
@@ -178,6 +179,7 @@ class MlflowSender:
         """Upload a folder and register it as a version of a model, once for each run and name of the folder."""
         name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id(entry)
         self._upload(entry, folder, entry.values["without"])
+        self._upload_flavour(entry, folder)
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name)
         source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
@@ -189,6 +191,14 @@ class MlflowSender:
             numbers = [str(created.version)]
         self._set_best(name, numbers[0], entry.values["tags"])
         return {name: numbers[0]}
+
+    def _upload_flavour(self, entry: Entry, folder: str) -> None:
+        path, run_id = self._find_file(entry.values["path"]), self._run_id(entry)
+        if not is_policy(path):
+            return
+        for file in tokenizer_files(path):
+            self._client.log_artifact(run_id, str(file), f"{folder}/{TOKENIZER}")
+        self._client.log_text(run_id, mlmodel(path, path if entry.values["without"] else None), f"{folder}/MLmodel")
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """Let the alias `best` be this version, unless the present best one has a higher score.

@@ -1,27 +1,29 @@
-"""The load of the first rank's machine, which MLflow shows among a stage's system metrics."""
+"""The load of a stage's nodes, which MLflow shows among its system metrics.
+
+The names and the measurements are MLflow's. Its own monitor is not used, since it logs to the server directly.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from specrl.artifacts import read_json, write_json
+from specrl.tracking.store import import_mlflow
 from specrl.tracking.tracker import Tracker
 
 INTERVAL_SECONDS = 15.0
 
 
-class SystemMonitor:
-    """Logs the use of processors, memory, disk, network and, where there are any, GPUs, in a thread of its own.
+class LoadMonitor:
+    """Measures the use of processors, memory, disk, network and, where there are any, GPUs, in a thread of its own."""
 
-    The names and the measurements are MLflow's. Its own monitor is not used, since it logs to the server directly.
-    """
-
-    def __init__(self, tracker: Tracker, began_ms: int) -> None:
-        """Start to measure. Steps count intervals since `began_ms`, so that a stage that is started again goes on."""
-        self._tracker, self._began_ms = tracker, began_ms
-        self._parts = _parts()
+    def __init__(self, on_load: Callable[[Mapping[str, float]], None]) -> None:
+        self._on_load, self._parts = on_load, _parts()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._thread.start()
@@ -33,23 +35,40 @@ class SystemMonitor:
     def _run(self) -> None:
         self._measure()  # rates are since the last measurement, and the first one has none
         while not self._ended.wait(INTERVAL_SECONDS):
-            self._log()
-        self._log()  # a short stage has one measurement, of all its time
-
-    def _log(self) -> None:
-        step = int((time.time() * 1000 - self._began_ms) / 1000 / INTERVAL_SECONDS)
-        self._tracker.log_metrics(self._measure(), step)
+            self._on_load(self._measure())
+        self._on_load(self._measure())  # a short stage has one measurement, of all its time
 
     def _measure(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        found: dict[str, float] = {}
         for part in self._parts:
             part.collect_metrics()
-            metrics |= {f"system/{name}": value for name, value in part.aggregate_metrics().items()}
+            found |= part.aggregate_metrics()
             part.clear_metrics()
-        return metrics
+        return found
+
+
+def leave_load(path: Path, load: Mapping[str, float]) -> None:
+    """Leave the load of a node where the first rank, which alone logs, looks for it."""
+    with contextlib.suppress(OSError):  # a full disk costs measurements
+        write_json(path, load)
+
+
+def log_load(tracker: Tracker, began_ms: int, nodes: Path, load: Mapping[str, float]) -> None:
+    """Log the load of the first node, and what other nodes have left in the folder `nodes`.
+
+    Steps count intervals since `began_ms`, so that a stage that is started again goes on.
+    """
+    metrics = {f"system/{name}": value for name, value in load.items()}
+    for path in sorted(nodes.glob("*.json")):
+        left = read_json(path) or {}
+        metrics |= {f"system/node_{path.stem}/{name}": value for name, value in left.items()}
+        path.unlink(missing_ok=True)
+    step = int((time.time() * 1000 - began_ms) / 1000 / INTERVAL_SECONDS)
+    tracker.log_metrics(metrics, step)
 
 
 def _parts() -> list[Any]:
+    import_mlflow()
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor

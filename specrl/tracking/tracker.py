@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 WEIGHTS = "*.safetensors"
+TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 class Tracker:
@@ -84,6 +86,13 @@ class Tracker:
             log.append("artifact", path=relative(log.new_file(name), log.owner), folder=folder)
 
         self._write(write)
+
+    def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Save rows of equal columns as the artifact `name`, which MLflow shows as a table."""
+        columns = list(rows[0])
+        table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+        self.log_text(json.dumps(table), name)
+        self.log_tags({TABLES_TAG: json.dumps([{"path": name, "type": "table"}])})
 
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
         """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""

@@ -35,7 +35,6 @@ class TokenSequence:
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
-        """Return the sequence of a prompt's tokens and its response's."""
         return cls([*prompt, *response], len(prompt), index)
 
     def __post_init__(self) -> None:
@@ -104,17 +103,13 @@ class MicroBatch:
         return int(self.lengths.sum()) - self.num_real
 
     def places(self) -> Tensor:
-        """Return the place in the row of each token of each sequence: [sequences, longest] int64 in host memory.
-
-        Behind the end of a sequence the place is 0.
-        """
+        """The place in the row of each token of each sequence, 0 behind its end: [sequences, longest] on the host."""
         prompt, prompt_length, response, _ = (part[:, None] for part in self.spans.unbind(1))
         columns = torch.arange(int(self.lengths.max()) if len(self.spans) else 0)
         found = torch.where(columns < prompt_length, prompt + columns, response + columns - prompt_length)
         return found * (columns < self.lengths[:, None])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on another device."""
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "predictors", "targets", "mask")}
         return replace(self, **moved)
 
@@ -128,13 +123,10 @@ def pack(
 ) -> list[MicroBatch]:
     """Lay sequences out in micro-batches of at most `tokens_per_micro_batch` tokens, or of one sequence.
 
-    Sequences with the same prompt stand together and share it. If they do not fit a micro-batch together, or are more
-    than `MOST_SHARING`, they are divided, and the prompt is repeated. Those with the longest sequence come first, so
-    that memory peaks at the beginning, and similar lengths are together. The same sequences give the same
-    micro-batches.
+    Sequences with the same prompt share it, unless they do not fit together or are more than `MOST_SHARING`. The
+    longest come first, so that memory peaks at the beginning. The same sequences give the same micro-batches.
 
     Args:
-        pad_multiple: The number of tokens of every micro-batch is filled up to a multiple of it.
         counts_repeated: Whether a shared prompt counts for each of its responses. Then a micro-batch has no more
             responses than without sharing, as one on which a drafter makes an optimizer step must not.
 
@@ -168,7 +160,7 @@ def pack(
 
 
 def empty_micro_batch(pad_multiple: int = 1) -> MicroBatch:
-    """Return a micro-batch without a sequence, with which a rank without work takes part in collective passes."""
+    """A micro-batch without a sequence, with which a rank without work takes part in collective passes."""
     return _lay_out([], pad_multiple)
 
 
@@ -181,7 +173,6 @@ def _by_prompt(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
 
 
 def _divided(group: list[TokenSequence], fits: Callable[[list[TokenSequence]], bool]) -> list[list[TokenSequence]]:
-    """Divide the sequences of a prompt in parts that fit into a micro-batch, or have one sequence."""
     parts: list[list[TokenSequence]] = []
     for sequence in group:
         if not parts or not fits([*parts[-1], sequence]):

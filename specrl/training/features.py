@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
+"""What `Features` have for each row and column."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,7 @@ class Window:
     """The part of a sequence whose features are kept, and the rank that keeps them."""
 
     start: int
-    """The position of its first token."""
     stop: int
-    """The position behind its last token."""
     owner: int = 0
     """The number of the rank that keeps the features, among the ranks that hold the policy together
     (`Policy.model_rank`)."""
@@ -45,7 +46,6 @@ class Features:
     """
 
     tokens: Tensor
-    """int64 `[batch, seq]`: the token ids."""
     mask: Tensor
     """bool `[batch, seq]`: True at i where tokens[:, i + 1] is a response token; the last column is False."""
     hidden: Tensor
@@ -62,44 +62,25 @@ class Features:
     """int64 `[batch]`: the position in its sequence of each row's first token; None where all are 0."""
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the policy's logits on the draft vocabulary at some places, `[n, draft_vocab]`.
-
-        Args:
-            rows: int64 `[n]`.
-            columns: int64 `[n]`.
-        """
+        """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""
         targets = self.targets[rows, columns]
         return targets if self.head is None else F.linear(targets, self.head)
 
     def choose(self, rows: Sequence[int]) -> Features:
-        """Return some of the rows, copied."""
         chosen = list(rows)
-        return Features(
-            tokens=self.tokens[chosen],
-            mask=self.mask[chosen],
-            hidden=self.hidden[chosen],
-            targets=self.targets[chosen],
-            target_top1=self.target_top1[chosen],
-            head=self.head,
-            starts=None if self.starts is None else self.starts[chosen],
-        )
+        return self._of(lambda tensor: tensor[chosen])
 
     def row(self, row: int, length: int) -> Features:
-        """Return the first `length` columns of one row, copied."""
-        part = (slice(row, row + 1), slice(0, length))
-        return Features(
-            tokens=self.tokens[part].clone(),
-            mask=self.mask[part].clone(),
-            hidden=self.hidden[part].clone(),
-            targets=self.targets[part].clone(),
-            target_top1=self.target_top1[part].clone(),
-            head=self.head,
-            starts=None if self.starts is None else self.starts[row : row + 1].clone(),
-        )
+        """The first `length` columns of one row, copied."""
+        return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
+
+    def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
+        starts = None if self.starts is None else rows(self.starts[:, None])[:, 0]
+        return Features(**{part: rows(getattr(self, part)) for part in PARTS}, head=self.head, starts=starts)
 
 
 def sequences(features: Features) -> list[Features]:
-    """Return, one by one and without padding, those sequences of a micro-batch that have something to draft."""
+    """One by one and without padding, those sequences of a micro-batch that have something to draft."""
     return [features.row(row, length) for row, length in _lengths(features)]
 
 
@@ -109,22 +90,16 @@ def _lengths(features: Features) -> list[tuple[int, int]]:
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """Return one micro-batch of single sequences; each stays a row of its own, so that none attends to another.
+    """One micro-batch of single sequences; each stays a row of its own, so that none attends to another.
 
     All of them have targets of the same kind, and those with hidden states are of the same forward pass.
     """
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
     starts = [torch.zeros(1, dtype=torch.int64) if row.starts is None else row.starts for row in rows]
-    return Features(
-        tokens=_stack([row.tokens for row in rows], width),
-        mask=_stack([row.mask for row in rows], width),
-        hidden=_stack([row.hidden for row in rows], width),
-        targets=_stack([row.targets for row in rows], width),
-        target_top1=_stack([row.target_top1 for row in rows], width),
-        head=rows[0].head,
-        starts=torch.cat([start.to(rows[0].tokens.device) for start in starts]),
-    )
+    stacked = {part: _stack([getattr(row, part) for row in rows], width) for part in PARTS}
+    where = torch.cat([start.to(rows[0].tokens.device) for start in starts])
+    return Features(**stacked, head=rows[0].head, starts=where)
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> Tensor:

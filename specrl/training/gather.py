@@ -6,13 +6,9 @@ from torch import Tensor
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Return `values[places]`, whose backward pass adds up the gradients of a row in a fixed order on every device.
+    """`values[places]`, whose backward pass adds up the gradients of a row in a fixed order on every device.
 
     On CPUs the gradient of plain indexing is added up by several threads in no fixed order, on GPUs that of
     `index_select`.
-
-    Args:
-        values: [rows, ...].
-        places: [n] int64.
     """
     return values[places] if values.is_cuda else values.index_select(0, places)

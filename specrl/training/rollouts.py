@@ -29,7 +29,6 @@ class RolloutBatch:
     response_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
     truncated: NDArray[np.bool_]
-    """Whether the response was cut off."""
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     engine_size: int
@@ -49,11 +48,9 @@ class RolloutBatch:
         """Gather the numbers of the rollouts of all engines (collective).
 
         Args:
-            rollouts: The rollouts of this rank's engine. All ranks of an engine have the same ones, and rewards,
-                advantages and all else are those of its first rank.
+            rollouts: Those of this rank's engine, whose ranks have the same ones; what counts is its first rank's.
             engine_size: The number of consecutive ranks that are one engine.
-            prompt_places: The place of each prompt by its id. The rollouts are in the order of these and, within each
-                prompt, of its samples; by default they are in the order of the ranks.
+            prompt_places: The place of each prompt, by its id; by default rollouts are in the order of the ranks.
         """
         speaks = ranks.rank % engine_size == 0
         columns, origin = gather_columns(ranks, _numbers(rollouts if speaks else []))
@@ -82,7 +79,6 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths
 
     def own(self, ranks: Ranks) -> list[Rollout]:
-        """Return the rollouts that this rank writes: those of its engine on the engine's first rank."""
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
 
     def assign_advantages(self, config: TrainConfig) -> None:
@@ -93,12 +89,11 @@ class RolloutBatch:
             rollout.advantage = found[number]
 
     def held_by(self, world_size: int) -> list[NDArray[np.int64]]:
-        """Return the numbers of the rollouts that each rank holds."""
         by_engine = [np.flatnonzero(self.engines == engine) for engine in range(world_size // self.engine_size)]
         return [by_engine[rank // self.engine_size] for rank in range(world_size)]
 
     def homes(self) -> NDArray[np.int64]:
-        """Return one of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
+        """One of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
         found = self.first_ranks()
         for engine in range(int(self.engines.max(initial=-1)) + 1):
             own = self.engines == engine
@@ -106,18 +101,13 @@ class RolloutBatch:
         return found
 
     def first_ranks(self) -> NDArray[np.int64]:
-        """Return the first rank of the engine that generated each rollout."""
+        """The first rank of the engine that generated each rollout."""
         return self.engines * self.engine_size
 
     def deliver(
         self, ranks: Ranks, columns: Mapping[str, Ragged], wanted: Sequence[NDArray[np.int64]]
     ) -> dict[str, Ragged]:
-        """Send rows of the rollouts to the ranks that want them (collective); see `specrl.distributed.deliver`.
-
-        Args:
-            columns: A row for each rollout in `held`.
-            wanted: By rank, the numbers of the rollouts whose rows it wants.
-        """
+        """Send rows of the rollouts in `held` to the ranks that want them, by their numbers (collective)."""
         return deliver(ranks, columns, Route(self.first_ranks(), wanted, self.held_by(ranks.world_size)))
 
 

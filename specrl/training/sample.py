@@ -37,14 +37,7 @@ class Sample:
     def arrange(
         self, features: list[Features], batches: Iterable[MicroBatch], model_rank: int
     ) -> list[Features | None]:
-        """Return the features of each group, and None for a group of which this rank keeps no row.
-
-        Args:
-            features: What the policy returned for these windows; the list is emptied, so that no features are held
-                twice for long.
-            batches: The policy's micro-batches.
-            model_rank: The number of this rank among those that hold the policy together.
-        """
+        """The features of each group, None for a group of which this rank keeps no row; the list of them is emptied."""
         own = [
             [index for index in batch.indices if index in self.windows and self.windows[index].owner == model_rank]
             for batch in batches
@@ -64,18 +57,14 @@ class Sample:
 
 
 def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Return which items to take so that the sample's lengths are spread as those of all items are.
+    """Which items to take so that the sample's lengths are spread as those of all items are, the longest first.
 
     The items are sorted by length and taken at equal distances (a systematic sample): each is as likely as any other,
     and of every range of lengths the sample has its share, up to one item.
 
     Args:
-        lengths: The length of each item, at least one item.
         offset: Where the first item is taken, from 0 to less than 1 of the distance.
         fits: Whether a sample is small enough. One of a single item is taken in any case.
-
-    Returns:
-        The indices of the items, the longest first.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
@@ -93,16 +82,12 @@ def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[
 
 
 def feature_area(batch: MicroBatch) -> int:
-    """Return the number of places in the features of a micro-batch, whose rows are padded to the longest sequence."""
+    """The number of places in the features of a micro-batch, whose rows are padded to the longest sequence."""
     return len(batch.indices) * int(batch.lengths.max()) if batch.indices else 0
 
 
 def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
-    """Return the sample that leaves nothing out; its groups are the micro-batches.
-
-    Args:
-        owners: The number of ranks that share the work on a micro-batch.
-    """
+    """The sample that leaves nothing out, for `owners` ranks that share the work; its groups are the micro-batches."""
     groups: list[tuple[int, ...]] = []
     windows: dict[int, Window] = {}
     for batch in batches:
@@ -125,17 +110,11 @@ class _Sequence:
 def sample_sequences(
     parts: Sequence[Sequence[MicroBatch]], *, max_tokens: int, tokens_per_micro_batch: int, owners: int, seed: int
 ) -> Sample:
-    """Return what the drafter learns from in a step, of the sequences of one data-parallel rank.
+    """What the drafter learns from in a step, of the sequences of one data-parallel rank.
 
-    That is everything if it fits the budget. Otherwise it is an even sample of the sequences by length and, of those
-    that are longer than `LARGEST_PART` of the budget, a window of that length at a random place.
-
-    Args:
-        parts: The policy's micro-batches of each update of the step; sequences of different updates are not grouped.
-        max_tokens: The budget, padding included.
-        tokens_per_micro_batch: The largest number of tokens of one of the drafter's micro-batches, padding included.
-        owners: The number of ranks that share the work on a micro-batch.
-        seed: Determines the sample.
+    That is everything if it fits `max_tokens`, padding included. Otherwise it is an even sample of the sequences by
+    length and, of those that are longer than `LARGEST_PART` of that, a window of that length at a random place.
+    Sequences of different `parts`, the updates of the step, are not grouped.
     """
     batches = [batch for part in parts for batch in part]
     areas = [feature_area(batch) for batch in batches]
@@ -168,13 +147,7 @@ def _sequences(batch: MicroBatch, part: int) -> list[_Sequence]:
 
 
 def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut items, of which the longest come first, into groups of as many as fit a padded area, at least one.
-
-    Args:
-        items: Numbers of items.
-        lengths: The length of each item, by its number.
-        max_tokens: The largest padded area of a group.
-    """
+    """Cut items, of which the longest come first, into groups of as many as fit a padded area, at least one."""
     groups: list[list[int]] = []
     for item in items:
         if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > max_tokens:
@@ -190,7 +163,6 @@ def _window(sequence: _Sequence, limit: int, random: Random) -> Window:
 
 
 def _dealt(groups: Sequence[Sequence[int]], windows: dict[int, Window], owners: int) -> dict[int, Window]:
-    """Give the rows of each group to the owners in turn, each group's first row to another one."""
     return {
         index: replace(windows[index], owner=(number + place) % owners)
         for number, group in enumerate(groups)

@@ -7,15 +7,10 @@ import math
 from specrl.config.training import LrDecay
 
 
-def lr_factor(step: int, num_steps: int, *, decay: LrDecay, warmup_steps: int, final_fraction: float) -> float:
-    """Return the factor of the peak learning rate at a step: a linear warm-up times a decay over all steps.
+def lr_factor(step: float, num_steps: int, *, decay: LrDecay, warmup_steps: int, final_fraction: float) -> float:
+    """The factor of the peak learning rate at a step: a linear warm-up times a decay over all steps.
 
-    Args:
-        step: The step, counted from 0; beyond the last step the decay stays where it ended.
-        num_steps: The number of steps until the decay reaches `final_fraction`.
-        decay: The course of the decay; with `constant` there is none.
-        warmup_steps: The number of steps in which the factor rises from near 0; 0 or 1 for no warm-up.
-        final_fraction: The fraction of its peak that the learning rate falls to.
+    The step counts from 0 and may lie between two; beyond the last one the decay stays where it ended.
     """
     warmup = min(1.0, (step + 1) / max(1, warmup_steps))
     step = min(step, num_steps)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrl.data.dealing import deal_near_home
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_rows
-from specrl.schemas import Rollout, as_array
+from specrl.schemas import as_array
 from specrl.training.batches import TokenSequence
+from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
@@ -24,40 +25,7 @@ class RouteFormat(NamedTuple):
     """How the experts of one token are kept."""
 
     dtype: str
-    """The integer type of an expert's number."""
     item_shape: tuple[int, int]
-    """The number of layers, and of experts per token."""
-
-
-class PlaceInPolicy(Protocol):
-    """The place of a rank in the layout of the policy, as `Policy` tells it."""
-
-    ranks: Ranks
-
-    @property
-    def dp_rank(self) -> int:
-        """The number of this rank among the data-parallel ranks."""
-        ...
-
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel ranks."""
-        ...
-
-    @property
-    def tp_rank(self) -> int:
-        """The number of this rank among the tensor-parallel ranks."""
-        ...
-
-    @property
-    def pp_rank(self) -> int:
-        """The number of this rank's pipeline stage."""
-        ...
-
-    @property
-    def pp_size(self) -> int:
-        """The number of pipeline stages."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,24 +35,18 @@ class OwnRollouts:
     places: dict[int, int]
     """The position in the columns by the number of the rollout."""
     columns: Mapping[str, Ragged]
-    """By name, a row for each rollout: `prompt` and `response`, int32 tokens, and `generation_logprobs`, float32, the
-    engine's log-prob of each response token under the whole distribution. The latter has rows only on ranks that
-    compute the loss, those of the last pipeline stage. For a policy with experts `routes` are those of all tokens but
-    the last."""
+    """By name, a row for each rollout: `prompt` and `response`, int32 tokens; where the loss is computed,
+    `generation_logprobs`, float32 under the whole distribution; for a policy with experts `routes`, those of all tokens
+    but the last."""
 
     def row(self, column: str, number: int) -> NDArray[np.generic]:
-        """Return the row of a rollout."""
         return self.columns[column][self.places[number]]
 
     def sequence(self, number: int) -> TokenSequence:
-        """Return the tokens of a rollout, prompt and response."""
-        prompt = self.columns["prompt"][self.places[number]]
-        response = self.columns["response"][self.places[number]]
+        prompt, response = self.row("prompt", number), self.row("response", number)
         tokens = np.concatenate([prompt, response])
-        if "routes" not in self.columns:
-            return TokenSequence(tokens, len(prompt), number)
-        routes = self.columns["routes"][self.places[number]]
-        return TokenSequence(tokens, len(prompt), number, routes if len(routes) else None)
+        routes = self.row("routes", number) if "routes" in self.columns else None
+        return TokenSequence(tokens, len(prompt), number, None if routes is None or not len(routes) else routes)
 
 
 @dataclass(frozen=True)
@@ -95,26 +57,22 @@ class TrainingShares:
     dealt: list[list[list[int]]]
     """By update and data-parallel rank: the numbers of its rollouts."""
     dp_ranks: NDArray[np.int64]
-    """By rank: its data-parallel rank."""
     computes_loss: NDArray[np.bool_]
     """By rank: whether it is on the last pipeline stage, where log-probs are computed and compared."""
     is_first_shard: NDArray[np.bool_]
     """By rank: whether it is the first of the tensor-parallel ranks, which all have the same log-probs."""
 
     @classmethod
-    def of(cls, place: PlaceInPolicy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:
-        """Deal each update's rollouts in shares of about equal work; most stay where they are (collective).
+    def of(cls, policy: Policy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:
+        """Deal each update's rollouts, by number, in shares of about equal work; most stay where they are (collective).
 
         The responses to a prompt go together, so that they share it, unless that leaves some rank with more to do.
-
-        Args:
-            parts: By update, the numbers of the rollouts.
         """
-        own = [place.dp_rank, place.pp_rank == place.pp_size - 1, place.tp_rank == 0]
-        layout = gather_rows(place.ranks, np.array(own, np.int64))
+        own = [policy.dp_rank, policy.pp_rank == policy.pp_size - 1, policy.tp_rank == 0]
+        layout = gather_rows(policy.ranks, np.array(own, np.int64))
         homes = layout[rollouts.homes(), 0]
-        dealt = [deal_groups(rollouts, part, homes, place.dp_size) for part in parts]
-        return cls(place.ranks, dealt, layout[:, 0], layout[:, 1] == 1, layout[:, 2] == 1)
+        dealt = [deal_groups(rollouts, part, homes, policy.dp_size) for part in parts]
+        return cls(policy.ranks, dealt, layout[:, 0], layout[:, 1] == 1, layout[:, 2] == 1)
 
     @property
     def reports(self) -> bool:
@@ -122,36 +80,34 @@ class TrainingShares:
         return bool(self.computes_loss[self.ranks.rank] and self.is_first_shard[self.ranks.rank])
 
     def own(self, update: int) -> list[int]:
-        """Return the numbers of the rollouts that this rank trains on in one of the updates."""
         return self.dealt[update][int(self.dp_ranks[self.ranks.rank])]
 
-    def deliver_tokens(self, rollouts: RolloutBatch) -> OwnRollouts:
-        """Send each rollout's tokens to the ranks that train on it (collective)."""
+    def deliver(
+        self, rollouts: RolloutBatch, routes: RouteFormat | None = None, *, logprobs: bool = True
+    ) -> OwnRollouts:
+        """Send each rollout's tokens, and routes where they have a format, to the ranks that train on it (collective).
+
+        The engine's log-probs go to the ranks that compute the loss.
+        """
+        held = list(rollouts.held.values())
         trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
-        columns = rollouts.deliver(self.ranks, token_columns(list(rollouts.held.values())), trained)
+        tokens = {
+            "prompt": Ragged.of([rollout.prompt_tokens for rollout in held], np.int32),
+            "response": Ragged.of([rollout.response_tokens for rollout in held], np.int32),
+        }
+        columns = rollouts.deliver(self.ranks, tokens, trained)
+        if logprobs:
+            rows = Ragged.of([rollout.whole_generation_logprobs for rollout in held], np.float32)
+            compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
+            columns |= rollouts.deliver(self.ranks, {"generation_logprobs": rows}, compared)
+        if routes is not None:
+            chosen = [() if rollout.routes is None else rollout.routes for rollout in held]
+            ragged = Ragged.of(chosen, routes.dtype, routes.item_shape)
+            columns |= rollouts.deliver(self.ranks, {"routes": ragged}, trained)
         return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
 
-    def deliver(self, rollouts: RolloutBatch, routes: RouteFormat | None = None) -> OwnRollouts:
-        """Send each rollout's tokens, and the engine's log-probs to the ranks that compute the loss (collective).
-
-        Args:
-            routes: The format of the routes, which are sent with the tokens; None for a policy without experts.
-        """
-        own = self.deliver_tokens(rollouts)
-        trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
-        compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
-        logprobs = rollouts.deliver(self.ranks, logprob_columns(list(rollouts.held.values())), compared)
-        columns = {**own.columns, **logprobs}
-        if routes is not None:
-            columns |= rollouts.deliver(self.ranks, route_columns(list(rollouts.held.values()), routes), trained)
-        return OwnRollouts(own.places, columns)
-
     def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
-        """Give rollouts the `policy_logprobs` that were found, on the ranks that write them (collective).
-
-        Args:
-            found: The log-probs of this rank's rollouts; they are not read on a rank that computes no loss.
-        """
+        """Give rollouts the `policy_logprobs` that were found, where they are written (collective)."""
         everyone = range(self.ranks.world_size)
         held = [self._trained_by(rank) if self.computes_loss[rank] else _NONE for rank in everyone]
         sender = np.full(len(rollouts), -1, np.int64)
@@ -177,7 +133,6 @@ def deal_groups(
     Groups stay whole if no finer division makes the largest share smaller. Every rank comes to the same result.
 
     Args:
-        numbers: The numbers of the rollouts.
         homes: By number, the share that a rollout is in already.
     """
     groups: dict[int, list[int]] = {}
@@ -202,25 +157,6 @@ def _tokens_to_compute(rollouts: RolloutBatch, numbers: Sequence[int]) -> int:
     first_of_prompt = {int(rollouts.prompt_ids[number]): number for number in numbers}
     prompts = int(rollouts.prompt_lengths[list(first_of_prompt.values())].sum())
     return prompts + int(rollouts.response_lengths[list(numbers)].sum())
-
-
-def token_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
-    """Return the tokens of rollouts as columns to deliver."""
-    return {
-        "prompt": Ragged.of([rollout.prompt_tokens for rollout in rollouts], np.int32),
-        "response": Ragged.of([rollout.response_tokens for rollout in rollouts], np.int32),
-    }
-
-
-def logprob_columns(rollouts: Sequence[Rollout]) -> dict[str, Ragged]:
-    """Return the engine's log-probs of rollouts as a column to deliver, under the whole distribution."""
-    return {"generation_logprobs": Ragged.of([rollout.whole_generation_logprobs for rollout in rollouts], np.float32)}
-
-
-def route_columns(rollouts: Sequence[Rollout], routes: RouteFormat) -> dict[str, Ragged]:
-    """Return the experts of the rollouts' tokens as a column to deliver; a rollout without routes has an empty row."""
-    rows = [() if rollout.routes is None else rollout.routes for rollout in rollouts]
-    return {"routes": Ragged.of(rows, routes.dtype, routes.item_shape)}
 
 
 _NONE = np.empty(0, np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from specrl.algorithms.objective import TokenTargets, policy_loss
-from specrl.config import Config
+from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
 from specrl.models.families import expert_shape_of_model
@@ -23,7 +23,11 @@ from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
+from specrl.training.schedules import lr_factor
 from specrl.training.shares import OwnRollouts, RouteFormat, Rows, TrainingShares
+
+OF_UPDATES = ("loss", "grad_norm", "lr")
+"""The metrics of an update as a whole; the others are means over its tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,11 @@ class PolicyUpdate:
     """The results of `update_policy`."""
 
     metrics: dict[str, float]
-    """The token means `loss`, `entropy`, `kl`, `corrected_fraction` and the loss's own metrics, `grad_norm` and `lr`
-    (means over the updates), `num_tokens`, prompts included, `real_token_share` and `shared_token_share` (see
-    `_packing`), `logprob_s`, the seconds of separate log-prob passes, and, where features are kept,
-    `sampled_fraction`, the share of the sequences that they are of."""
+    """The means over the updates of `loss`, `grad_norm` and `lr`; the means over the trained tokens of `entropy`, `kl`,
+    `corrected_fraction` and the loss's own metrics; `real_token_share` and `shared_token_share` (see `_packing`).
+    Without a trained token there are none of these. Always `num_tokens`, prompts included, `logprob_s`, the seconds of
+    separate log-prob passes, and, where features are kept, `sampled_fraction`, the share of the sequences that they are
+    of."""
     features: list[Features | None]
     """This rank's share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step
     would fill the memory. They are the drafter's micro-batches, see `Drafter.update`."""
@@ -57,14 +62,13 @@ class LossInputRows:
     """Log-probs under the reference policy; empty without a KL penalty."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
-        """Return the data of each token of a micro-batch."""
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
         advantages = [
             np.full(len(row), self.advantages[number]) for number, row in zip(batch.indices, rows, strict=True)
         ]
         return TokenTargets(
-            advantages=align(advantages, batch.mask),
-            generation_logprobs=align(rows, batch.mask),
+            advantages=align(advantages, batch.mask, batch.num_tokens),
+            generation_logprobs=align(rows, batch.mask, batch.num_tokens),
             old_logprobs=_aligned(self.old, batch),
             reference_logprobs=_aligned(self.reference, batch),
         )
@@ -73,45 +77,43 @@ class LossInputRows:
 def update_policy(
     policy: Policy, rollouts: RolloutBatch, config: Config, spec: FeatureSpec | None, *, step: int
 ) -> PolicyUpdate:
-    """Train the policy on the rollouts that carry signal (collective).
+    """Train the policy on the groups that carry signal (collective).
 
-    Each rollout's tokens are sent to the ranks that train on it. With `updates_per_step = 1` the forward pass of the
-    update is the log-prob pass. The rollouts trained on are given their `policy_logprobs`, under the policy that
-    sampled them, on the rank that writes them.
+    With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
+    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them. With fewer groups than
+    `updates_per_step` there are as many updates as groups.
 
     Args:
-        rollouts: All rollouts of the step.
         spec: The features that the drafter is trained on; with None, no features are kept.
-        step: The RL step, which determines with `seed` the sample that the drafter learns from.
     """
-    parts = _split_by_group(rollouts, _with_signal(rollouts, config), config.train.updates_per_step)
+    parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
     own = shares.deliver(rollouts, _route_format(policy))
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
-    if policy.routing is not None:
-        policy.routing.clear()
-    routing: dict[str, float] = {}
-    old: Rows = {}
-    if len(parts) > 1:
-        old, routing = _logprob_pass(policy, batches, config), _routing_disagreement(policy)
+    routes = policy.routing  # what the pass under the policy that sampled says of them counts
+    if routes is not None:
+        routes.clear()
+    old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
+    routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
     logprob_s = time.perf_counter() - started
-    recorded: Rows = {}
+    recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
-    metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample)
-    routing |= _routing_disagreement(policy) if len(parts) == 1 else {}
+    metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
+    routing |= routes.disagreement() if routes is not None and len(parts) == 1 else {}
     features: list[Features | None] = []
     if sample is not None:
         sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
         metrics["sampled_fraction"] = sampled / max(sum(map(len, parts)), 1)
         features = sample.arrange(kept, chain.from_iterable(batches), policy.model_rank)
-    sampled_with = old or recorded
+    sampled_with = old or _rows(recorded)
     shares.return_logprobs(rollouts, sampled_with)
     counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
-    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s, **_packing(policy, batches)}
+    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
 
 
@@ -122,12 +124,8 @@ def _route_format(policy: Policy) -> RouteFormat | None:
     return RouteFormat(experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token))
 
 
-def _routing_disagreement(policy: Policy) -> dict[str, float]:
-    return policy.routing.disagreement() if policy.routing is not None else {}
-
-
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
-    """Return how much of the policy's passes is padding, and how much sharing prompts saves (collective).
+    """How much of the policy's passes is padding, and how much sharing prompts saves (collective).
 
     `real_token_share` is the share of the computed tokens that belong to a sequence, and `shared_token_share` the share
     of the sequences' tokens that are not computed, because another sequence shares its prompt.
@@ -149,33 +147,56 @@ def _sample(policy: Policy, own: list[list[MicroBatch]], config: Config, step: i
     )
 
 
-def align(rows: Sequence[ArrayLike], mask: Tensor) -> Tensor:
-    """Return each sequence's values at the True places of its row of `mask` [batch, seq], and zeros elsewhere."""
+def align(rows: Sequence[ArrayLike], mask: Tensor, num_tokens: int) -> Tensor:
+    """Spread each sequence's values over the `num_tokens` True places of its row of `mask`, and zeros elsewhere.
+
+    The number is given, because a mask on a GPU would have to be waited for.
+    """
     flat = torch.from_numpy(_joined(rows)).to(mask.device)
-    assert len(flat) == int(mask.sum()), "one value per response token"
+    assert len(flat) == num_tokens, "one value per response token"
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)
 
 
 def _aligned(rows: Rows, batch: MicroBatch) -> Tensor | None:
-    return align([rows[number] for number in batch.indices], batch.mask) if rows else None
+    return align([rows[number] for number in batch.indices], batch.mask, batch.num_tokens) if rows else None
 
 
 def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
     return Ragged.of(rows, np.float32).values
 
 
-def _with_signal(rollouts: RolloutBatch, config: Config) -> list[int]:
-    if not config.train.drop_zero_signal_groups:
+def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
+    """Choose the rollouts to train on: those of whole groups, without the groups in which all advantages are 0.
+
+    A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
+    mismatch is measured on, and the drafter learns from. A KL penalty acts on every response, so that all stay.
+    """
+    if config.kl_coef or not config.drop_zero_signal_groups:
         return list(range(len(rollouts)))
-    return [int(number) for number in np.flatnonzero(rollouts.advantages)]
+    with_signal = np.unique(rollouts.prompt_ids[rollouts.advantages != 0])
+    chosen: list[int] = np.flatnonzero(np.isin(rollouts.prompt_ids, with_signal)).tolist()
+    return chosen
+
+
+def learning_rate(config: Config, step: int, update: int) -> float:
+    """The policy's learning rate in one of a step's updates, which goes by RL steps, whatever was left out of them."""
+    policy, train = config.policy, config.train
+    factor = lr_factor(
+        step + update / train.updates_per_step,
+        train.num_steps,
+        decay=policy.lr_schedule,
+        warmup_steps=policy.lr_warmup_steps,
+        final_fraction=policy.lr_final_fraction,
+    )
+    return policy.lr * factor
 
 
 def _split_by_group(rollouts: RolloutBatch, chosen: list[int], parts: int) -> list[list[int]]:
-    """Deal the chosen rollouts out in parts whose numbers of groups differ by at most one; no group is divided."""
+    """Deal the chosen rollouts in parts whose numbers of groups differ by at most one; none is empty."""
     groups: dict[int, list[int]] = {}
     for number in chosen:
         groups.setdefault(int(rollouts.prompt_ids[number]), []).append(number)
-    dealt = [list(groups)[part::parts] for part in range(parts)]
+    dealt = [list(groups)[part::parts] for part in range(min(parts, len(groups)))]
     return [[number for group in part for number in groups[group]] for part in dealt]
 
 
@@ -190,58 +211,60 @@ def _run_updates(
     parts: list[list[int]],
     batches: list[list[MicroBatch]],
     rows: LossInputRows,
-    recorded: Rows,
+    recorded: list[tuple[MicroBatch, Tensor]],
     config: Config,
     spec: FeatureSpec | None,
     sample: Sample | None,
+    step: int,
 ) -> tuple[dict[str, float], list[Features]]:
-    """Update the policy once for each part; return the means of the metrics, and the features that are kept.
-
-    Args:
-        batches: This rank's micro-batches of each part.
-        recorded: Gets the log-probs that a single update computes, by rollout.
-    """
+    """Update the policy once for each part; return the means of the metrics, and the features that are kept."""
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
-    for part, own in zip(parts, batches, strict=True):
-        loss = _loss(rows, int(rollouts.response_lengths[part].sum()), config, recorded)
-        temperature = config.sampling.temperature
-        result, kept = policy.train_step(own, loss, features=spec, windows=windows, temperature=temperature)
+    # Groups that are left out count too, or the few groups of a step with little signal would move the policy as far
+    # as many: leaving them out saves time, and changes nothing.
+    scale = int(rollouts.response_lengths.sum()) / config.train.updates_per_step
+    trained = [int(rollouts.response_lengths[part].sum()) for part in parts]
+    for update, own in enumerate(batches):
+        result, kept = policy.train_step(
+            own,
+            _loss(rows, scale, config, recorded),
+            features=spec,
+            windows=windows,
+            temperature=config.sampling.temperature,
+            lr=learning_rate(config, step, update),
+        )
         features += kept
         for name, value in result.items():
-            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
+            share = 1 / len(parts) if name in OF_UPDATES else scale / sum(trained)
+            metrics[name] = metrics.get(name, 0.0) + value * share
     return metrics, features
 
 
-def _loss(rows: LossInputRows, num_tokens: int, config: Config, recorded: Rows) -> LossFn:
-    """Return the loss of a micro-batch as a share of the whole update's.
-
-    Args:
-        num_tokens: The number of response tokens of the whole update.
-        recorded: Gets the log-probs that a single update on the batch computes, by rollout.
-    """
+def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
+    """The loss of a micro-batch as a share of the whole update's."""
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if not rows.old:
-            recorded.update(_rows(logprobs.detach(), batch))
+            recorded.append((batch, logprobs.detach()))
         total, metrics = policy_loss(logprobs, entropy, batch.mask, rows.targets(batch), config.train)
-        return total / num_tokens, {name: value / num_tokens for name, value in metrics.items()}
+        return total / scale, {name: value / scale for name, value in metrics.items()}
 
     return loss
 
 
-def _rows(logprobs: Tensor, batch: MicroBatch) -> Rows:
-    return {i: logprobs[row][batch.mask[row]].cpu().numpy() for row, i in enumerate(batch.indices)}
+def _rows(found: Iterable[tuple[MicroBatch, Tensor]]) -> Rows:
+    return {
+        number: row[:length]
+        for batch, logprobs in found
+        for number, row, length in zip(batch.indices, logprobs.cpu().numpy(), batch.spans[:, 3].tolist(), strict=True)
+    }
 
 
 def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
     flat = [batch for part in batches for batch in part]
     found = policy.logprobs(flat, temperature=config.sampling.temperature)
-    rows: Rows = {}
-    for batch, logprobs in zip(flat, found, strict=True):
-        rows |= _rows(logprobs.to(batch.mask.device), batch)
-    return rows
+    return _rows(zip(flat, found, strict=True))
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:

@@ -28,9 +28,6 @@ def warm_start(
 ) -> tuple[float, float]:
     """Train the policy once on each of `warm_start.num_examples` demonstrations (collective).
 
-    Args:
-        on_step: Called after each step with the step, the number of steps and the metrics.
-
     Returns:
         The cross-entropy of the first and of the last tenth of the steps, nats per response token.
     """
@@ -49,12 +46,9 @@ def warm_start(
 
 
 def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenSequence]:
-    """Return demonstrations as tokens, each response ended with the end-of-sequence token.
+    """Demonstrations as tokens, each response ended with the end-of-sequence token.
 
     Those longer than `sampling.max_response_tokens` are left out: sampling would cut them off before their answer.
-
-    Raises:
-        ConfigError: None is left.
     """
     sequences: list[TokenSequence] = []
     for prompt, response in source.demonstrations(config.warm_start.num_examples):
@@ -70,7 +64,7 @@ def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenS
 
 
 def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> list[list[TokenSequence]]:
-    """Return batches of sequences of similar length, in random order."""
+    """Batches of sequences of similar length, in random order."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     Random(derive_seed(seed, "warm-start")).shuffle(batches)
@@ -78,17 +72,13 @@ def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> 
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """Return the factor of the peak learning rate at a step: it rises over the first tenth, and falls linearly."""
+    """The factor of the peak learning rate at a step: it rises over the first tenth, and falls linearly."""
     warmup_steps = round(num_steps * WARMUP_SHARE)
     return lr_factor(step, num_steps, decay="linear", warmup_steps=warmup_steps, final_fraction=FINAL_LR_FRACTION)
 
 
 def cross_entropy(num_tokens: int) -> LossFn:
-    """Return a loss that sums, over ranks and micro-batches, to the mean negative log-prob of the response tokens.
-
-    Args:
-        num_tokens: The number of response tokens in the batch of all ranks.
-    """
+    """A loss that sums to the mean negative log-prob of the `num_tokens` response tokens of all ranks."""
 
     def loss(
         logprobs: torch.Tensor,  # [batch, seq]

@@ -8,8 +8,7 @@ from dataclasses import replace
 from specrl.artifacts import Acceptance
 from specrl.data.problems import derive_seed
 from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.outcome_log import VerifiedDraft, by_length, counters
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context
 from specrl.rollout.engine import Engine
 from specrl.validation.answering import HeldOutSet
 
@@ -36,9 +35,8 @@ def measure_acceptance(
         if on_progress is not None:
             on_progress(index, len(asked))
         drafts = _drafts(engine, chosen, temperature)
-        found.append(_row(chosen.name, temperature, None, counters(drafts)))
-        ranges = by_length(drafts, lambda draft: draft.context)
-        found += [_row(chosen.name, temperature, ends, stats) for ends, stats in ranges.items()]
+        found.append(_row(chosen.name, temperature, None, SpeculationStats.of(drafts)))
+        found += [_row(chosen.name, temperature, ends, stats) for ends, stats in by_context(drafts).items()]
     return found
 
 

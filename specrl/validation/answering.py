@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
+from specrl.validation.last_answers import LastAnswers
 from specrl.validation.scores import SetResponses, score_set
 
 
@@ -55,6 +57,7 @@ def answer(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     learn: bool = True,
+    last: LastAnswers | None = None,
 ) -> tuple[SetScore, SpeculationStats]:
     """Answer a held-out set with the policy in the engine; return its scores and the counters of drafts (collective).
 
@@ -65,6 +68,7 @@ def answer(
         rewards: The pool that computes the rewards; None on ranks whose engine has another first rank.
         step: The number of RL steps that the policy has been trained for.
         learn: As in `Engine.generate`.
+        last: The responses of the last validation, to draft from; they are replaced by those of this one.
 
     Raises:
         RewardError: The reward fails on every response.
@@ -73,7 +77,7 @@ def answer(
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
     own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
-    with logs.phase(f"answers to {chosen.name}"):
+    with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
         unscored = collect(
             engine,
             own,
@@ -85,14 +89,18 @@ def answer(
             learn=learn,
         )
         rollouts, scores = unscored.scored()
+    if last is not None:
+        last.keep(chosen.name, rollouts)
     responses = _gathered(ranks, rollouts if ranks.rank % size == 0 else [], samples, ranks.world_size // size)
     engines = ranks.gather((unscored.generation.stats, FailureTally.of(scores.failures)))[::size]
     failures = FailureTally.merge(failures for _, failures in engines)
     refuse_failure(failures, responses.rewards.size, chosen.config.data)
     seconds = time.monotonic() - started
     correct_reward = chosen.config.validate_.correct_reward
-    score = score_set(step, chosen.name, responses, chosen.settings.pass_sizes, correct_reward, seconds)
-    return score, SpeculationStats.merge(stats for stats, _ in engines)
+    stats = SpeculationStats.merge(stats for stats, _ in engines)
+    saved = stats.num_accepted_tokens / responses.lengths.sum()
+    sizes = chosen.settings.pass_sizes
+    return score_set(step, chosen.name, responses, sizes, correct_reward, seconds, 1 - saved), stats
 
 
 def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:

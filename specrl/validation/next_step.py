@@ -122,7 +122,8 @@ def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[li
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():
         with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all().select(["finished_at", "response_tokens"])
+            table = pa.ipc.open_file(source).read_all().select(["rank", "finished_at", "response_tokens"])
+        table = table.filter(pc.equal(table["rank"], 0))
         responses = table.take(pc.sort_indices(table["finished_at"]))["response_tokens"].to_pylist()
         found.append(responses)
         count += sum(map(len, responses))

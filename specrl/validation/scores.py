@@ -32,7 +32,13 @@ class SetResponses:
 
 
 def score_set(
-    step: int, name: str, responses: SetResponses, sizes: Sequence[int], correct_reward: float, seconds: float
+    step: int,
+    name: str,
+    responses: SetResponses,
+    sizes: Sequence[int],
+    correct_reward: float,
+    seconds: float,
+    decode_steps_per_token: float,
 ) -> SetScore:
     """Return the scores of one policy version on one set.
 
@@ -41,6 +47,7 @@ def score_set(
         sizes: The sizes for which pass@size is asked for; the last is the number of samples.
         correct_reward: The reward from which on a response counts as right.
         seconds: The time that it took.
+        decode_steps_per_token: See `SetScore`.
     """
     num_prompts, k = responses.rewards.shape
     right = responses.rewards >= correct_reward
@@ -60,6 +67,7 @@ def score_set(
         response_length_max=int(responses.lengths.max()),
         truncated_fraction=float(responses.truncated.mean()),
         seconds=seconds,
+        decode_steps_per_token=decode_steps_per_token,
     )
 
 

@@ -34,7 +34,7 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
 
 
 def _nothing_learned(metrics: Metrics, first: Metrics) -> bool:
-    return metrics.get("reward/zero_std_fraction", 0.0) >= 1 or metrics.get("policy/grad_norm", 1.0) == 0
+    return metrics.get("reward/zero_std_fraction", 0.0) >= 1 or not metrics.get("policy/grad_norm")
 
 
 def _all_cut_off(metrics: Metrics, first: Metrics) -> bool:

@@ -13,6 +13,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import LoggedSteps, Tracker
 from specrl.validation.answering import answer, held_out_sets
+from specrl.validation.last_answers import FOLDER, LastAnswers
 from specrl.validation.stopping import best_of
 
 
@@ -42,6 +43,7 @@ class Validation:
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
+        self._last = LastAnswers(engine, stage_dir / FOLDER, ranks.rank)
         self.curve: list[SetScore] = []
         """The scores of all versions that have been validated."""
         self._earlier = LoggedSteps(stage_dir / "logged_scores.json")
@@ -76,7 +78,8 @@ class Validation:
             Whether it is the best so far.
         """
         scores = [
-            answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False)[0] for chosen in self._sets
+            answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False, last=self._last)[0]
+            for chosen in self._sets
         ]
         self._engine.reset_prefix_cache()
         if step > self._earlier.last:

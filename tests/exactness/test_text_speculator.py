@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from specrl.config import Config
-from specrl.config.methods import EAGLE3, METHODS, NGRAM, DraftMethod
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
@@ -29,13 +28,6 @@ WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
 """The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
 CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
 """Prompts are read in pieces, beside requests that decode."""
-BESIDE_TEXT = {
-    "replay": DraftMethod("replay", replays=True),
-    "eagle3": DraftMethod("eagle3+replay", EAGLE3, "drafter", replays=True),
-    "draft_model": DraftMethod("draft_model+replay", {"method": "draft_model"}, "draft_model", replays=True),
-    "ngram": DraftMethod("ngram+replay", NGRAM, replays=True),
-    "mtp": DraftMethod("mtp+replay", {"method": "mtp"}, "policy_layer", replays=True),
-}
 
 
 @dataclass(frozen=True)
@@ -45,14 +37,6 @@ class Stored:
     texts: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
     seeds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     recent: Sequence[list[int]] = ()
-
-
-@pytest.fixture
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a method in the table, for as long as the test runs."""
-    row = BESIDE_TEXT[request.param]
-    monkeypatch.setitem(METHODS, row.name, row)
-    return row.name
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +100,10 @@ def right(counts: Counts, first: int, last: int) -> int:
     [
         ("replay", K, {}),
         ("replay", K, CHUNKED),
-        ("eagle3", 3, {}),
-        ("draft_model", 2, {"async_scheduling": False}),
-        ("ngram", 3, {}),
+        ("eagle3+replay", 3, {}),
+        ("draft_model+replay", 2, {"async_scheduling": False}),
+        ("ngram+replay", 3, {}),
     ],
-    indirect=["method"],
 )
 def test_text_changes_no_token_and_is_compared(
     directories: tuple[Path, Path],
@@ -160,11 +143,10 @@ def test_text_changes_no_token_and_is_compared(
             assert (counts.right == wanted.right).all()
 
 
-@pytest.mark.parametrize("method", ["mtp"], indirect=True)
-def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path, method: str) -> None:
+def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:
     policy = write_mtp_model(tmp_path / "policy", "mimo")
     requests = [request for request in REQUESTS if len(request.prompt_tokens) + request.max_tokens < 120][:40]
-    with running(policy, None, config_of(method, 2, max_length=128)) as engine:
+    with running(policy, None, config_of("mtp+replay", 2, max_length=128)) as engine:
         engine.set_k(0)
         plain = [response.tokens for response in engine.generate(requests).responses]
         engine.set_k(2)

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernel over a flat row, against the attention in plain PyTorch, which CI tests."""
+"""The kernels of GPUs over packed rows, against the attention in plain PyTorch, which CI tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.drafter import attention
+from specrl.training.drafter.attention import Spans, attend
 from specrl.training.megatron.attention.kernel import KERNEL_CAPABILITY, PackedAttention
 
 pytestmark = [
@@ -42,4 +44,24 @@ def test_the_kernel_computes_what_the_plain_attention_does() -> None:
     expected = outputs(plain, [part.float() for part in inputs], batch.segments)
     found = outputs(PackedAttention(SimpleNamespace(params_dtype=torch.bfloat16, **sizes), 1), inputs, batch.segments)
     for mine, reference in zip(found, expected, strict=True):
+        assert float((mine.float() - reference).norm() / reference.norm()) < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 96])
+def test_the_drafters_flash_attention_computes_what_the_plain_attention_does(window: int | None) -> None:
+    """Rows that end their queries before all keys are seen, a window, and three own keys of each query."""
+    spans = Spans((0, 70, 71, 260), (0, 400, 401, 590), torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(260, 8), (590, 2), (590, 2), *[(260, 2)] * 6]
+    inputs = [torch.randn(*shape, 64, device="cuda", generator=generator).bfloat16() for shape in shapes]
+    inputs[0] *= 64**-0.5
+    grad = torch.randn(260, 8, 64, device="cuda", generator=generator)
+
+    def attended(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [part.to(dtype, copy=True).requires_grad_() for part in inputs]
+        found = attend(*leaves[:3], spans, window=window, own_keys=leaves[3:6], own_values=leaves[6:])
+        return [found.detach(), *torch.autograd.grad(found, leaves, grad.to(dtype))]
+
+    assert (attention._kernel_for(inputs[0]), attention._kernel_for(grad)) == (attention._Flash, attention._Plain)
+    for mine, reference in zip(attended(torch.bfloat16), attended(torch.float32), strict=True):
         assert float((mine.float() - reference).norm() / reference.norm()) < 0.02

@@ -6,6 +6,7 @@ Everything is imported once; ranks are forked from there.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.calibration.calibration import CalibrationData, SwitchableLinears, calibrate
+from specrl.training.calibration.calibration import CalibrationData, calibrate
+from specrl.training.calibration.divergence import SwitchableLinears
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 from tests.forks import fork, wait
@@ -44,13 +46,13 @@ def make_model(directory: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def make_batches(seed: int, tokens_per_micro_batch: int = 80) -> list[MicroBatch]:
+def make_batches(seed: int, tokens_per_micro_batch: int = 80, pad_multiple: int = 1) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         TokenSequence(torch.randint(0, VOCAB, (length,), generator=generator).tolist(), 4, index)
         for index, length in enumerate((40, 33, 25, 18))
     ]
-    return pack(sequences, tokens_per_micro_batch)
+    return pack(sequences, tokens_per_micro_batch, pad_multiple)
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,25 +65,26 @@ def measure(model_dir: Path, ranks: Ranks, tensor: int, pipeline: int) -> dict[s
     def policy(fp8: Any, *, trainable: bool) -> Policy:
         return Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, fp8=fp8, trainable=trainable)
 
+    batches = partial(make_batches, pad_multiple=tensor)
     switch = SwitchableLinears()
     frozen = policy(switch, trainable=False)
-    data = CalibrationData(make_batches(1), make_batches(2)[:1], make_batches(3), make_batches(4))
+    data = CalibrationData(batches(1), batches(2)[:1], batches(3), batches(4))
     calibration = calibrate(frozen, switch, data, MAX_KL, ranks)
 
     precision = LinearPrecision(["layers.1.linear_fc2"])
     trained = policy(precision, trainable=True)
-    steps = [trained.train_step(make_batches(5), mean_loss)[0] for _ in range(2)]
+    steps = [trained.train_step(batches(5), mean_loss)[0] for _ in range(2)]
     precision.assert_quantised(trained=True)
     plain = policy(None, trainable=True)
     config = config.model_copy(update={"recompute": True})
     recomputing = policy(None, trainable=True)
     recomputing.kv_observer = KvObserver(recomputing.model, NUM_LAYERS, ranks.device)
-    recomputing.train_step(make_batches(5, 60), mean_loss)  # micro-batches of one sequence and of two
+    recomputing.train_step(batches(5, 60), mean_loss)  # micro-batches of one sequence and of two
     return {
         "kv": recomputing.kv_observer.take(ranks),
         "calibration": calibration,
         "steps": steps,
-        "plain": [plain.train_step(make_batches(5), mean_loss)[0] for _ in range(2)],
+        "plain": [plain.train_step(batches(5), mean_loss)[0] for _ in range(2)],
         "linears": sorted(precision.linears),
     }
 

@@ -140,7 +140,7 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
 def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
     """One rank, from the newest checkpoint to the end."""
     if run.leaves and rank == 0:
-        lifetime.current().leave_by = time.time()
+        lifetime.current().leave_by = time.monotonic()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     ranks = join()

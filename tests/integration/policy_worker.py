@@ -19,6 +19,8 @@ from specrl.config import DrafterConfig, PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
+from specrl.training.checkpoint import checkpoints as checkpointing
+from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
@@ -60,7 +62,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
 """With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
-CONFIG = {"lr": 3e-3, "lr_warmup_steps": 2, "clip_grad": 0.5}
+CONFIG = {"lr": 3e-3, "clip_grad": 0.5}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def my_sequences(policy: Policy) -> list[TokenSequence]:
 
 
 def my_batches(policy: Policy) -> list[MicroBatch]:
-    return pack(my_sequences(policy), 90)
+    return pack(my_sequences(policy), 90, policy.pad_multiple)
 
 
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -181,7 +183,7 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
         result["reference"] = by_response(batches, policy.logprobs(batches, temperature=0.7))
     result["after_reference"] = weights_of(policy)
     policy.save_pretrained(scratch / "saved")
-    alone = [pack([sequence], 1)[0] for sequence in my_sequences(policy)]
+    alone = [pack([sequence], policy.pad_multiple, policy.pad_multiple)[0] for sequence in my_sequences(policy)]
     result["shared"] = sum(batch.num_shared for batch in batches)
     result["gradients"] = [gradients(policy, batches), gradients(policy, alone)]
     return result
@@ -192,7 +194,7 @@ def train_drafter(policy: Policy, as_hidden: bool) -> dict[str, Any]:
     config = DrafterConfig(max_tokens_per_step=90, tokens_per_micro_batch=50)
     drafter = Drafter.create(policy.model_dir, config, torch.arange(0, VOCABULARY - 1, 2), policy.ranks, seed=3)
     spec = replace(drafter.feature_spec, as_hidden=as_hidden)
-    batches = pack(sequences(), 90)
+    batches = pack(sequences(), 90, policy.pad_multiple)
     sampling.MIN_WINDOW = 16  # this process is the test's own
     sample = sampling.sample_sequences(
         [batches], max_tokens=90, tokens_per_micro_batch=50, owners=policy.model_size, seed=1
@@ -227,6 +229,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
     error = fill_disk(checkpoints, interrupted, scratch)
+    other_error = fail_to_write(Checkpoints(scratch, interrupted, Retention(1)), interrupted)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
     assert found is not None
@@ -234,6 +237,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     return {
         "step": found.state.step,
         "full disk": error,
+        "no memory": other_error,
         "kept": sorted(path.name for path in scratch.iterdir() if path.is_dir()),  # unfinished folders, too
         "metrics": (metrics[2:], again),
         "weights": (weights_of(straight), weights_of(resumed)),
@@ -254,6 +258,25 @@ def fill_disk(checkpoints: Checkpoints, policy: Policy, folder: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def fail_to_write(checkpoints: Checkpoints, policy: Policy) -> str:
+    """What a save says for which the last rank has no memory."""
+    write = files.write_blocks
+    if policy.ranks.rank == policy.ranks.world_size - 1:
+        checkpointing.write_blocks = no_memory  # this process is the test's own
+    checkpoints.save(TrainState(3, policy, None))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointing.write_blocks = write
+    return ""
+
+
+def no_memory(*_: Any) -> Any:
+    raise MemoryError("no memory to write with")
 
 
 def run_move(scratch: Path, move: Move, ranks: Ranks) -> dict[str, Any]:

@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrl.artifacts import SetScore
+from specrl.config import SamplingConfig, ValidationSetConfig
+from specrl.data.problems import Prompt
+from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
-from specrl.rollout.engine import Engine, Response
-from specrl.rollout.matched import matched_pair
+from specrl.rollout.engine import Engine, Request, Response
+from specrl.validation.answering import HeldOutSet, answer
+from specrl.validation.last_answers import LastAnswers
+from specrl.validation.matched import matched_pair
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 
 pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(32, seed=5)
 LONGEST = 16
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 Texts = dict[tuple[int, ...], list[list[int]]]
 
 
@@ -109,6 +116,20 @@ def test_what_rollouts_said_is_found_again_by_later_ones_and_by_nothing_else(
     assert REPLAY not in again.stats.by_source
 
 
+def test_responses_draft_from_their_finished_siblings(mixed: Engine, plain: list[Response]) -> None:
+    """Requests that differ in nothing say the same: all that the first ones said is right for those that follow."""
+    mixed.set_replay({})
+    mixed.set_recent([])
+    mixed.set_k(3)
+    longest = max(range(len(REQUESTS)), key=lambda index: len(plain[index].tokens))
+    group = [REQUESTS[longest]] * (mixed.config.engine.max_num_seqs + 4)
+    generation = mixed.generate(group, recall=True)
+    assert tokens(generation.responses) == [plain[longest].tokens] * len(group)
+    assert generation.stats.by_source[REPLAY].num_accepted_tokens > 2 * len(plain[longest].tokens)
+    assert REPLAY not in mixed.generate(group).stats.by_source
+    mixed.set_recent([])
+
+
 def test_a_matched_pair_begins_every_repeat_with_the_text_that_it_is_given(
     mixed: Engine, plain: list[Response], texts: Texts
 ) -> None:
@@ -149,6 +170,29 @@ def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
     assert mixed.stored_for(request) == (3, 0)
     assert mixed.generate([request]).stats.num_accepted_tokens < found.stats.num_accepted_tokens
     mixed.set_replay({})
+
+
+def test_a_validation_drafts_from_the_answers_of_the_one_before_and_of_an_earlier_start(
+    mixed: Engine, tmp_path: Path
+) -> None:
+    config = mixed.config.model_copy(update={"sampling": SamplingConfig(max_response_tokens=48)})
+    prompts = [
+        Prompt(index, "", request.prompt_tokens[:60], "", {}) for index, request in enumerate(mixed_requests(8, seed=6))
+    ]
+    chosen = HeldOutSet("sums", config, prompts, ValidationSetConfig(samples_per_prompt=2))
+    mixed.set_k(3)
+
+    def answers(last: LastAnswers) -> SetScore:
+        return answer(mixed, None, chosen, 0, ALONE, learn=False, last=last)[0]
+
+    last = LastAnswers(mixed, tmp_path, rank=0)
+    first, second = answers(last), answers(last)
+    restarted = answers(LastAnswers(mixed, tmp_path, rank=0))
+    same = {"seconds", "decode_steps_per_token"}
+    assert first.model_dump(exclude=same) == second.model_dump(exclude=same) == restarted.model_dump(exclude=same)
+    assert first.decode_steps_per_token > 0.3 >= second.decode_steps_per_token == restarted.decode_steps_per_token
+    assert answers(LastAnswers(mixed, tmp_path / "new", rank=0)).decode_steps_per_token == first.decode_steps_per_token
+    assert mixed.stored_for(Request(prompts[0].tokens, 0, 1, 1.0)) == (0, 0)
 
 
 def test_a_response_goes_on_where_it_was_stopped(mixed: Engine, plain: list[Response]) -> None:
@@ -226,7 +270,7 @@ def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list
     assert mixed.drafting is not None
     knowledge = (mixed.drafting.costs, mixed.drafting.texts)
     mixed.generate(REQUESTS[:8], recall=True)
-    mixed.drafting.begin(0, [], recall=False, learn=False)  # as the generations that leave no trace do
+    mixed.drafting.begin([], [], recall=False, learn=False)  # as the generations that leave no trace do
     before = pickle.dumps(knowledge)
     for k in (2, None):  # with None, a slow machine may have settled on no drafts
         mixed.set_k(k)

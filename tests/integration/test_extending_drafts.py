@@ -15,11 +15,11 @@ pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(24, seed=8)
 
 
-@pytest.mark.parametrize("method", ["ngram+replay", "ngram8"])
+@pytest.mark.parametrize("method", ["ngram8+replay", "ngram8"])
 def test_the_recipes_draft_and_change_no_token(tmp_path: Path, method: str) -> None:
     write_policy(tmp_path / "policy", policy_weights(0))
     with recipe(tmp_path), running(tmp_path / "policy", None, toy_config(method, 4)) as engine:
-        assert engine.replays == (method == "ngram+replay")
+        assert engine.replays == (method == "ngram8+replay")
         speculative = engine.generate(REQUESTS)
         engine.set_k(0)
         plain = engine.generate(REQUESTS)

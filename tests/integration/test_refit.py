@@ -18,10 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
-from specrl.rollout.exactness import traces
 from specrl.rollout.refit.parity import check_policy
 from specrl.rollout.sampling.near_ties import Noise, compare
 from specrl.rollout.vllm.weights.comparison import assert_policy_is
+from specrl.validation.exactness import traces
 from tests.exactness.engines import logprobs_of, mixed_requests, running, verify_policy
 from tests.exactness.toy import (
     drafter_weights,
@@ -104,7 +104,7 @@ def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
             case.check(policy)
         with pytest.raises(DrafterCollapseError):
             case.engine.verify_drafter(drafter.items())
-        assert case.engine.refit(policy.items(), drafter.items(), version) < 1.5
+        case.engine.refit(policy.items(), drafter.items(), version)
         assert case.engine.version == version
         case.check(policy)
         verify_policy(case.engine, policy.items())
@@ -204,27 +204,6 @@ def test_a_refit_packs_each_layer_that_multiplies_once(case: Case, monkeypatch: 
     assert sorted(packed) == sorted([*linear, "lm_head", "model.embed_tokens"])
     case.check(policy)
     verify_policy(case.engine, policy.items())
-
-
-@pytest.mark.engine
-def test_engines_have_the_same_fingerprint_if_and_only_if_they_hold_the_same_weights(case: Case) -> None:
-    policy = case.policy(9)
-
-    def fingerprint(**changed: Tensor) -> str:
-        weights = policy | changed
-        if case.tied:
-            weights[HEAD] = weights[EMBEDDINGS]
-        case.engine.refit(weights.items(), None, 9)
-        return case.engine.held_policy().fingerprint()
-
-    right = fingerprint()
-    names = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "0.input_layernorm", "model.norm", "embed", HEAD)
-    for name in names:
-        named = next(full for full in sorted(policy) if name in full)
-        moved = policy[named].clone()
-        moved[-1] += 2**-6 * moved[-1].abs().max()
-        assert (fingerprint(**{named: moved}) != right) != (case.tied and named == HEAD), named
-    assert fingerprint() == right
 
 
 @pytest.mark.engine

@@ -11,18 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 import torch
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM
 
 from flows.cli import invoke
 from flows.folder import write_config
 from flows.preflight import check_tracking
 from specrl.artifacts import BestPolicy, TrainResult
-from specrl.config import Config, DataConfig, TrackingConfig
+from specrl.config import Config, DataConfig, ModelConfig, Resources, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
+from specrl.models.tiny import write_tiny_model
+from specrl.report.samples import response_rows
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.export import lineage_tags, register
 from specrl.tracking import (
@@ -41,6 +45,7 @@ from specrl.tracking.sync import Syncing
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}
+TINY = ModelConfig(source="tiny", max_length=64)
 FIRST = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 PATIENCE = [f"{who}_PATIENCE_SECONDS" for who in ("STAGE", "FLOW", "RESUME", "SYNC")]
 SECOND = Ranks(rank=1, world_size=2, local_rank=1, device=torch.device("cpu"))
@@ -283,6 +288,28 @@ def test_a_large_model_is_registered_without_its_weights(runs_dir: Path) -> None
     assert version.tags["specrl.data.training"]
 
 
+def test_a_registered_policy_is_loaded_by_mlflow_with_its_weights_or_from_where_they_are(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in (("small", 4.0), ("big", 1e-6)):
+        config = make_config(runs_dir, name)
+        config = config.model_copy(update={"tracking": TrackingConfig(max_model_gib=limit), "model": TINY})
+        context = stage_of(config, start_parent_run(config))
+        policy = context.stage_dir / "policy"
+        write_tiny_model(config.model, 0, policy)
+        with stage_run(context, FIRST) as tracker:
+            tracker.register_model_version(f"{name}-policy", policy, {})
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(config))
+        pipeline = mlflow.transformers.load_model(f"models:/{name}-policy@best")
+        own = AutoModelForCausalLM.from_pretrained(policy)
+        assert pipeline.model.state_dict().keys() == own.state_dict().keys()
+        assert all(torch.equal(tensor, own.state_dict()[key]) for key, tensor in pipeline.model.state_dict().items())
+        (answer,) = pipeline("12 + 7 =", max_new_tokens=4, do_sample=False)
+        tokens = pipeline.tokenizer("12 + 7 =", return_tensors="pt")
+        wanted = own.generate(**tokens, max_new_tokens=4, do_sample=False)
+        assert answer["generated_text"] == pipeline.tokenizer.decode(wanted[0], skip_special_tokens=True)
+
+
 def test_the_best_policy_is_registered_beside_the_last_where_it_is_another_one(runs_dir: Path) -> None:
     config = make_config(runs_dir, "better-before")
     context = stage_of(config, start_parent_run(config))
@@ -333,6 +360,36 @@ def test_a_stage_logs_the_load_of_its_machine(runs_dir: Path) -> None:
     metrics = only_child(config, parent).data.metrics
     assert metrics["system/system_memory_usage_megabytes"] > 0
     assert {"system/cpu_utilization_percentage", "system/disk_available_megabytes"} <= metrics.keys()
+
+
+def test_a_stage_of_several_nodes_logs_the_load_of_each(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "nodes")
+    config = config.model_copy(update={"resources": Resources(nodes=2, ranks_per_node=2)})
+    context = stage_of(config, start_parent_run(config))
+    ranks = [Ranks(rank, 4, rank % 2, torch.device("cpu")) for rank in range(4)]
+    for rank in ranks[:0:-1]:
+        with stage_run(context, rank):
+            pass
+    assert [path.name for path in (context.stage_dir / "load").iterdir()] == ["1.json"]
+    with stage_run(context, ranks[0]):
+        pass
+    metrics = only_child(config, context.mlflow_run_id).data.metrics
+    assert metrics["system/system_memory_usage_megabytes"] > 0
+    assert metrics["system/node_1/system_memory_usage_megabytes"] > 0
+
+
+def test_responses_are_a_table(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(runs_dir, "table")
+    run_id = start_parent_run(config)
+    write_config(config)
+    for step in range(2):
+        write_one_rollout(config.run_dir / "stages" / "train-0123456789ab" / "rollouts", step)
+    finish_parent_run(config, "FINISHED", responses=response_rows(config.run_dir))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(config))
+    client = client_of(config)
+    table = client.load_table(client.get_run(run_id).info.experiment_id, "responses.json", [run_id])
+    assert table["step"].tolist() == [0, 1]
+    assert (table["response"][0], table["answer"][0], table["num_tokens"][0]) == ("ab", "b", 2)
 
 
 def test_another_run_of_the_experiment_finds_it_made(runs_dir: Path) -> None:

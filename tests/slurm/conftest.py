@@ -38,7 +38,7 @@ def make_run(tmp_path: Path) -> Callable[..., Config]:
                 "runs_dir": str(tmp_path / "runs"),
                 "model": {"source": "tiny"},
                 "resources": {**ranks, "cpus_per_rank": 1, "memory_gib_per_rank": 0.5, "minutes": 5, **resources},
-                "cluster": {"backend": backend},
+                "cluster": {"backend": backend, "ask_seconds": 2},
             }
         )
         write_config(config)

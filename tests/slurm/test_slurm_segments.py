@@ -9,6 +9,7 @@ import pytest
 
 from flows.folder import write_config
 from slurm.environment import snapshot_code
+from slurm.slurm_backend import failed_nodes
 from slurm.submit import attach_or_submit
 from slurm.watch import wait
 from specrl.config import Config
@@ -56,6 +57,8 @@ def test_a_stage_goes_on_whatever_ends_its_job(make_run: MakeRun, monkeypatch: p
     assert set(steps_of(context)) == {str(step) for step in range(300)}
     assert "no sign of life" in job.log(0).read_text()
     assert [event.kind for event in read_events(context.stage_dir)].count("restart") == 5
+    # What a real srun says of the node that was lost, and the heartbeats of the rank that was frozen.
+    assert failed_nodes(context.run_dir) == {"node1": "it was lost", "node2": "a rank on it hung"}
 
 
 def test_a_preemption_with_grace_lets_the_step_finish(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specrl.rollout.drafts.acceptance import DraftOutcome, SourceCounts, SpeculationStats
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats, VerifiedDraft
 
 
 def test_rates_follow_the_projects_conventions() -> None:
@@ -24,9 +24,13 @@ def test_without_drafts_an_iteration_yields_one_token() -> None:
     assert SpeculationStats().acceptance_rate == 0
 
 
+def draft(source: str, drafted: int, accepted: int) -> VerifiedDraft:
+    return VerifiedDraft(seed=0, context=1, drafted=drafted, accepted=accepted, source=source)
+
+
 def test_merging_adds_counters_of_different_k_and_source() -> None:
-    one = SpeculationStats.of([DraftOutcome("drafter", 1, 1)] * 3 + [DraftOutcome("drafter", 1, 0)], decode_steps=5)
-    three = SpeculationStats.of([DraftOutcome("drafter", 3, 3), DraftOutcome("replay", 3, 1)], decode_steps=3)
+    one = SpeculationStats.of([draft("drafter", 1, 1)] * 3 + [draft("drafter", 1, 0)], decode_steps=5)
+    three = SpeculationStats.of([draft("drafter", 3, 3), draft("replay", 3, 1)], decode_steps=3)
     merged = SpeculationStats.merge([one, three])
     assert merged == one + three == three + one
     assert merged == SpeculationStats(

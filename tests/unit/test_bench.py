@@ -111,8 +111,8 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
 def test_methods_are_those_that_the_drafter_of_the_run_allows() -> None:
     eagle = parse_config({"name": "run", "speculation": {"method": "eagle3"}})
     ngram = parse_config({"name": "run", "speculation": {"method": "ngram"}})
-    assert OPTIONS.methods_of(eagle) == ("eagle3", "eagle3+replay", "ngram", "replay")
-    assert OPTIONS.methods_of(ngram) == ("ngram", "replay")
+    assert OPTIONS.methods_of(eagle) == ("eagle3", "eagle3+replay", "ngram", "ngram+replay", "replay")
+    assert OPTIONS.methods_of(ngram) == ("ngram", "ngram+replay", "replay")
     with pytest.raises(ConfigError, match="--methods eagle3: this run has no drafter for it"):
         RolloutOptions(("eagle3",), (1,), (1,), 1, 1).methods_of(ngram)
 

@@ -18,8 +18,7 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.outcome_log import VerifiedDraft, by_length, counters, length_range
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context, length_range
 from specrl.rollout.requests import Generation
 
 
@@ -74,15 +73,17 @@ def test_drafts_are_counted_by_the_length_of_their_context() -> None:
         (32, 63),
         (64, 127),
     ]
-    found = by_length(drafts, lambda draft: draft.context)
+    found = by_context(drafts)
     assert {ends: stats.acceptance_length for ends, stats in found.items()} == {(0, 15): 2.5, (16, 31): 2, (64, 127): 3}
-    assert counters(drafts).acceptance_rate_per_pos == (0.75, 0.5, 0.25)
+    assert SpeculationStats.of(drafts).acceptance_rate_per_pos == (0.75, 0.5, 0.25)
 
 
 def test_rates_and_acceptance_are_compared_round_by_round() -> None:
     def measured(seconds: tuple[float, ...], accepted: int) -> Measurement:
         stats = (
-            counters([VerifiedDraft(1, 5, 3, accepted), VerifiedDraft(2, 5, 3, 3)]) if accepted else SpeculationStats()
+            SpeculationStats.of([VerifiedDraft(1, 5, 3, accepted), VerifiedDraft(2, 5, 3, 3)])
+            if accepted
+            else SpeculationStats()
         )
         return Measurement(None, [[Generation([], stats, took, 20)] for took in seconds])  # type: ignore[arg-type]
 

@@ -19,9 +19,8 @@ from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
-from specrl.rollout.bubbles.share import BubbleShare
+from specrl.rollout.bubbles.share import LEAST_SHARE, BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request
 from specrl.timeline import (
@@ -227,11 +226,11 @@ def test_the_share_of_both_follows_what_is_measured() -> None:
     for step in range(18):
         bubble_share.probed(4.0 + step)
         bubble_share.learn(seconds, stats(replayed=0, drafts=100))
-    assert bubble_share.pregeneration == ControlSettings().least_share
+    assert bubble_share.pregeneration == LEAST_SHARE
     for _ in range(18):
         bubble_share.probed(1.0)  # worse is no gain
         bubble_share.learn(seconds, stats(replayed=300, drafts=100))
-    assert bubble_share.pregeneration == 1 - ControlSettings().least_share
+    assert bubble_share.pregeneration == 1 - LEAST_SHARE
 
 
 def test_a_gain_between_two_probes_counts_for_all_the_training_between_them() -> None:

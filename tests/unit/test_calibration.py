@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,6 @@ from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write
 from specrl.schemas import Rollout
 from specrl.training.calibration.calibration import (
     Calibration,
-    SwitchableLinears,
     calibrate,
     grown_prefix,
     layer_details,
@@ -37,7 +37,7 @@ from specrl.training.calibration.calibration import (
     write_layers,
 )
 from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import KlDivergence
+from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
 from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.calibration.statistics import LayerStatistics, merge
 from specrl.training.megatron.policy import Policy
@@ -281,6 +281,14 @@ def test_the_set_grows_until_other_prompts_agree() -> None:
     assert curve[grown_prefix(20, 100, curve.__getitem__, 0.02)] <= 0.02
     assert grown_prefix(20, 100, lambda count: 1.0, 0.02) == 100
     assert grown_prefix(50, 100, curve.__getitem__, 0.02) == 50
+
+
+def test_a_divergence_that_is_no_number_holds_no_budget() -> None:
+    """Mutation: `kl > budget`, which NaN is not."""
+    curve = [math.nan] * 5 + [0.01] * 5
+    assert grown_prefix(3, 10, curve.__getitem__, 0.02) == 5
+    assert grown_prefix(3, 10, lambda count: math.nan, 0.02) == 10
+    assert smallest_prefix(10, lambda count: math.nan, 0.02) == 10
 
 
 def test_held_out_prompts_are_other_prompts() -> None:

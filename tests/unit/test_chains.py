@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from specrl.config import DrafterConfig
-from specrl.training.drafter import chains, ttt
-from specrl.training.drafter.kinds import layers as draft_layers
+from specrl.training.drafter import attention, chains, ttt
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import feed_context, target_probs
 from specrl.training.features import Features
@@ -55,14 +55,18 @@ def test_parts_are_all_chains_in_order_and_none_is_too_large(
     assert batch.chains_per_row == [8, 3, 5, 1, 29]  # a response of one token has no chain
     parts = list(batch.parts())
     assert [chain for part in parts for chain in range(part.chains.start, part.chains.stop)] == list(range(46))
-    assert len(parts) == {1: 46, 4: 14, 7: 10, 30: 5, 64: 3, 1024: 1}[most]
+    assert len(parts) == -(-46 // most)
     for part in parts:
-        rows, columns, width = part.visible.shape
-        assert rows * columns <= most
-        assert part.places.unique().numel() == len(part.places) == part.chains.stop - part.chains.start
-        seen = part.visible.flatten(0, 1)[part.places]
-        assert torch.equal(seen.sum(1), batch.positions[batch.starts[part.chains]] + 1)
-        assert int(seen.sum(1).max()) == width
+        assert part.size <= most
+        rows = zip(pairwise(part.spans.queries), pairwise(part.spans.keys), strict=True)
+        seen = [
+            part.slots[first : last - (stop - 1 - chain)]
+            for (start, stop), (first, last) in rows
+            for chain in range(start, stop)
+        ]
+        for start, slots in zip(batch.starts[part.chains], seen, strict=True):
+            assert slots[-1] == start and len(slots) == batch.positions[start] + 1
+            assert batch.slot_rows[slots].unique().numel() == 1
     for step, alive in enumerate(batch.alive):
         assert torch.equal(torch.cat([part.alive[step] for part in parts if len(part.alive) > step]), alive)
 
@@ -77,7 +81,7 @@ def test_training_in_parts_gives_the_same_loss_gradients_and_sums(
     assert whole[1].abs().max() > 0
     monkeypatch.setattr(chains, "MAX_CHAINS", most)
     torch.testing.assert_close(trained(drafter, features), whole, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(draft_layers, "MAX_SCORES", 100)
+    monkeypatch.setattr(attention, "MAX_SCORES", 100)
     torch.testing.assert_close(trained(drafter, features), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -129,7 +133,7 @@ def test_a_longer_response_costs_its_slots_but_no_logits(policy_dir: Path, monke
 
     lengths = [300, 600]
     monkeypatch.setattr(chains, "MAX_CHAINS", 64)
-    monkeypatch.setattr(draft_layers, "MAX_SCORES", 64 * 4 * 64)
+    monkeypatch.setattr(attention, "MAX_SCORES", 64 * 4 * 64)
     short, long = (peak(length) for length in lengths)
     monkeypatch.setattr(chains, "MAX_CHAINS", 1024)
     whole_short, whole_long = (peak(length) for length in lengths)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from specrl.lineage.record import Continuation
 from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.files import write_blocks
 from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
 from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut
@@ -188,7 +191,7 @@ def test_without_a_whole_checkpoint_nothing_begins_anew_by_itself(tmp_path: Path
     save_steps(tmp_path, Retention(2), 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"step=00000{step}" / "drafter.safetensors")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole .*put one back from a copy, or remove"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint .*put one back from a copy, or"):
         restored(tmp_path)
     with pytest.raises(CheckpointError, match="is damaged: drafter"):
         load(tmp_path / "step=000002", ToyPolicy(), None)
@@ -249,6 +252,30 @@ def test_the_newest_the_best_and_every_so_manieth_are_kept(tmp_path: Path) -> No
     kept = sorted(int(path.name.removeprefix("step=")) for path in tmp_path.glob("step=*"))
     assert kept == [3, 4, 8, 9, 10]
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 3}
+
+
+def test_the_best_checkpoint_is_marked_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the one before stays marked, and is not removed. Mutation: marking it as it is begun."""
+    save_steps(tmp_path, Retention(1), 1, best=1)
+    policy, written = ToyPolicy(), threading.Event()
+    checkpoints = Checkpoints(tmp_path, policy, Retention(1))
+
+    def write(path: Path, content: list[memoryview]) -> Any:
+        written.wait()
+        return write_blocks(path, content)
+
+    monkeypatch.setattr("specrl.training.checkpoint.checkpoints.write_blocks", write)
+    checkpoints.save(TrainState(2, policy, None))
+    checkpoints.mark_best(2)
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1}
+    written.set()
+    checkpoints.wait()
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 2}
+    checkpoints.mark_best(3)  # which is begun next
+    checkpoints.save(TrainState(3, policy, None))
+    checkpoints.wait()
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 3}
+    assert [path.name for path in tmp_path.glob("step=*")] == ["step=000003"]
 
 
 class PolicyInParts(ToyPolicy):

@@ -156,6 +156,33 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == f"specrl: here: No room; {then}\n"
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.EACCES])
+def test_any_error_of_a_file_system_is_one_line(
+    number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(number, "It says why", "here")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert invoke(["ls"]) == 1
+    assert capsys.readouterr().err == "specrl: here: It says why\n"
+
+
+def test_the_version_and_the_exit_codes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("specrl ")
+    assert invoke(["--help"]) == 0
+    assert "3 stopped by specrl stop" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_folder_of_the_runs_is_named_once_in_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECRL_RUNS_DIR", str(tmp_path / "elsewhere"))
+    assert invoke(["ls"]) == 0
+    assert f"no runs in {tmp_path}/elsewhere" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])
 def test_a_wrong_schedule_is_one_line_before_anything_starts(
     cron: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,10 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["sampling.max_response_tokens=512"], ["sampling.max_response_tokens = 512", "model.max_length = 512"]),
         (["train.samples_per_prompt=1"], ["train.samples_per_prompt", "1", "greater than or equal to 2"]),
         (["policy.tensor_parallel=2"], ["policy.tensor_parallel x policy.pipeline_parallel = 2", "1 ranks"]),
+        (
+            ["engine.batch_invariant=true"],
+            ["engine.batch_invariant = true", "GPUs alone", "gpus_per_rank = 0", "false"],
+        ),
         (["engine.sleep=true"], ["engine.sleep = true", "GPU", "gpus_per_rank = 0", "false"]),
         (["engine.tensor_parallel=2"], ["engine.tensor_parallel = 2", "does not divide", "1 ranks"]),
         (
@@ -114,13 +118,15 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
             ['train.stop_when.metric = "policy/entrpy"', "grpo", "did you mean policy/entropy?"],
         ),
         (
-            ["train.stop_when={metric='policy/clip_fracton', above=1}", "train.loss=gspo"],
+            ["train.stop_when={metric='policy/clip_fracton', above=1}", "train.loss=gspo", "train.updates_per_step=2"],
             ['"policy/clip_fracton"', "gspo", "did you mean policy/clip_fraction?"],
         ),
         (
             ["train.stop_when={metric='spec/acceptance_rate_pos_I', above=1}"],
             ['"spec/acceptance_rate_pos_I"', "spec/acceptance_rate_pos_1"],
         ),
+        (["train.loss=gspo"], ['train.loss = "gspo"', "train.updates_per_step = 1", '"grpo"']),
+        (["train.loss.clip_high=0.4"], ["train.loss.clip_high = 0.4", "train.updates_per_step = 1", "0.28"]),
         (["train.stop_when={metric='reward/mena', above=1}"], ['"reward/mena"', "did you mean reward/mean?"]),
     ],
 )
@@ -229,11 +235,12 @@ def test_an_override_may_contain_an_equals_sign(tmp_path: Path) -> None:
 
 
 def test_an_algorithm_is_a_name_or_a_table_with_options(tmp_path: Path) -> None:
-    train = load_config(write(tmp_path), ["train.correction=icepop", "train.loss.clip_low=0.1"]).train
+    several = "train.updates_per_step=2"
+    train = load_config(write(tmp_path), ["train.correction=icepop", "train.loss.clip_low=0.1", several]).train
     assert str(train.correction) == "icepop (range = [0.5, 5.0])"
     assert train.loss.name == "grpo" and train.loss.options == {"clip_low": 0.1, "clip_high": 0.28}
     table = '[train]\nadvantage = { name = "grpo", normalize_by_std = false }\n'
-    train = load_config(write(tmp_path, f'name = "run"\n{table}'), ["train.loss=gspo"]).train
+    train = load_config(write(tmp_path, f'name = "run"\n{table}'), ["train.loss=gspo", several]).train
     assert train.advantage.options == {"normalize_by_std": False}
     assert train.loss.name == "gspo"
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specrl.rollout.control import ControlSettings
-from specrl.rollout.drafts.cost_model import LENGTHS, Acceptance, CostModel, Seconds, as_schedule, possible_lengths
+from specrl.rollout.drafts.cost_model import (
+    LENGTHS,
+    WORTHWHILE,
+    Acceptance,
+    CostModel,
+    Seconds,
+    possible_lengths,
+)
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN
 
 K, MAX_BATCH = 15, 48
-SETTINGS = ControlSettings()
 RATES = st.floats(0, 1)
 
 
@@ -52,14 +56,6 @@ def test_the_longest_drafts_and_the_drafters_are_among_the_lengths(k: int, draft
     assert list(lengths) == sorted(lengths)
 
 
-@given(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=60))
-def test_a_schedule_says_every_length_in_as_few_ranges_as_possible(lengths: list[int]) -> None:
-    schedule = as_schedule(lengths)
-    assert [k for first, last, k in schedule for _ in range(first, last + 1)] == lengths
-    assert [first for first, *_ in schedule] == [1, *[last + 1 for _, last, _ in schedule[:-1]]]
-    assert all(one[2] != other[2] for one, other in pairwise(schedule))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.floats(1e-3, 1e-1),
@@ -82,13 +78,14 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
     graph_sizes: tuple[int, ...],
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k, graph_sizes)
+    model.acceptance.own_share = 0.5
     model.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
-    lengths = [k for first, last, k in model.schedule() for _ in range(first, last + 1)]
-    for batch, length in enumerate(lengths, 1):
+    for batch in range(1, MAX_BATCH + 1):
+        length = model.best(batch)
         rates = {choice.k: choice.tokens_per_s for choice in model.choices(batch)}
         assert rates[length] >= rates[0]
-        assert rates[length] * (1 + SETTINGS.worthwhile) >= max(rates.values()) * (1 - 1e-9)
-        assert length == 0 or rates[length] > rates[0] * (1 + SETTINGS.worthwhile) * (1 - 1e-9)
+        assert rates[length] * (1 + WORTHWHILE) >= max(rates.values()) * (1 - 1e-9)
+        assert length == 0 or rates[length] > rates[0] * (1 + WORTHWHILE) * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,11 +108,12 @@ def test_nothing_is_drafted_where_nothing_is_accepted_or_no_text_is_found() -> N
     for counts in (counts_of({DRAFTERS: 0.0}, 2000), counts_of({NOTHING: 0.0}, 5000)):
         model = model_of(1e-2, 1e-4, 1e-4, 3)
         model.learn(counts)
-        assert model.schedule() == [(1, MAX_BATCH, 0)]
+        assert {model.best(batch) for batch in range(1, MAX_BATCH + 1)} == {0}
 
 
 def test_text_of_the_own_seed_is_drafted_as_far_as_rows_are_free() -> None:
     model = model_of(1e-2, 1e-3, 0.0, 0)
+    model.acceptance.own_share = 1.0
     model.learn(counts_of({OWN: 0.99}, 2000))
     lengths = [model.best(batch) for batch in range(1, MAX_BATCH + 1)]
     assert lengths[0] == K > lengths[-1]
@@ -169,7 +167,7 @@ def test_drafts_that_turn_out_to_be_slow_are_left() -> None:
 
 
 def test_new_drafts_outweigh_old_ones_after_a_refit() -> None:
-    acceptance = Acceptance(K, 3, SETTINGS)
+    acceptance = Acceptance(K, 3)
     acceptance.learn(counts_of({DRAFTERS: 0.9}, 5000))
     assert acceptance.by_position()[DRAFTERS, 0] == pytest.approx(0.9, abs=0.01)
     acceptance.fade()
@@ -178,7 +176,7 @@ def test_new_drafts_outweigh_old_ones_after_a_refit() -> None:
 
 
 def test_the_drafter_brings_nothing_beyond_its_own_length() -> None:
-    acceptance = Acceptance(K, 3, SETTINGS)
+    acceptance = Acceptance(K, 3)
     accepted = acceptance.accepted()
     assert (accepted[3:, DRAFTERS] == accepted[3, DRAFTERS]).all()
     assert (np.diff(accepted[:, OWN]) > 0).all()

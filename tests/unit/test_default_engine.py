@@ -21,7 +21,7 @@ from specrl.rollout.vllm.default_engine import (
     default_environment,
     engine_devices,
 )
-from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 from specrl.rollout.vllm.recorder import rate_for
 
 
@@ -41,10 +41,18 @@ def test_its_processes_find_no_llvmlite_when_they_start() -> None:
 
 
 def test_its_environment_is_the_users() -> None:
-    ours = {**ENVIRONMENT, **KERNELS, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "HOME": "/home/me"}
+    ours = {
+        **ENVIRONMENT,
+        **KERNELS,
+        BATCH_INVARIANT: "1",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "here",
+        "HOME": "/home/me",
+    }
     theirs = default_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
-    assert not KERNELS.keys() & set(theirs)
+    assert not {*KERNELS, BATCH_INVARIANT} & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
     chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands

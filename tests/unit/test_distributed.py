@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+from specrl.config import ClusterConfig
 from specrl.distributed.ranks import KERNELS
 
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -25,6 +26,30 @@ def test_a_group_formed_without_the_environment_is_joined_and_told_to_vllm() -> 
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.split() == ["0", "1", "0", "1", "0"], done.stderr
+
+
+LIMITS = """
+import torch
+import torch.distributed as dist
+from specrl.distributed import join
+from specrl.training.megatron import parallel
+from megatron.core import parallel_state
+
+join()
+parallel.set_up(1, 1, 1, 0)
+for group in (dist.group.WORLD, parallel_state.get_data_parallel_group()):
+    print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+"""
+
+
+def test_ranks_wait_for_each_other_longer_than_any_limit_of_the_job() -> None:
+    """What ends a hang is the job's own limit. Mutation: gloo's half hour, below `cluster.start_minutes`."""
+    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+    command = [sys.executable, "-c", LIMITS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    limit = 60 * ClusterConfig().start_minutes
+    assert [float(seconds) > 24 * limit for seconds in done.stdout.split()] == [True, True]
 
 
 SHAPES = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import sqlite3
 import stat
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specrl.checks import Check, gpu
+from flows.preflight import _shared_databases
+from specrl.checks import Check, file_systems, gpu
+from specrl.config import parse_config
 from specrl.report import doctor
 from specrl.report.doctor import machine, packages, services
 
@@ -154,3 +157,65 @@ def test_the_table_is_plain_when_piped_and_only_failures_set_the_exit_code() -> 
     assert "b: make [b]" in text.getvalue()
     assert doctor.exit_code(found) == 0
     assert doctor.exit_code([*found, Check("c", "fail", "3", "fix")]) == 1
+
+
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table of mounts, with one for the folder `a b`."""
+    table, folder = tmp_path / "mountinfo", tmp_path / "a b"
+    folder.mkdir()
+    point = str(folder).replace(" ", "\\040")
+
+    def mount(kind: str) -> None:
+        table.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {point} rw shared:1 - {kind} host:/x rw\n")
+
+    monkeypatch.setattr(file_systems, "MOUNTS", table)
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "node"))
+    monkeypatch.delenv("PREFECT_HOME", raising=False)
+    mount("nfs4")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "fuse.glusterfs", "wekafs", "cifs", "ceph"]
+)
+def test_no_database_lies_where_several_hosts_write_it(kind: str, mounts: Path) -> None:
+    table = file_systems.MOUNTS
+    table.write_text(table.read_text().replace("nfs4", kind))
+    assert machine.check_locks(mounts / "runs").found == f"{kind}, which several hosts share"
+    assert services.check_prefect_home(mounts / "runs").found == str(mounts.parent / "node" / "specrl" / "prefect")
+    told = services.check_mlflow(mounts / "runs", None)
+    assert (told.status, told.found) == (
+        "warn",
+        f"MLflow's {mounts}/runs/mlflow.db lies on {kind}, where several hosts damage it",
+    )
+    assert told.fix.startswith("set tracking.uri = the address of an MLflow server")
+    assert file_systems.shared_database(mounts, f"sqlite:///{mounts.parent}/mlflow.db") is None
+    assert file_systems.shared_database(mounts, "http://127.0.0.1:5000") is None
+
+
+def test_a_home_of_prefect_that_somebody_has_put_on_a_shared_file_system_is_named(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(mounts / "home"))
+    told = services.check_prefect_home(mounts / "runs")
+    assert (told.status, told.fix) == ("warn", "unset PREFECT_HOME, or name a folder of this machine")
+
+
+def test_a_file_system_without_locks_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.check_locks(tmp_path / "runs").status == "ok"
+
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert machine.check_locks(tmp_path / "runs").status == "fail"
+
+
+def test_a_run_on_a_cluster_says_once_what_to_set(mounts: Path, tmp_path: Path) -> None:
+    values = {"name": "x", "runs_dir": str(mounts / "runs"), "model": {"source": "tiny"}}
+    assert _shared_databases(parse_config(values)) == []
+    [line] = _shared_databases(parse_config({**values, "cluster": {"backend": "slurm"}}))
+    assert line.startswith(
+        f"MLflow's {mounts}/runs/mlflow.db lies on nfs4, where several hosts damage it: set tracking."
+    )

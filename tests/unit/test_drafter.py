@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.processes import free_port
-from specrl.training.drafter import ttt
+from specrl.training.drafter import attention, ttt
 from specrl.training.drafter.chains import ChainBatch, pack_chains
-from specrl.training.drafter.kinds import layers as draft_layers
 from specrl.training.drafter.kinds.eagle3 import Eagle3Shape, feature_layers
 from specrl.training.drafter.trainer import Drafter, choose_draft_vocabulary, count_tokens, schedule
 from specrl.training.drafter.ttt import Objective, Tally, feed_context, metrics_from_sums, train_chains
@@ -148,7 +148,7 @@ def test_chunked_attention_gives_the_same_loss_and_gradients(policy_dir: Path, m
     enlarge(drafter)
     features = make_features(drafter, [(3, 9), (7, 4)])
     whole = trained(drafter, features)
-    monkeypatch.setattr(draft_layers, "MAX_SCORES", 200)
+    monkeypatch.setattr(attention, "MAX_SCORES", 200)
     torch.testing.assert_close(trained(drafter, features), whole)
 
 
@@ -292,6 +292,17 @@ def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> Non
     assert metrics["loss"] == 0
     assert metrics["acceptance_length"] == 1
     assert drafter.update([], lr=1e-3)["loss"] == 0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(policy_dir: Path) -> None:
+    """Mutation: `norm > clip_grad` alone, which NaN is not."""
+    drafter = make_drafter(policy_dir)
+    before = {name: tensor.clone() for name, tensor in drafter.model.state_dict().items()}
+    drafter._loss = lambda logits, target: (logits.sum(-1), logits * math.nan)
+    with pytest.raises(FloatingPointError, match="the norm of the drafter's gradient is nan"):
+        drafter.update([make_features(drafter, [(3, 4)])], lr=1e-3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.model.state_dict().items())
+    assert not drafter.optimizer.state
 
 
 def assert_equal_state(left: dict[str, Any], right: dict[str, Any]) -> None:

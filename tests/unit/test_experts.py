@@ -28,8 +28,9 @@ from specrl.precision.recipe import (
     write_recipe,
 )
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.calibration.calibration import SwitchableLinears, calibrate, layer_details, recipe_from
+from specrl.training.calibration.calibration import calibrate, layer_details, recipe_from
 from specrl.training.calibration.data import calibration_data
+from specrl.training.calibration.divergence import SwitchableLinears
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy

@@ -15,10 +15,13 @@ from specrl.checks.gpu import (
     GpuFacts,
     GpuNeeds,
     as_version,
+    check_nvcc,
     check_without_driver,
+    compile_problem,
     cuda_of_build,
     gather_facts,
     gpu_checks,
+    own_cuda_home,
 )
 from specrl.config import Config, StageName, parse_config
 from specrl.context import StageContext
@@ -70,6 +73,10 @@ def test_a_gpu_that_can_do_it_all_passes() -> None:
         ({"transformer_engine": None}, "Transformer Engine: not installed"),
         ({"transformer_engine_problem": "undefined symbol: _ZN3c10"}, "cannot be imported: undefined symbol"),
         ({"nvcc": None}, "nvcc: none, to compile DeepGEMM's FP8 kernels; make env"),
+        (
+            {"compile_problem": "error: headers are incompatible"},
+            "nvcc: 13.0 cannot compile DeepGEMM's FP8 kernels: error: headers are incompatible; unset CUDA_HOME",
+        ),
         ({"nvcc": (12, 4)}, "nvcc: 12.4, for DeepGEMM's FP8 kernels; set CUDA_HOME to a CUDA toolkit 12.9 or newer"),
     ],
 )
@@ -169,3 +176,50 @@ def test_a_rank_learns_from_its_context_what_the_plan_counts(tmp_path: Path) -> 
     context = StageContext(Config(name="run"), "train", "train-0", tmp_path, {}, "", device_bytes=3 * 2**30)
     context.save(tmp_path / "context.json")
     assert StageContext.load(tmp_path / "context.json").device_bytes == 3 * 2**30
+
+
+def compiler(path: Path, release: str, words: str = "") -> None:
+    """A program that says which release it is, and compiles unless it has words against it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = f'if [ "$1" = --version ]; then echo "Cuda compilation tools, release {release}, V"; exit 0; fi'
+    path.write_text(f"#!/bin/sh\n{text}\n{f'echo {words} >&2; exit 2' if words else 'exit 0'}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("site", "own", "home", "status"),
+    [
+        (None, None, None, "fail"),
+        (None, "13.0", "own", "ok"),
+        ("13.0", "13.0", None, "ok"),
+        ("12.4", "13.0", "own", "ok"),
+        ("12.9", "13.0", "own", "ok"),
+        ("12.4", None, None, "fail"),
+    ],
+)
+def test_fp8_has_a_compiler_that_fits_or_the_job_ends(
+    site: str | None, own: str | None, home: str | None, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/site:/usr/bin:/bin")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "packages"))
+    monkeypatch.setattr("specrl.checks.gpu._version", {"torch": "2.13.0+cu130"}.get)
+    monkeypatch.setattr("specrl.checks.gpu.SYSTEM_CUDA", str(tmp_path / "none"))
+    if site is not None:
+        compiler(tmp_path / "site" / "nvcc", site)
+    if own is not None:
+        compiler(tmp_path / "packages" / "nvidia" / "cu13" / "bin" / "nvcc", own)
+    found = own_cuda_home()
+    assert found == (str(tmp_path / "packages" / "nvidia" / "cu13") if home else None)
+    before = check_nvcc(gather_facts(use_torch=False), NEEDS)
+    monkeypatch.setenv("CUDA_HOME", found or "")  # as a rank does
+    assert (before.status, check_nvcc(gather_facts(use_torch=False), NEEDS).status) == (status, status)
+
+
+def test_a_compiler_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
+    compiler(tmp_path / "works", "13.0")
+    compiler(tmp_path / "fails", "13.0", "'cicc: error: not found'")
+    assert compile_problem(str(tmp_path / "works"), (9, 0)) is None
+    assert compile_problem(str(tmp_path / "fails"), (9, 0)) == "cicc: error: not found"
+    assert "No such file" in str(compile_problem(str(tmp_path / "absent"), (9, 0)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from specrl.config import STAGES, Config, StageName, parse_config
-from specrl.keys import INPUTS, SECTIONS, code_digest, import_source, run_keys
+from specrl.keys import INPUTS, SECTIONS, code_digest, import_source, model_fingerprint, run_keys
 
 NO_CONTENT = {"name", "runs_dir", "resources", "stage_resources", "cluster", "tracking"}
 """The sections that say where and how a stage runs and not what it computes."""
@@ -124,3 +125,24 @@ def test_the_code_digest_sees_edits_renames_and_new_files_of_stages_alone(tmp_pa
     (tmp_path / "report" / "d.py").write_text("")
     (tmp_path / "notes.txt").write_text("")
     assert code_digest(tmp_path) == digests[-1]
+
+
+def test_a_copy_of_a_model_is_the_same_model_and_another_version_of_its_weights_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    before = model_fingerprint(str(folder))
+    os.utime(folder / "model.safetensors", (1, 1))
+    (folder / "README.md").write_text("another word")
+    (folder / ".gitattributes").write_text("x")
+    assert model_fingerprint(str(folder)) == before
+    for place in (10, 3 * 2**20 - 1):
+        changed = bytearray(3 * 2**20)
+        changed[place] = 1
+        (folder / "model.safetensors").write_bytes(changed)
+        assert model_fingerprint(str(folder)) != before
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    (folder / "config.json").write_text("[]")
+    assert model_fingerprint(str(folder)) != before
+    assert model_fingerprint("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"

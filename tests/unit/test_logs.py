@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 KILLED = """
 import os, signal
@@ -55,3 +56,25 @@ def test_a_phase_that_raises_says_so_even_where_only_errors_are_logged() -> None
     assert code == 1
     assert re.search(r"ERROR   rank 1  export of the drafter failed after \d+\.\d s: FloatingPointError$", lines[0])
     assert lines[1].startswith("Traceback")
+
+
+ROTATES = """
+import os, sys
+from specrl import logs
+for number in range(3):
+    print("x" * 1000, file=sys.stderr)
+    logs.rotate(500)
+    logs.rotate(500)
+    print("line", number, file=sys.stderr, flush=True)
+"""
+
+
+def test_a_long_log_begins_anew_and_the_lines_before_lie_beside_it(tmp_path: Path) -> None:
+    log = tmp_path / "7_0_log.out"
+    for mode, begins_anew in (("ab", True), ("wb", False)):  # nobody else may write at a place of his own
+        with log.open(mode) as file:
+            subprocess.run([sys.executable, "-c", ROTATES], stderr=file, check=True)
+        assert (log.read_text() == "line 2\n") == begins_anew
+        log.unlink()
+    assert (tmp_path / "7_0_log.out.1").read_text() == "line 1\n" + "x" * 1000 + "\n"
+    subprocess.run([sys.executable, "-c", ROTATES], stderr=subprocess.PIPE, check=True)  # as on a terminal

@@ -98,3 +98,14 @@ def test_a_loss_returns_the_metrics_that_it_names(name: str) -> None:
     values = torch.zeros(1, 3)
     _, metrics = LOSSES.function(chosen)(LossInputs(values, values, values, MASK))
     assert tuple(metrics) == LOSSES.metrics_of(chosen)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_ratio_beyond_all_numbers_leaves_the_gradient_finite(name: str) -> None:
+    """Mutation: `exp` of the log-ratio as it is, whose gradient behind the clip is infinity times 0."""
+    config = TrainConfig.model_validate({"loss": name, "updates_per_step": 2})
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    inputs = LossInputs(logprobs, torch.full((1, 2), -101.0), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    loss, _ = LOSSES.function(config.loss)(inputs)
+    loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()

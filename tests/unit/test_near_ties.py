@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.exactness import Exactness, ExactnessError, Parity
 from specrl.rollout.sampling.near_ties import Noise, Pick, compare, measure_noise, worst
+from specrl.validation.exactness import Exactness, ExactnessError, Parity
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
 LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specrl.rollout.sampling import inverse_cdf as sampling
-from specrl.rollout.sampling import nucleus
 from specrl.rollout.sampling.inverse_cdf import pick, weights
 
 JUST_BELOW_ONE = 1 - 2.0**-24
@@ -86,25 +85,9 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 4.0, 9.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (700, 0.9), (2000, 1.0), (2000, 0.99)])
 def test_nuclei_of_any_size_are_found(scale: float, top_k: int, top_p: float) -> None:
-    """From a handful of tokens to more than are ever sorted at once."""
     logits = torch.randn(6, 20_000, generator=torch.Generator().manual_seed(6)) * scale
     settings = torch.ones(6), torch.full((6,), top_k), torch.full((6,), top_p)
     assert torch.equal(weights(logits, *settings), reference(logits, *settings))
-
-
-def test_the_whole_vocabulary_is_sorted_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorted_whole: list[int] = []
-    by_rank = nucleus._by_rank
-
-    def counted(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        if ranks == logits.shape[1]:
-            sorted_whole.append(len(logits))
-        return by_rank(logits, weights, top_k, top_p, ranks)
-
-    monkeypatch.setattr(nucleus, "_by_rank", counted)
-    logits = torch.randn(200, 20_000, generator=torch.Generator().manual_seed(7)) * 5
-    weights(logits, torch.ones(200), torch.zeros(200, dtype=torch.int64), torch.full((200,), 0.9))
-    assert sum(sorted_whole) < 20
 
 
 def test_the_size_of_a_piece_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from specrl.config import Config
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.refit.parity import check_moved_on
 from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
-from specrl.rollout.requests import SequenceScore
 from specrl.schemas import Rollout, write_rollouts
 from specrl.training.batches import MicroBatch
 
@@ -72,44 +71,6 @@ def test_the_trainers_share_the_sequences_of_the_probe() -> None:
     found = probe._trainer_logprobs(trainer(0), [None] * 3)
     assert scored == [1, 0, 2]
     assert found == [pytest.approx([-0.1 * token for token in tokens[1:]]) for tokens in sequences]
-
-
-def scored_by(prints: list[str], rank: int, *, engine_size: int = 1, may_share: bool = True) -> list[list[int]]:
-    """Return the sequences that the engine of a rank scores when all ranks have these fingerprints."""
-    asked: list[list[int]] = []
-
-    def score(sequences: list[list[int]]) -> list[SequenceScore]:
-        asked.extend(sequences)
-        return [SequenceScore([float(-token) for token in tokens[1:]]) for tokens in sequences]
-
-    def gather(value: Any) -> list[Any]:
-        return prints if isinstance(value, str) else [{i: SequenceScore([float(i)]) for i in range(4)}]
-
-    sections = {"resources": {"ranks_per_node": 2}, "engine": {"tensor_parallel": engine_size}}
-    config = Config.model_validate({"name": "probe", **sections})
-    engine: Any = SimpleNamespace(score=score, is_first=rank % engine_size == 0)
-    ranks: Any = SimpleNamespace(rank=rank, world_size=len(prints), gather=gather)
-    held: Any = SimpleNamespace(fingerprint=lambda: prints[rank])
-    found = RefitProbe([[0, 1], [0, 2], [0, 3], [0, 4]], config)._engine_scores(
-        engine, ranks, held, may_share=may_share
-    )
-    expected = [[-tokens[1]] if tokens in asked else [i] for i, tokens in enumerate([[0, 1], [0, 2], [0, 3], [0, 4]])]
-    assert [score.logprobs for score in found] == expected
-    return asked
-
-
-def test_engines_with_the_same_fingerprint_share_the_sequences_of_the_probe() -> None:
-    assert [scored_by(["a", "a"], rank) for rank in range(2)] == [[[0, 1], [0, 3]], [[0, 2], [0, 4]]]
-    assert [len(scored_by(["a"] * 3, rank)) for rank in range(3)] == [2, 1, 1]
-    assert scored_by(["a"] * 6, 5) == [[0, 2]], "an engine beyond the number of sequences scores one as well"
-    assert scored_by(["a", "b", "a", "b"], 3, engine_size=2) == [[0, 2], [0, 4]], "ranks of an engine hold other parts"
-
-
-def test_every_engine_is_compared_on_the_whole_probe_unless_all_are_known_to_hold_the_same() -> None:
-    assert len(scored_by(["a", "b"], 0)) == len(scored_by(["a", "b"], 1)) == 4
-    assert len(scored_by(["a", "b", "a", "a"], 3, engine_size=2)) == 4
-    assert len(scored_by(["a", "a"], 0, may_share=False)) == 4
-    assert len(scored_by(["a"], 0)) == 4
 
 
 def test_the_probe_has_the_end_of_one_response_to_each_prompt(tmp_path: Path) -> None:

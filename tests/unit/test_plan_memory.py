@@ -25,8 +25,7 @@ from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.data import KL_POSITIONS
-from specrl.training.drafter import chains
-from specrl.training.drafter.kinds import layers as draft_layers
+from specrl.training.drafter import attention, chains
 from specrl.training.drafter.kinds.mtp import Mtp, mtp_shape
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
@@ -178,7 +177,7 @@ def test_planned_drafter_activations_are_what_training_allocates(
 ) -> None:
     monkeypatch.setattr(chains, "MAX_CHAINS", length // parts)
     monkeypatch.setattr(memory, "DRAFTER_CHAINS", length // parts)
-    monkeypatch.setattr(draft_layers, "MAX_SCORES", scores)
+    monkeypatch.setattr(attention, "MAX_SCORES", scores)
     monkeypatch.setattr(memory, "DRAFTER_SCORES", scores)
     shape = ModelShape(LLAMA, 4, hidden, 2 * hidden, 4, 2, hidden // 4, 5000, False, length)
     config = parse_config(
@@ -204,7 +203,7 @@ def test_planned_drafter_activations_are_what_training_allocates(
 
 def test_the_plan_and_the_drafters_training_have_the_same_bounds() -> None:
     assert memory.DRAFTER_CHAINS == chains.MAX_CHAINS
-    assert memory.DRAFTER_SCORES == draft_layers.MAX_SCORES
+    assert memory.DRAFTER_SCORES == attention.MAX_SCORES
 
 
 def test_the_plan_and_the_calibration_have_the_same_bounds() -> None:

@@ -210,7 +210,7 @@ def test_the_stage_goes_on_with_its_responses_and_in_the_middle_of_the_training(
 def test_padded_lengths_are_what_the_policy_asks_for(
     policy_dir: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With sequence parallelism, which comes with experts at TP > 1, they are divided among the ranks."""
+    """With sequence parallelism, which comes with tensor parallelism, they are divided among the ranks."""
     write_result(tmp_path / "prepare", PrepareResult(policy_dir=policy_dir, seconds=1))
     config = parse_config({"name": "run", "model": {"dtype": "float32"}, "speculation": {"method": "eagle3"}})
     context = StageContext(config, "pretrain", "name", tmp_path / "name", {"prepare": tmp_path / "prepare"}, "")

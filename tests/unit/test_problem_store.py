@@ -17,11 +17,11 @@ import pytest
 
 from specrl.config import Config, GeneratorConfig, parse_config
 from specrl.data import store
+from specrl.data.drawing_ahead import STEPS_AHEAD, DrawingAhead
 from specrl.data.generators import GeneratorMixture, make_generator
 from specrl.data.problems import Problem, Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.drawing_ahead import STEPS_AHEAD, DrawingAhead
 
 TOKENIZER = character_tokenizer(512)
 QUICK = {"name": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 3}}

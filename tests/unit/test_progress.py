@@ -45,3 +45,11 @@ def test_progress_is_said_with_unit_message_and_time_left() -> None:
     assert words(state) == "2/8 step  reward 0.50  ETA 1:00"
     assert words(ProgressState(8, 8, "", "step", 0.0, 0, 20.0)) == "8/8 step"
     assert clock(3725) == "1:02:05"
+
+
+def test_a_disk_that_is_full_ends_no_stage_because_of_its_progress(tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    with Progress(folder) as progress:
+        folder.write_text("")  # so that nothing can be written there, whoever runs this
+        progress.update(2, 2)
+    assert read_progress(folder) is None

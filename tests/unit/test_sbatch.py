@@ -128,7 +128,10 @@ def test_a_site_that_refuses_the_option_for_memory_gets_none(tmp_path: Path) -> 
     assert [option for option in script(asking)[0] if option.startswith("mem")] == ["mem=10240M"]
     assert script(silent)[0] == script(asking)[0] - {"mem=10240M"}
     assert "--mem" not in describe(silent, "train") and "--mem=10240M" in describe(asking, "train")
-    killed, job = State("ended", "OUT_OF_MEMORY", failed=True, cause="memory"), SlurmJob("7", tmp_path, attached=False)
+    killed, job = (
+        State("ended", "OUT_OF_MEMORY", failed=True, reason="out of memory"),
+        SlurmJob("7", tmp_path, attached=False),
+    )
     lines = [
         explain(job, StageContext(config, "train", "train-0", tmp_path, {}, ""), killed) for config in (asking, silent)
     ]

@@ -119,7 +119,7 @@ def test_acceptance_goes_on_falling_beyond_the_known_positions() -> None:
 def test_a_configuration_is_simulated_with_its_own_layout() -> None:
     config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
     model = model_of(config, hardware_of(config, None))
-    assert (model.engine.hardware.name, model.gpus, model.engine.gpus, model.most_running) == ("H100", 8, 1, 40)
+    assert (model.engine.hardware.name, model.gpus, model.engine.gpus, model.most_running) == ("H100", 8, 1, 56)
     found = {choice.name: choice for choice in choices(replace(model, workload=step().workload), ACCEPTANCE)}
     assert found["plain"].step_speedup == 1.0
     assert 1 < found["k = 3"].step_speedup < found["k = 3"].generation_speedup < acceptance_length(ACCEPTANCE, 3)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from typing import Any
 import pytest
 
 from flows.server import PrefectServer, _answers
-from slurm import submit
+from slurm import queue, slurm_backend, submit
 from slurm.backend import JobError, JobKey, SilentSchedulerError, StoppedError
 from slurm.failures import explain, is_of_connection, is_of_port
 from slurm.slurm_backend import SlurmBackend, SlurmJob
 from slurm.submit import attach_or_submit
 from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
+from specrl.events import read_events
+from specrl.lifetime.segments import Reason, add_to_segment, begin_segment
 from specrl.processes import PORTS, port_of, reach_loopback
 from tasks.run import begin
 
@@ -38,6 +41,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm_backend, "PRESENT_SECONDS", 0)  # a list of jobs is never old
     program(folder, "srun", "exit 0")
     program(folder, "squeue", f"env >> {folder}/seen; [ ! -e {folder}/queue ] || cat {folder}/queue")
     program(folder, "sbatch", f'cp "$1" {folder}/script; env > {folder}/given; echo Submitted batch job 4711')
@@ -169,7 +173,9 @@ def test_an_unanswered_submission_is_looked_up_before_it_is_made_again(
 ) -> None:
     monkeypatch.setattr(submit, "UNCERTAIN_SECONDS", 0.1)
     fails = f'echo x >> {programs}/calls; echo "{TIMEOUT}" >&2'
-    program(programs, "sbatch", f"{fails}; echo 4711 > {programs}/queue; exit 1")  # it was queued all the same
+    row = f"4711|PENDING|Priority|{JobKey(configured(tmp_path), 'prepare-abc123').job_name}"
+    # It was queued all the same.
+    program(programs, "sbatch", f"{fails}; echo '{row}' > {programs}/queue; exit 1")
     job = attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
     assert job is not None and (job.job_id, job.attached) == ("4711", True)
     assert (programs / "calls").read_text() == "x\n"
@@ -203,6 +209,80 @@ def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
     program(programs, "sbatch", 'echo "sbatch: error: invalid account or partition specified" >&2; exit 1')
     with pytest.raises(JobError, match="Slurm refuses the job: invalid account"):
         attach_or_submit(context_of(config), "m:f", Path("/code"))
+
+
+def test_one_squeue_is_for_all_jobs_of_a_user_and_all_flows_on_a_host(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_backend, "PRESENT_SECONDS", 10)
+    rows = "".join(f"{number}|RUNNING|None|train-{number}\\n" for number in range(20))
+    program(programs, "squeue", f'echo x >> {programs}/calls; printf "{rows}"')
+    jobs = [SlurmJob(str(number), tmp_path, attached=True, ask_seconds=60) for number in range(20)]
+    assert [job.state().phase for job in jobs] == ["running"] * 20
+    text = (
+        "from pathlib import Path; from slurm.slurm_backend import SlurmJob\n"
+        "print(SlurmJob('7', Path('x'), attached=True).state().phase)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "running\n"
+    assert (programs / "calls").read_text() == "x\n"
+    jobs[0].state()  # who asks again soon wants to know it soon
+    assert (programs / "calls").read_text() == "x\nx\n"
+    queue.forget()
+    queue.listed(60)
+    assert (programs / "calls").read_text() == "x\nx\nx\n"
+
+
+def test_a_list_of_the_future_is_none_since_the_clock_was_set_back(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(programs, "squeue", 'echo "7|RUNNING|None|x"')
+    queue.listed(60)
+    program(programs, "squeue", 'echo "8|RUNNING|None|x"')
+    now = time.time()
+    monkeypatch.setattr("slurm.queue.time.time", lambda: now - 3600)
+    assert [job.job_id for job in queue.listed(60)] == ["8"]
+
+
+def ended(stage_dir: Path, reason: Reason, log: str = "", ended_ago: float = 60, **more: str) -> None:
+    """A segment of job 4710 that has ended, whose log has these words."""
+    number = begin_segment(stage_dir, "4710", "gpu1").number
+    add_to_segment(stage_dir, number, reason=reason, ended=time.time() - ended_ago, **more)
+    jobs = stage_dir.parents[1] / "jobs" / stage_dir.name
+    jobs.mkdir(parents=True, exist_ok=True)
+    (jobs / "4710_0_log.out").write_text(log)
+
+
+@pytest.mark.parametrize(
+    ("segment", "nodes"),
+    [
+        ({"reason": "node lost", "log": "step 3\nsrun: error: Node failure on gpu7\n"}, "gpu7"),
+        ({"reason": "node lost"}, "gpu1"),  # with srun
+        ({"reason": "hang", "failed_node": "gpu3"}, "gpu3"),
+        ({"reason": "node lost", "ended_ago": 25 * 3600}, None),
+        ({"reason": "walltime"}, None),
+    ],
+    ids=["another", "first", "hang", "long-ago", "walltime"],
+)
+def test_a_node_that_has_failed_is_left_out_for_a_day(
+    segment: dict[str, Any], nodes: str | None, programs: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, sbatch={"exclude": "gpu9"})
+    ended(config.run_dir / "stages" / "pretrain-0", **segment)
+    (option,) = [line for line in submitted(config, programs) if line.startswith("--exclude=")]
+    assert option == f"--exclude=gpu9,{nodes}" if nodes else option == "--exclude=gpu9"
+    events = read_events(config.run_dir / "stages" / "p")
+    assert [(event.kind, event.text.split()[0]) for event in events] == ([("node", nodes)] if nodes else [])
+
+
+def test_where_too_few_nodes_are_left_none_is_left_out(programs: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    ended(config.run_dir / "stages" / "p", "node lost")
+    text = "Batch job submission failed: Requested node configuration is not available"
+    refuse = f'if grep -q exclude "$1"; then echo "sbatch: error: {text}" >&2; exit 1; fi'
+    program(programs, "sbatch", f'{refuse}; cp "$1" {programs}/script; echo Submitted batch job 4711')
+    assert not any("exclude" in line for line in submitted(config, programs))
+    assert read_events(config.run_dir / "stages" / "p") == []
 
 
 def test_ports_of_jobs_are_none_that_the_kernel_gives_away_and_change_with_every_start() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
 import pytest
 
 from slurm.backend import JobPlace, StageRequest
+from slurm.failures import first_error
 from slurm.local.backend import LocalBackend
-from slurm.local.controller import END_AT
+from slurm.local.controller import END_AT, JOB_ID
 from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
 from specrl.config import parse_config
 from specrl.context import StageContext
@@ -37,7 +39,7 @@ class Job:
 
     def rank(self, rank: int, job_id: str, attempt: int = 0) -> Supervisor:
         known = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 29500, ATTEMPT: attempt, END_AT: time.time() + 600}
-        for name, value in {**known, "SUBMITIT_LOCAL_JOB_ID": job_id}.items():
+        for name, value in {**known, JOB_ID: job_id}.items():
             self.patch.setenv(name, str(value))
         return Supervisor(self.request, LocalBackend())
 
@@ -90,3 +92,28 @@ def test_a_sigterm_says_that_the_job_is_preempted_only_where_its_end_has_come_fo
     assert end_at is not None
     place = JobPlace("7", end_at if seconds == 600 else None if seconds is None else time.time() + seconds)
     assert first._is_for_this_rank(place) == for_this_rank
+
+
+def test_a_clock_that_is_set_ends_no_job_and_no_step(job: Job) -> None:
+    first = job.rank(0, "7")
+    first._begin()
+    first.lifetime.expect_steps()
+    now = time.time()
+    job.patch.setattr("time.time", lambda: now + 24 * 3600)
+    assert first.lifetime.overdue() is None
+    first._look_as_first()  # would end this process
+    assert first.lifetime.stop is None
+
+
+def test_a_file_system_that_fails_has_the_stage_go_on_in_another_job_until_it_gets_no_further(job: Job) -> None:
+    job.patch.setattr("slurm.ranks.supervisor.CAUSE_SECONDS", 0)
+    error = OSError(errno.ESTALE, "Stale file handle", "/scratch/model.safetensors")
+    for attempt, code in ((0, AGAIN_CODE), (1, 1)):
+        first = job.rank(0, "7", attempt)
+        first.request.key.folder.mkdir(parents=True, exist_ok=True)
+        first._begin()
+        assert first._raised(error) == code
+    gave_up = str(read_segments(job.stage_dir)[-1].gave_up)
+    assert gave_up.endswith("the last time: [Errno 116] Stale file handle: '/scratch/model.safetensors'")
+    failed = first_error(first.request.key.folder, 2)
+    assert failed is not None and failed.killed

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, Text, TextIndex
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
-from tests.text_drafting import Ask, Run, candidates, follow, last_tokens
+from tests.text_drafting import Ask, Run, candidates, follow, laid_out, last_tokens
 
 K = 5
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -93,13 +93,11 @@ def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     expected[:, 0] = 2
     expected[2, DRAFTERS] = 3
     drafts.expect(expected, recalls=False)
-    batch = Batch(
-        *(torch.tensor(values) for values in ([0, 3], [1, 2], [0, 0], [7, 8], [2, 2], [3, 3], [60, 5], [1, 1]))
-    )
     tokens = torch.tensor([[1, 1, 5, 0]] * 4, dtype=torch.int32)
+    asked = laid_out([(0, 1, 0, 7, 2, 3, 60, 1), (3, 2, 0, 8, 2, 3, 5, 1)], tokens)
     drafter = torch.tensor([[50, 51, 52]] * 2)
-    assert drafts.choose(batch, tokens, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
-    assert drafts.choose(batch, tokens, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
+    assert drafts.choose(*asked, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
+    assert drafts.choose(*asked, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
     assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0]
 
 
@@ -111,8 +109,8 @@ def test_no_other_text_goes_before_that_of_the_own_seed() -> None:
     drafts.expect(expected, recalls=True)
     tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
     for seed, draft in ((7, [6, 7, 5, 5, 5]), (8, [8, 9, 5, 5, 5])):
-        batch = Batch(*(torch.tensor([value]) for value in (0, 0, 0, seed, 2, 3, 60, 1)))
-        assert drafts.choose(batch, tokens, None, K).tolist() == [draft]
+        asked = laid_out([(0, 0, 0, seed, 2, 3, 60, 1)], tokens)
+        assert drafts.choose(*asked, None, K).tolist() == [draft]
 
 
 def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
@@ -134,15 +132,42 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
 
 
+def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
+    store = TextStore(100)
+    store.store({(1,): [[5, 6, 7]]})
+    store.begin([[1], [2, 3], [2, 3], [4]])
+    number = store.number_of([2, 3])
+    assert store.number_of([4]) == UNKNOWN_PROMPT != number != store.number_of([1])
+    store.remember([8, 9, 10], [2, 3])
+    store.remember([11, 12], [4])
+
+    def ahead(prompt: int) -> list[int]:
+        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt]), torch.tensor([0]), torch.tensor([1])
+        index = store.index("cpu")
+        return [token for token in index.ahead(index.find(*asked).places, 3)[0, 1].tolist() if token != END]
+
+    assert store.has_siblings
+    assert (ahead(number), ahead(store.number_of([1]))) == ([9, 10], [])
+    store.remember([8, 8], [2, 3])  # the last of its group
+    assert ahead(number) == [9, 10]
+    store.begin()
+    assert not store.has_siblings
+    assert store.number_of([2, 3]) == UNKNOWN_PROMPT
+    store.begin([[6], [6]])
+    assert ahead(store.number_of([6])) == []
+
+
 class Waits(TorchDispatchMode):
-    """Notes the operations that wait for a device or copy between it and the host."""
+    """Notes all operations, and those that wait for a device or copy between it and the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, moves = str(func), (kwargs or {}).get("device") is not None
+        self.calls.append(name)
         if any(part in name for part in ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select")) or (
             "_to_copy" in name and moves
         ):
@@ -165,10 +190,12 @@ def test_neither_choice_nor_count_waits_for_the_device() -> None:
     without_values(mode, drafts)
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
-        batch = Batch(*(torch.zeros(2, dtype=torch.int64) for _ in Batch._fields))
-        tokens = torch.zeros(4, 80, dtype=torch.int32)
-        drafts.observe(batch, tokens)
-        found = drafts.choose(batch, tokens, torch.zeros(2, 3, dtype=torch.int64), K)
+        lengths = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
+        known = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), *lengths
+        requests = Requests(*known, torch.zeros(4, 80, dtype=torch.int32))
+        batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
+        drafts.observe(requests, batch)
+        found = drafts.choose(requests, batch, torch.zeros(2, 3, dtype=torch.int64), K)
     assert found.shape == (2, K)
     assert waits.found == []
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
 
+from slurm.failures import telling_logs
 from specrl.artifacts import write_text
 from specrl.config import Config, StageName, dump_config
 from specrl.lineage.record import RunRecord, write_record
+from specrl.tracking import runs
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.runs import unended
 
@@ -87,3 +91,28 @@ def test_an_earlier_stage_whose_run_a_present_one_goes_on_with_is_not_ended(tmp_
     assert [log.owner.name for log in unended(config.run_dir)] == ["prepare-0", "prepare-1", "train-2"]
     Log(config.run_dir / "stages" / "train-2").append("end")
     assert [log.owner.name for log in unended(config.run_dir)] == ["prepare-0", "prepare-1"]
+
+
+def test_what_has_not_changed_since_it_was_logged_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_sync_or_warn", lambda *arguments: None)  # no server
+    config = Config(name="demo", runs_dir=tmp_path)
+    folder = config.run_dir / "jobs" / "train-0"
+    folder.mkdir(parents=True)
+    for rank in range(5):
+        (folder / f"7_{rank}_log.out").write_text("x")
+    (folder / "error-2.json").write_text("{}")
+    logs = telling_logs(folder)
+    assert [path.name for path in logs] == [f"7_{rank}_log.out" for rank in (0, 2, 4)]
+
+    def logged() -> int:
+        runs.finish_parent_run(config, "FINISHED", files={"logs": logs})
+        return sum(entry.kind == "artifact" for entry in Log(config.run_dir).entries())
+
+    hour = time.time() - 3600
+    for path in logs:
+        os.utime(path, (hour, hour))
+    assert [logged(), logged()] == [3, 3]
+    os.utime(logs[0], (hour + 7200, hour + 7200))
+    assert logged() == 4

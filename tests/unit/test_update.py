@@ -1,26 +1,35 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, parse_config
-from specrl.distributed import Ranks
+from specrl.distributed import Ranks, join, leave
 from specrl.precision.mismatch import MismatchSums
 from specrl.schemas import Rollout
+from specrl.training.batches import TokenSequence, pack
+from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares, deal_groups
-from specrl.training.update import LossInputRows, _loss, _micro_batches, align
+from specrl.training.update import LossInputRows, _loss, _micro_batches, align, trained_rollouts, update_policy
+
+# isort: split
+from megatron.core import parallel_state
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 def test_align_puts_values_where_the_mask_is_true() -> None:
     mask = torch.tensor([[False, True, True, False], [True, False, False, False]])
-    assert align([[1.0, 2.0], [3.0]], mask).tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
+    assert align([[1.0, 2.0], [3.0]], mask, 3).tolist() == [[0, 1, 2, 0], [3, 0, 0, 0]]
 
 
 def test_micro_batches_are_padded_as_the_policy_needs() -> None:
@@ -39,7 +48,7 @@ def test_micro_batches_are_padded_as_the_policy_needs() -> None:
 
 def test_align_refuses_another_number_of_values() -> None:
     with pytest.raises(AssertionError):
-        align([[1.0]], torch.tensor([[True, True]]))
+        align([[1.0]], torch.tensor([[True, True]]), 2)
 
 
 @pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask"])
@@ -58,9 +67,9 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
         shares = TrainingShares.of(policy, rollouts, [[0]])
         own = shares.deliver(rollouts)
         batch = _micro_batches(policy, own, shares.own(0), config)[0]
-        logprobs = align([whole], batch.mask)
+        logprobs = align([whole], batch.mask, 3)
         rows = LossInputRows(rollouts.advantages, own, {}, {})
-        return float(_loss(rows, 3, config, {})(logprobs, logprobs, batch)[0])
+        return float(_loss(rows, 3, config, [])(logprobs, logprobs, batch)[0])
 
     def mismatch() -> dict[str, float]:
         return MismatchSums.of(rollout.policy_logprobs or [], rollout.whole_generation_logprobs).metrics()
@@ -98,3 +107,126 @@ def test_a_group_is_divided_where_a_rank_would_have_nothing_to_do() -> None:
     dealt = deal_groups(batch, range(4), np.zeros(4, np.int64), 2)
     assert sorted(map(len, dealt)) == [2, 2]
     assert deal_groups(batch, [], np.zeros(4, np.int64), 2) == [[], []]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield join()
+    parallel_state.destroy_model_parallel()
+    leave()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2)).save_pretrained(folder)
+    return folder
+
+
+SIGNAL, FLAT = (0.0, 0.5, 1.0), (1.0, 1.0, 1.0)
+"""Rewards of a group: of the first, the middle response has an advantage of 0."""
+
+
+def scored(groups: Sequence[Sequence[float]], config: Config) -> RolloutBatch:
+    """Rollouts with these rewards, whose log-probs are about those of a policy that knows nothing."""
+    generator = np.random.default_rng(3)
+    rollouts = []
+    for prompt, rewards in enumerate(groups):
+        for sample, reward in enumerate(rewards):
+            tokens = generator.integers(0, 32, 4 + sample).tolist()
+            logprobs = [-3.5] * len(tokens)
+            row = Rollout(0, 0, prompt, sample, 0, 0, 0, [prompt, 5], tokens, logprobs, "", "", "stop", reward=reward)
+            rollouts.append(row)
+    batch = RolloutBatch.gather(ALONE, rollouts)
+    batch.assign_advantages(config.train)
+    return batch
+
+
+def updated(
+    model_dir: Path, groups: Sequence[Sequence[float]], policy: dict[str, Any] | None = None, **train: Any
+) -> tuple[dict[str, float], dict[str, torch.Tensor], RolloutBatch]:
+    """The metrics of a step's update, how the weights moved, and the rollouts."""
+    config = parse_config({"name": "update", "policy": policy or {}, "train": {"correction": "none", **train}})
+    trained = Policy(
+        model_dir, config.policy, dtype="float32", ranks=ALONE, seed=0, keep_reference=config.train.kl_coef > 0
+    )
+    before = {name: tensor.clone() for name, tensor in trained.hf_weights()}
+    rollouts = scored(groups, config)
+    update = update_policy(trained, rollouts, config, None, step=2)
+    return update.metrics, {name: tensor - before[name] for name, tensor in trained.hf_weights()}, rollouts
+
+
+def test_groups_are_left_out_and_not_responses() -> None:
+    """Mutation: choosing the responses whose advantage is not 0."""
+    config = Config(name="groups")
+    assert trained_rollouts(scored([FLAT, SIGNAL, FLAT], config), config.train) == [3, 4, 5]
+    penalised = config.train.model_copy(update={"kl_coef": 0.1})
+    assert trained_rollouts(scored([FLAT, SIGNAL], config), penalised) == [0, 1, 2, 3, 4, 5]
+
+
+def test_leaving_groups_out_changes_no_gradient(ranks: Ranks, model_dir: Path) -> None:
+    """Mutation: a denominator of the tokens that are trained on, which would make the step twice as large here."""
+    large = {"clip_grad": 1e9}
+    less, moved, _ = updated(model_dir, [FLAT, SIGNAL], large)
+    more, other, _ = updated(model_dir, [FLAT, SIGNAL], large, drop_zero_signal_groups=False)
+    assert (less["num_tokens"], more["num_tokens"]) == (21, 42)
+    assert less["loss"] == pytest.approx(more["loss"], abs=1e-6)
+    assert less["grad_norm"] == pytest.approx(more["grad_norm"], rel=1e-4) and less["grad_norm"] > 0
+    for name, tensor in moved.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-3)
+
+
+def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Path) -> None:
+    """Mutation: a mean over updates without tokens, of which there would be three here."""
+    once, _, _ = updated(model_dir, [SIGNAL, FLAT, FLAT, FLAT], {"lr": 1e-9})
+    often, _, _ = updated(model_dir, [SIGNAL, FLAT, FLAT, FLAT], {"lr": 1e-9}, updates_per_step=4)
+    assert often["entropy"] == pytest.approx(once["entropy"], rel=1e-5)
+    assert often["grad_norm"] == pytest.approx(4 * once["grad_norm"], rel=1e-4)  # a quarter of the step's tokens each
+    assert often["lr"] == 1e-9
+
+
+def test_a_step_without_signal_moves_nothing_and_measures_nothing(ranks: Ranks, model_dir: Path) -> None:
+    metrics, moved, rollouts = updated(model_dir, [FLAT, FLAT], updates_per_step=2)
+    assert metrics == {"num_tokens": 0.0, "logprob_s": metrics["logprob_s"]}
+    assert not any(tensor.any() for tensor in moved.values())
+    assert all(rollout.policy_logprobs is None for rollout in rollouts.held.values())
+
+
+@pytest.mark.parametrize(
+    "algorithms",
+    [
+        {"loss": "gspo", "advantage": "rloo", "correction": "icepop"},
+        {"loss": "gspo", "advantage": "grpo", "correction": "seq-mask", "kl_coef": 0.1},
+        {"loss": "grpo", "advantage": "rloo", "correction": "tis", "kl_coef": 0.1},
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen.values())),
+)
+def test_every_algorithm_takes_a_step_of_several_updates(
+    ranks: Ranks, model_dir: Path, algorithms: dict[str, Any]
+) -> None:
+    """The first update is on-policy, the second one is not: its ratio is what the first has moved."""
+    metrics, moved, _ = updated(model_dir, [SIGNAL, SIGNAL[::-1], FLAT], {"lr": 1e-2}, updates_per_step=2, **algorithms)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert (metrics["clip_fraction"] > 0) == (algorithms["loss"] == "gspo")  # whose range is a thousandth of the other
+    assert 0 <= metrics["corrected_fraction"] < 1
+    assert (metrics["kl"] > 0) == ("kl_coef" in algorithms)
+    assert any(tensor.any() for tensor in moved.values())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(ranks: Ranks, model_dir: Path) -> None:
+    """Mutation: clipping by the norm as it is, which leaves NaN in weights and moments."""
+    policy = Policy(model_dir, Config(name="nan").policy, dtype="float32", ranks=ALONE, seed=0)
+    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+    def loss(logprobs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (logprobs - logprobs.detach()).sqrt().sum() * 0, {}
+
+    batches = pack([TokenSequence([1, 2, 3], 1, 0)], 8)
+    with pytest.raises(FloatingPointError, match="the norm of the policy's gradient is nan"):
+        policy.train_step(batches, loss)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
+    assert policy.optimizer.counters() == {"adam_steps": 0}
+    policy.train_step(batches, lambda logprobs, *_: (-logprobs.sum(), {}))
+    assert all(tensor.isfinite().all() for _, tensor in policy.hf_weights())

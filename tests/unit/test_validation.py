@@ -24,6 +24,7 @@ from specrl.lineage.history import adopt_history, kept_checkpoints
 from specrl.lineage.record import Continuation, newest_step
 from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
+from specrl.stages.validate import step_speedup
 from specrl.tracking import Tracker
 from specrl.tracking.tracker import check_names
 from specrl.validation.answering import held_out_sets
@@ -45,7 +46,7 @@ def scored(rewards: list[list[float]], correct_reward: float = 1.0, step: int = 
     lengths = np.arange(values.size, dtype=np.int64).reshape(values.shape)
     sizes = ValidationSetConfig(samples_per_prompt=values.shape[1]).pass_sizes
     responses = SetResponses(values, lengths, lengths >= values.size - 1)
-    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5)
+    return score_set(step, "sums", responses, sizes, correct_reward, seconds=1.5, decode_steps_per_token=0.5)
 
 
 def test_pass_at_k_is_the_share_of_the_draws_that_have_a_right_sample() -> None:
@@ -370,3 +371,10 @@ def test_what_needs_validation_says_so(train: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"set validate\.every above 0"):
         config_with(train=train)
     config_with(validate={"every": 1}, train=train)
+
+
+def test_the_speedup_of_a_step_follows_from_the_shares_of_its_parts() -> None:
+    shares = {"generation": 0.5, "policy_update": 0.2, "drafter_update": 0.1, "validation": 0.2}
+    # Of 80 s without the validation, 50 s of generation would be 90 s and 10 s of drafter training nothing.
+    assert step_speedup(1.8, shares) == pytest.approx((80 + 40 - 10) / 80)
+    assert step_speedup(1.0, {"generation": 1.0}) == 1

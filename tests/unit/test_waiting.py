@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +13,26 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
+from flows import execute
 from flows.display import PlainReporter
 from flows.folder import write_config
 from slurm import watch
-from slurm.backend import Failure, JobError, JobKey, SilentSchedulerError, StageRequest, State, StoppedError
+from slurm.backend import (
+    STOP_FILE,
+    Failure,
+    JobError,
+    JobKey,
+    SilentSchedulerError,
+    StageRequest,
+    State,
+    StoppedError,
+    UnseenError,
+)
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
-from specrl.lifetime.segments import begin_segment, read_segments
+from specrl.lifetime.segments import begin_segment, end_segment, read_segments
 from tasks.run import cancel_jobs, end_jobs, stop_asked, work
 
 MINUTE = 60.0
@@ -76,6 +89,54 @@ def test_time_in_which_a_job_is_suspended_is_no_running_time(
     assert job.now / MINUTE == pytest.approx(minutes, abs=1)
 
 
+class Leaving(LongJob):
+    """A job that a flow finds in its last moments."""
+
+    attached = True
+
+    def state(self) -> State:
+        is_over = self.now > 5
+        return State("ended", "FAILED", failed=True) if is_over else State("running", "COMPLETING", is_leaving=True)
+
+    def pass_time(self, state: State, progress: object) -> None:
+        self.now += 1
+
+
+def test_a_job_that_was_found_leaving_is_waited_for_and_not_reported_once_more(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    stage, job = context(config), Leaving(range(0))
+    segment = begin_segment(stage.stage_dir, job.job_id, "host")
+    assert not end_segment(stage.stage_dir, segment.number, "failed", None, config.cluster)
+    assert not wait(job, stage, job.pass_time, job.clock)  # another job follows
+    assert job.now > 5
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS])
+def test_a_file_system_that_fails_for_a_while_ends_no_run_and_for_long_is_one_line(
+    number: int, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    stage, job = context(config), LongJob(range(0))
+    away = range(2, 8)
+    scandir = os.scandir
+
+    def fail(folder: Path) -> object:
+        if int(job.now / MINUTE) in away:
+            raise OSError(number, os.strerror(number), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(JobError, match=r"ran far beyond resources.minutes"):
+        wait(job, stage, job.pass_time, job.clock)
+    job.now, away = 0, range(2, 1000)
+    with pytest.raises(UnseenError) as told:
+        wait(job, stage, job.pass_time, job.clock)
+    words = f"goes on, but its files cannot be read ({os.strerror(number)}: {stage.stage_dir})"
+    assert str(told.value) == f"prepare (job 12) {words}; follow it again with: specrl resume demo"
+
+
 class SlowJob(LongJob):
     """A job that is queued until it is cancelled."""
 
@@ -85,7 +146,7 @@ class SlowJob(LongJob):
         super().__init__(range(0))
 
     def state(self) -> State:
-        return State("ended", "CANCELLED", failed=True, cause="cancelled") if self.cancelled else State("pending", "")
+        return State("ended", "CANCELLED", failed=True, reason="cancelled") if self.cancelled else State("pending", "")
 
 
 class SlowScheduler:
@@ -126,12 +187,13 @@ def test_a_job_that_is_submitted_while_all_are_cancelled_is_cancelled_and_the_la
 
 
 @pytest.fixture
-def scancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scancel(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A command that says on standard error what is written into this file, and fails if that is anything."""
     folder, words = tmp_path / "bin", tmp_path / "words"
     folder.mkdir()
     (folder / "scancel").write_text(f"#!/bin/sh\ncat {words} >&2\n[ ! -s {words} ]\n")
-    (folder / "squeue").write_text("#!/bin/sh\necho 12\n")
+    name = JobKey(config, "prepare-0").job_name
+    (folder / "squeue").write_text(f"#!/bin/sh\necho '12|RUNNING|None|{name}'\n")
     for command in folder.iterdir():
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -163,3 +225,24 @@ def test_a_job_that_has_ended_needs_no_cancelling(scancel: Path, tmp_path: Path)
     scancel.write_text("scancel: error: Unable to contact slurm controller")
     with pytest.raises(SilentSchedulerError, match="slurm job 12 could not be cancelled"):
         job.cancel()
+
+
+def test_a_stop_that_is_asked_for_while_a_flow_starts_is_not_forgotten(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, found = config.run_dir / STOP_FILE, []
+    config.run_dir.mkdir(parents=True)
+    write_config(config)
+    stop.touch()  # of the call before
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    for name in ("check", "begin_run", "mark_crashed_flows", "finish", "render_summary"):
+        monkeypatch.setattr(execute, name, lambda *arguments: None)
+
+    def start(*arguments: object) -> None:
+        found.append(stop.exists())
+        stop.touch()  # specrl stop, while MLflow is slow
+
+    monkeypatch.setattr(execute, "start_parent_run", start)
+    monkeypatch.setattr("flows.pipeline.pipeline", lambda run_dir: found.append(stop.exists()))
+    execute.execute(config, resumed=False)
+    assert found == [False, True]

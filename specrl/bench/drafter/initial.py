@@ -48,7 +48,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     }
     answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
     engine.shutdown()
-    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, num_updates=1, seed=config.seed)
+    policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
     settings, found = config.drafter, {}
     for name, rollouts in answers.items():
         made = new_drafter(config, policy_dir, rollouts, ranks)
@@ -57,7 +57,8 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
                 TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
                 for index, rollout in enumerate(rollouts)
             ]
-            pretrain(policy, made, pack(sequences, settings.tokens_per_micro_batch, counts_repeated=True), settings)
+            size, multiple = settings.tokens_per_micro_batch, policy.pad_multiple
+            pretrain(policy, made, pack(sequences, size, multiple, counts_repeated=True), settings)
         found[name] = folder / name
         made.save(found[name], policy_version=0)
         say(f"drafter {name}: {sum(len(rollout.response_tokens) for rollout in rollouts)} tokens")

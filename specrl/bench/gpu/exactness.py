@@ -10,7 +10,7 @@ import torch
 
 from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.rollout.exactness import measure_parity, noise_of_shapes, traces
+from specrl.validation.exactness import measure_parity, noise_of_shapes, traces
 
 K = 3
 MAX_LENGTH = 192
@@ -22,6 +22,11 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     A difference must be a near-tie: closer to the edge of the CDF than plain decoding itself moves between two batch
     sizes. Unexplained differences must be 0.
     """
+    yield from compare(scale, folder)
+
+
+def compare(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
+    """Yield a row for each type, draft source, and with CUDA graphs or without them."""
     for dtype in ("float32", "bfloat16"):
         policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
@@ -32,7 +37,13 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
                     MAX_LENGTH,
                     model={"dtype": dtype},
                     speculation={"method": method, "k": K, "adaptive": False},
-                    engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3, "compile": graphs},
+                    engine={
+                        "max_num_seqs": 64,
+                        "kv_cache_gib": 0.125,
+                        "gpu_memory_fraction": 0.3,
+                        "compile": graphs,
+                        "batch_invariant": batch_invariant,
+                    },
                 )
                 engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
                 requests = mixed_requests(scale.requests)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from specrl.checks import Check
+from specrl.checks.file_systems import file_system, has_locks, is_shared
 from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.data.rewards import sandbox
 
@@ -25,7 +26,15 @@ PROBE_SECONDS = 10
 
 def checks(runs_dir: Path) -> list[Check]:
     """Return the findings about this machine."""
-    return [check_python(), check_cores(), check_memory(), check_disk(runs_dir), check_sandbox(), check_gpu()]
+    return [
+        check_python(),
+        check_cores(),
+        check_memory(),
+        check_disk(runs_dir),
+        check_locks(runs_dir),
+        check_sandbox(),
+        check_gpu(),
+    ]
 
 
 def check_python() -> Check:
@@ -57,9 +66,7 @@ def check_memory() -> Check:
 
 def check_disk(runs_dir: Path) -> Check:
     """Check the free space where the runs will be. A full disk would stop a run half-way."""
-    folder = runs_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing(runs_dir)
     if not os.access(folder, os.W_OK):
         return Check("disk", "fail", f"{folder} cannot be written", "--set runs_dir=FOLDER puts the runs elsewhere")
     free = shutil.disk_usage(folder).free / GIB
@@ -67,6 +74,23 @@ def check_disk(runs_dir: Path) -> Check:
         return Check("disk", "ok", f"{free:.0f} GiB free in {folder}")
     fix = f"free {QUICKSTART_DISK_GIB} GiB, or --set runs_dir=FOLDER puts the runs elsewhere"
     return Check("disk", "fail" if free < 1 else "warn", f"{free:.1f} GiB free in {folder}", fix)
+
+
+def check_locks(runs_dir: Path) -> Check:
+    """Check which file system the runs lie on, and that a flow can hold a run there."""
+    folder = _existing(runs_dir)
+    kind = file_system(folder) or "unknown"
+    if not os.access(folder, os.W_OK) or has_locks(folder):
+        return Check("file system", "ok", f"{kind}, which several hosts share" if is_shared(folder) else kind)
+    fix = "mount it with flock, or --set runs_dir=FOLDER; else two flows can work on one run"
+    return Check("file system", "fail", f"{kind} without locks", fix)
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def check_sandbox() -> Check:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specrl.checks import Check
+from specrl.checks.file_systems import file_system, is_shared, prefect_home, shared_database
 from specrl.processes import slurm_environment
 from specrl.tracking.store import why_silent
 
@@ -82,6 +83,13 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
+    if (shared := shared_database(runs_dir, tracking_uri)) is not None:
+        words, _, fix = shared.partition(": ")
+        return Check("MLflow", "warn", words, fix)
+    return _check_database(database)
+
+
+def _check_database(database: Path) -> Check:
     if not database.is_file():
         return Check("MLflow", "ok", f"{database} will be created by the first run")
     try:
@@ -93,8 +101,11 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
 
 
 def check_prefect_home(runs_dir: Path) -> Check:
-    """Check that Prefect's folder can be written. It is beside the runs unless PREFECT_HOME says otherwise."""
-    home = Path(os.environ.get("PREFECT_HOME", runs_dir.absolute() / ".prefect")).expanduser()
+    """Check that Prefect's folder can be written, and that no other host writes to it."""
+    home = Path(os.environ.get("PREFECT_HOME", prefect_home(runs_dir))).expanduser()
+    if is_shared(home):
+        found = f"{home} lies on {file_system(home)}, where several hosts damage its database"
+        return Check("Prefect", "warn", found, "unset PREFECT_HOME, or name a folder of this machine")
     folder = home
     while not folder.exists():
         folder = folder.parent

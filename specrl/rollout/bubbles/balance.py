@@ -1,7 +1,6 @@
 """Deal prompts to engines by expected response length, so that bubbles come from the unpredictable tail alone.
 
-The expected length is the mean length of the responses to prompts of the same difficulty in the last steps. It is a
-function of those steps' rollouts alone, so that a restarted run deals as an undisturbed one does.
+What is expected depends on the last steps' rollouts alone, so that a restarted run deals as an undisturbed one does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from specrl.data.dealing import deal_longest_first
 from specrl.data.problems import Prompt
 
 WINDOW = 8
-"""The number of latest steps whose responses count: enough to have seen every difficulty, and to follow the policy."""
+"""The latest steps whose responses count."""
 
 
 class ResponseLengthEstimator:
@@ -29,12 +28,7 @@ class ResponseLengthEstimator:
         self._per_prompt_token = 1.0
 
     def learn(self, prompts: Sequence[Prompt], lengths: Iterable[tuple[int, int]]) -> None:
-        """Add one batch.
-
-        Args:
-            prompts: The prompts of the batch.
-            lengths: (prompt id, number of tokens) of each response; responses to other prompts are ignored.
-        """
+        """Add a batch, with (prompt id, number of tokens) of each response; those to other prompts are ignored."""
         by_id = {prompt.id: prompt for prompt in prompts}
         known = ((by_id[prompt_id], length) for prompt_id, length in lengths if prompt_id in by_id)
         self._batches.append([(prompt.difficulty, len(prompt.tokens), length) for prompt, length in known])
@@ -49,19 +43,12 @@ class ResponseLengthEstimator:
         self._per_prompt_token = response_tokens / prompt_tokens if prompt_tokens else 1.0
 
     def of(self, prompt: Prompt) -> float:
-        """Return the expected tokens of a response.
-
-        For a difficulty never seen these are as many per prompt token as all responses have on average.
-        """
+        """The expected tokens of a response: for a difficulty never seen, as many per prompt token as on average."""
         return self._means.get(prompt.difficulty, self._per_prompt_token * len(prompt.tokens))
 
 
 def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: int) -> list[list[Prompt]]:
-    """Return each engine's share of the prompts: equally many, with about equal sums of expected lengths.
-
-    The longest are dealt first, each to the engine with the least to do that has room. A prompt's responses stay
-    together, and within a share the prompts keep the order of `prompts`.
-    """
+    """Divide prompts among engines, equally many with about equal sums of expected lengths, each in their order."""
     assert len(prompts) % engines == 0
     lengths = [expected.of(prompt) for prompt in prompts]
     shares = deal_longest_first(lengths, engines, room=len(prompts) // engines)
@@ -69,7 +56,7 @@ def deal(prompts: Sequence[Prompt], expected: ResponseLengthEstimator, engines: 
 
 
 def stored_lengths(folder: Path) -> list[tuple[int, int]]:
-    """Return (prompt id, number of response tokens) of every rollout below a folder."""
+    """List (prompt id, number of response tokens) of every rollout below a folder."""
     found: list[tuple[int, int]] = []
     for path in sorted(folder.rglob("rank-*.arrow")):
         with pa.memory_map(str(path)) as source:

@@ -1,30 +1,25 @@
 """Bubbles: the time from the end of an engine's own rollouts to the end of the slowest engine's is put to use.
 
-Engines count in the process group's store how many are done. Whatever an engine does meanwhile ends within one
-iteration or one micro-step after the last one is done. Nothing of it reaches a rollout: text made here is only ever a
-draft, and drafts decide nothing but the time (invariants 1 and 2). After a restart there is no stored text.
-
-The ranks of a tensor-parallel engine do the same at the same time: the first one decides what comes next and when it
-ends, and each micro-step of the drafter's training is one of every rank that has features to learn from.
+Whatever an engine does meanwhile ends within one iteration or micro-step after the last one is done. Nothing of it
+reaches a rollout: text made here is only ever a draft (invariants 1 and 2). The ranks of a tensor-parallel engine do
+the same at the same time, as the first one decides.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specrl.config import Config
-from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
-from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
-from specrl.rollout.bubbles.share import BubbleShare
-from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
-from specrl.rollout.control import ControlSettings
+from specrl.rollout.bubbles.pregeneration import Pregeneration
+from specrl.rollout.bubbles.share import MEMORY, BubbleShare
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation
 from specrl.timeline import PREGENERATION, SPOT_TRAINING, Bubble, Span, joined, tail_seconds
@@ -40,10 +35,7 @@ class Activity(Protocol):
         ...
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Do one piece of work, ended early once `stop()` is true; return False, at once, when there is none left.
-
-        The ranks of one engine call it together.
-        """
+        """Work until `stop()` (collective over the engine); return False, at once, when there is nothing to do."""
         ...
 
 
@@ -59,27 +51,14 @@ class Bubbles:
         expected: ResponseLengthEstimator,
         training: Activity | None,
     ) -> None:
-        """Begin without stored text.
-
-        Args:
-            expected: The estimator of response lengths; pre-generation begins with the longest.
-            training: The training of the drafter; None unless `bubbles.use` asks for it.
-        """
+        """Prepare what `bubbles.use` asks for; pre-generation begins with the longest that is `expected`."""
         self._ranks, self._engine = ranks, engine
-        self._engine_size = config.engine.tensor_parallel
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None
         self._training = training
-        settings = ControlSettings()
-        self._share = BubbleShare(settings)
-        self._memory = settings.share_memory
-        self._expected: float | None = None
-        """The expected length of this rank's next bubble, in seconds; None before the first."""
-        self._stored: dict[int, list[PregeneratedText]] = {}
-        """The texts generated for the next step, by prompt id."""
-        self._spent: dict[str, float] = {}
-        """The seconds of each use in the last bubbles of all ranks."""
-        self._replays = config.bubbles.pregenerates
+        self._share = BubbleShare()
+        self._expected: float | None = None  # the seconds of this rank's next bubble
+        self._spent: dict[str, float] = {}  # those of each use in the last bubbles of all ranks
         place = EngineRank.of(ranks, config.engine.tensor_parallel)
         if place.num_engines == 1 or config.bubbles.use == "none":
             return
@@ -87,17 +66,10 @@ class Bubbles:
         if config.bubbles.pregenerates:
             self._pregeneration = Pregeneration(engine, source, expected, config, self._coordinator)
 
-    def open(self, prompts: Sequence[Prompt]) -> None:
-        """Begin the generation of a step: give the engine the texts stored for this rank's prompts."""
+    def open(self) -> None:
+        """Begin the generation of a step."""
         if self._coordinator is not None:
             self._coordinator.open()
-        if self._replays:
-            store_texts(self._engine, prompts, self._stored)
-
-    @property
-    def stored(self) -> list[PregeneratedText]:
-        """The texts for the next step that this rank's engine has; none without pre-generation."""
-        return [text for texts in self._stored.values() for text in texts]
 
     def beat(self) -> None:
         """Tell the other engines that this one is alive; called in every iteration of its own share."""
@@ -105,13 +77,13 @@ class Bubbles:
             self._coordinator.beat()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of sharing idle time by their names in MLflow; empty unless two uses share it."""
+        """The metrics of sharing idle time by their names in MLflow; empty unless two uses share it."""
         if self._pregeneration is None or self._training is None:
             return {}
         return {"bubble/pregeneration_share": self._share.pregeneration}
 
     def probed(self, acceptance_length: float) -> None:
-        """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
+        """Take in the acceptance length on the guard's probe."""
         self._share.probed(acceptance_length)
 
     def spend(
@@ -125,14 +97,9 @@ class Bubbles:
         """Work from the end of this rank's own share to the end of the last rank's.
 
         Args:
-            step: The step whose rollouts are generated.
-            started_at: The time at which this rank began its own share, in Unix seconds.
-            generation: The generation of its own share.
+            started_at: The Unix time at which this rank began its own share, which `generation` is.
             pace: The pace of that generation, `Pace.rows`.
             saved_s: The seconds that drafts saved in it, `Bubble.saved_s`.
-
-        Returns:
-            The bubble, and the texts generated in it.
         """
         generated_at = time.time()
         spans, drafter_steps = self._use(step)
@@ -152,24 +119,8 @@ class Bubbles:
         )
         return bubble, texts
 
-    def close(
-        self,
-        bubbles: Sequence[Bubble],
-        texts: Sequence[PregeneratedText],
-        next_engines: Mapping[int, int],
-        stats: SpeculationStats,
-    ) -> None:
-        """End the generation of all ranks (collective).
-
-        Learn what the previous bubbles brought, and keep the texts of the present ones to the prompts that this rank's
-        engine answers next.
-
-        Args:
-            bubbles: The bubbles of all ranks in this step, in rank order.
-            texts: The texts that this rank generated in its bubble.
-            next_engines: The engine that answers each prompt of the next step, by the prompt's id.
-            stats: The counters of this step's drafts, over all engines.
-        """
+    def close(self, bubbles: Sequence[Bubble], stats: SpeculationStats) -> None:
+        """Learn what the previous bubbles brought, and how long these, of all ranks in order, were."""
         if self._spent:
             self._share.learn(self._spent, stats)
         self._spent = by_use([span for bubble in bubbles for span in bubble.spans])
@@ -177,15 +128,9 @@ class Bubbles:
         self._share.spent(by_use(own.spans))
         idle = max(bubble.generated_at for bubble in bubbles) - own.generated_at
         before = self._expected if self._expected is not None else idle
-        self._expected = self._memory * before + (1 - self._memory) * idle
-        self._stored = {}
-        if self._pregeneration is None:
-            return
-        for text in deliver_texts(self._ranks, texts, next_engines, self._engine_size):
-            self._stored.setdefault(text.prompt_id, []).append(text)
+        self._expected = MEMORY * before + (1 - MEMORY) * idle
 
     def _use(self, step: int) -> tuple[list[Span], int]:
-        """Work until all ranks are done or nothing is left; return the spans and the number of drafter updates."""
         coordinator = self._coordinator
         if coordinator is None:
             return [], 0
@@ -208,14 +153,7 @@ class Bubbles:
         return joined(spans), sum(span.name == SPOT_TRAINING for span in spans)
 
     def _choose(self, left: list[Activity], spans: Sequence[Span]) -> tuple[Activity, float] | None:
-        """Return what to do next and for how many seconds at most, or None once all engines are done.
-
-        It is the choice of the engine's first rank (collective over the engine's ranks).
-
-        Args:
-            left: The activities that may have work left.
-            spans: What the ranks of this engine have done in this bubble.
-        """
+        # What to do next and for how many seconds at most; None once all engines are done (collective over the engine).
         assert self._coordinator is not None
         own = (-1, math.inf) if self._coordinator.over() else self._own_choice(left, spans)
         index, seconds = self._engine.agreed(*own)
@@ -235,7 +173,7 @@ def _after(seconds: float, over: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def by_use(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the total seconds of the spans of each name."""
+    """The total seconds of the spans of each name."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.ended_at - span.started_at

@@ -10,12 +10,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from specrl.data.dealing import piece
 from specrl.distributed import Ranks
 
-POLL_SECONDS = 0.02
-"""The least time between two questions of an engine to the store whether all engines are done."""
-BEAT_SECONDS = 5.0
-"""The least time between two signs of life of an engine."""
-STALE_SECONDS = 60.0
-"""The time without a sign of life after which no engine waits for this one any more."""
+POLL_SECONDS, BEAT_SECONDS, STALE_SECONDS = 0.02, 5.0, 60.0
+"""The least time between two questions whether all engines are done, and between two signs of life of an engine, and
+the time without one after which no engine waits for it any more."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +20,13 @@ class EngineRank:
     """The place of a rank among the engines of its job, each of which has the same number of consecutive ranks."""
 
     engine: int
-    """The number of its engine."""
     num_engines: int
     is_first: bool = True
     """Whether it is the first rank of its engine."""
 
     @classmethod
     def of(cls, ranks: Ranks, engine_size: int) -> EngineRank:
-        """Return the place of this rank where each engine has `engine_size` ranks."""
+        """The place of this rank where each engine has `engine_size` ranks."""
         engine, number = divmod(ranks.rank, engine_size)
         return cls(engine, ranks.world_size // engine_size, number == 0)
 
@@ -38,11 +34,9 @@ class EngineRank:
 class BubbleCoordinator:
     """Counters of one generation after another, in the store that all ranks see.
 
-    The first rank of an engine speaks for it. On the others nothing is said, and what is returned means nothing: they
-    take over what their first rank decides (`Engine.agreed`).
-
-    Between two generations all ranks pass through a collective; after it, nobody reads the earlier one's counters. The
-    others would wait without end for an engine that dies, so each engine regularly gives a sign of life.
+    The first rank of an engine speaks for it; the others take over what that one decides (`Engine.agreed`). Between two
+    generations all ranks pass through a collective. Others would wait without end for an engine that dies, so each
+    regularly gives a sign of life.
     """
 
     def __init__(
@@ -61,8 +55,8 @@ class BubbleCoordinator:
         self._asked_at = 0.0
         self._beat_at = 0.0
         self._looked_at = 0.0
+        # The last heartbeat of each engine that is not done, and the monotonic time at which it was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
-        """The last heartbeat of each engine that is not done, and the monotonic time at which it was first seen."""
 
     def open(self) -> None:
         """Begin a new generation."""
@@ -74,7 +68,7 @@ class BubbleCoordinator:
         self._seen, self._looked_at = {}, 0.0
 
     def beat(self) -> None:
-        """Say that this engine is alive. It is meant to be called in every iteration, and mostly does nothing."""
+        """Say that this engine is alive; to be called in every iteration."""
         now = time.monotonic()
         if self._place.is_first and now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
@@ -88,7 +82,7 @@ class BubbleCoordinator:
         self._all_done = self._store.add(f"done/{self._round}", 1) == self._place.num_engines
 
     def all_done(self) -> bool:
-        """Return whether every engine's share is done; this asks the store at most every `poll_seconds`."""
+        """Whether every engine's share is done."""
         now = time.monotonic()
         if self._place.is_first and not self._all_done and now - self._asked_at >= self._poll_seconds:
             self._asked_at = now
@@ -96,22 +90,14 @@ class BubbleCoordinator:
         return self._all_done
 
     def over(self) -> bool:
-        """Return whether there is nobody left to wait for: all are done, or one that is not has been silent for long.
-
-        The collective that comes next waits for a rank that is merely slow, and fails if one is dead.
-        """
+        """Whether there is nobody left to wait for: all are done, or one that is not has been silent for long."""
         return self.all_done() or self._one_is_lost()
 
     def claim(self, total: int, at_least: int = 1) -> range:
-        """Return the next items of a list of `total` that is the same on every rank; no item is given twice.
+        """Claim the next items, at least so many if there are, of a list of `total` that is the same on every rank.
 
-        What is left is divided by the number of engines but one, the one that the others wait for. Pieces are that
-        large because an iteration takes little longer with many requests than with few; they get smaller towards the
-        end.
-
-        Args:
-            total: The length of the list.
-            at_least: The least number of items to claim, as far as there are so many.
+        What is left is divided by the number of engines but the one that the others wait for: an iteration takes little
+        longer with many requests than with few.
         """
         if not self._place.is_first:
             return range(0)

@@ -14,7 +14,10 @@ from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
-from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.rollout.bubbles.coordinator import EngineRank
+from specrl.rollout.bubbles.earlier import EarlierResponses
+from specrl.rollout.bubbles.pregeneration import store_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine
@@ -28,25 +31,22 @@ class StepRollouts:
     """What all ranks generated in one step; the same on every rank but for the rollouts that it holds."""
 
     rollouts: RolloutBatch
-    """All rollouts with rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
+    """With rewards and advantages, in the order of the step's prompts and, within each, of its samples."""
     stats: SpeculationStats
-    """Counters of speculation, summed over the engines; `decode_steps` are those of the engine that took the most."""
+    """See `over_engines`."""
     bubbles: list[Bubble]
-    """The bubble of each rank, in rank order."""
+    """In rank order."""
     failures: FailureTally
-    """The responses on which the reward failed."""
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what the rewards cost, by the names in MLflow."""
+        """What the rewards cost, by the names in MLflow."""
         return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s}
 
 
 @dataclass(frozen=True)
 class _Counters:
-    """What every rank is told of the generation of one rank, besides numbers of its rollouts."""
-
     stats: SpeculationStats
     bubble: Bubble
     failures: FailureTally
@@ -55,8 +55,6 @@ class _Counters:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank contributes to a step."""
-
     rollouts: list[Rollout]
     texts: list[PregeneratedText]
     counters: _Counters
@@ -78,30 +76,30 @@ class RolloutGenerator:
 
         Args:
             rewards: The pool that computes rewards; None on ranks whose engine has another first rank.
-            training: The training of the drafter while this rank waits; None unless `bubbles.use` asks for it.
+            training: The training of the drafter while this rank waits, if any.
         """
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._lengths = ResponseLengthEstimator()
         self._bubbles = Bubbles(config, ranks, engine, source, self._lengths, training)
+        self._earlier = EarlierResponses() if engine.replays and config.data.source == "file" else None
+        """None where no prompt comes again, or its earlier responses could not be drafted from."""
+        self._stored: dict[int, list[PregeneratedText]] = {}
+        """The texts to the next step's prompts of this rank's engine, by prompt id."""
 
     def restore(self, pretraining: Path, rollouts_dir: Path, first_step: int) -> None:
-        """Learn the response lengths that an undisturbed run would know before `first_step`, from rollouts on disk.
-
-        Args:
-            pretraining: The folder of the rollouts that the drafter was pretrained on.
-            rollouts_dir: The folder of this stage's own rollouts, complete up to `first_step`.
-        """
+        """Learn the lengths and texts that an undisturbed run would know before `first_step`, from rollouts on disk."""
         prompts = self.source.pretraining(self._config.drafter.num_prompts)
         self._lengths.learn(prompts, stored_lengths(pretraining))
         for step in range(max(0, first_step - WINDOW), first_step):
             self._lengths.learn(self.source.batch(step), stored_lengths(rollouts_dir / f"step={step:06d}"))
+        if self._earlier is not None:
+            place = EngineRank.of(self._ranks, self._config.engine.tensor_parallel)
+            self._earlier.restore(rollouts_dir, first_step, place.engine, place.num_engines)
+            self._exchange([], first_step)
 
     def generate(self, step: int) -> StepRollouts:
-        """Sample and score `train.samples_per_prompt` responses to each of the step's prompts.
-
-        The engine must hold the policy of version `step`. The rollouts depend on that policy, the run's seed and the
-        step alone; ranks, drafts and bubbles change nothing but the time.
+        """Sample and score the responses of a step by the policy of version `step`, which the engine must hold.
 
         Raises:
             RewardError: The reward fails on every response.
@@ -120,41 +118,50 @@ class RolloutGenerator:
         lengths = zip(rollouts.prompt_ids.tolist(), rollouts.response_lengths.tolist(), strict=True)
         self._lengths.learn(prompts, lengths)
         bubbles = [rank.bubble for rank in counters]
-        self._bubbles.close(bubbles, own.texts, self._next_engines(step), stats)
+        self._bubbles.close(bubbles, stats)
+        if self._earlier is not None:
+            self._earlier.add(places, own.rollouts)
+        self._exchange(own.texts, step + 1)
         return StepRollouts(rollouts, stats, bubbles, failures, max(rank.reward_s for rank in counters))
 
     def probed(self, acceptance_length: float) -> None:
-        """Take in the acceptance length that the drafter's guard found on its probe after a refit."""
+        """Take in the acceptance length on the guard's probe."""
         self._bubbles.probed(acceptance_length)
 
     @property
     def next_texts(self) -> list[PregeneratedText]:
-        """The texts that were generated ahead for the next step's prompts of this rank's engine."""
-        return self._bubbles.stored
+        """The texts that this rank's engine has to draft from in the next step."""
+        return [text for texts in self._stored.values() for text in texts]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of sharing idle time by their names in MLflow."""
+        """The metrics of sharing idle time by their names in MLflow."""
         return self._bubbles.metrics()
 
     def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
         return deal(prompts, self._lengths, self._ranks.world_size // self._config.engine.tensor_parallel)
 
-    def _next_engines(self, step: int) -> dict[int, int]:
-        if not self._config.bubbles.pregenerates:
-            return {}
-        shares = self._deal(self.source.batch(step + 1))
-        return {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
+    def _exchange(self, texts: Sequence[PregeneratedText], step: int) -> None:
+        """Send what engines have generated ahead or earlier to those that answer the prompts of `step`."""
+        if self._earlier is None and not self._config.bubbles.pregenerates:
+            return
+        shares = self._deal(self.source.batch(step))
+        engines = {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
+        earlier = self._earlier.to(engines) if self._earlier is not None else []
+        self._stored = {}
+        for text in deliver_texts(self._ranks, [*texts, *earlier], engines, self._config.engine.tensor_parallel):
+            self._stored.setdefault(text.prompt_id, []).append(text)
 
     def _take_saved_seconds(self) -> float | None:
         drafting = self._engine.drafting
         return drafting.take_saved_seconds() if drafting is not None else None
 
     def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
-        """Answer this rank's share of the prompts, then use the time until the last rank has answered its own."""
         config, ranks = self._config, self._ranks
         samples = config.train.samples_per_prompt
         own = self._deal(prompts)[ranks.rank // config.engine.tensor_parallel]
-        self._bubbles.open(own)
+        self._bubbles.open()
+        if self._earlier is not None or config.bubbles.pregenerates:
+            store_texts(self._engine, own, self._stored)
         self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)

@@ -22,15 +22,10 @@ class PendingResponse:
 
     prompt_id: int
     request: Request
-    """The request for the whole response."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens that it has so far."""
 
     def rest(self) -> Request:
-        """Return a request for the part that is missing.
-
-        Its random numbers go on where they stopped, because they depend on seed and position in the sequence alone.
-        """
+        """A request for what is missing: random numbers go by seed and position."""
         if not self.tokens:
             return self.request
         prompt_tokens = [*self.request.prompt_tokens, *self.tokens]
@@ -53,8 +48,7 @@ class Pregeneration:
         self._engine, self._source, self._expected = engine, source, expected
         self._config, self._coordinator = config, coordinator
         self._step = 0
-        self._list: list[tuple[Prompt, int]] | None = None
-        """(prompt, sample) of every response of the next step; None until a bubble needs it."""
+        self._list: list[tuple[Prompt, int]] | None = None  # all responses of the next step, once a bubble needs them
         self._claimed: list[PendingResponse] = []
         self._unfinished: list[PendingResponse] = []
 
@@ -70,7 +64,7 @@ class Pregeneration:
         ]
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Generate until `stop()`, first what is still unfinished; return whether there was anything to generate."""
+        """Generate until `stop()`, first what is still unfinished."""
         items = self._unfinished or self._claim()
         if not items:
             return False
@@ -82,7 +76,6 @@ class Pregeneration:
         return True
 
     def _claim(self) -> list[PendingResponse]:
-        """Claim responses that no other engine generates; none if all have been claimed."""
         if self._list is None:
             self._list = self._all()
         claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
@@ -93,10 +86,7 @@ class Pregeneration:
         return items
 
     def _all(self) -> list[tuple[Prompt, int]]:
-        """Return (prompt, sample) of every response of the next step, groups together.
-
-        The step after the last one is no exception: `validate` measures what it would be like.
-        """
+        # There is a step after the last one, too: `validate` measures what it would be like.
         prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
         return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
 
@@ -118,7 +108,7 @@ def store_texts(engine: Engine, prompts: Sequence[Prompt], stored: Mapping[int, 
 def by_tokens(
     prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]
 ) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """Return the stored texts of these prompts by the tokens of the prompt; prompts with equal tokens share theirs."""
+    """The stored texts of these prompts by the tokens of the prompt; prompts with equal tokens share theirs."""
     found: dict[tuple[int, ...], list[PregeneratedText]] = {}
     for prompt in prompts:
         if prompt.id in stored:

@@ -1,4 +1,4 @@
-"""Pre-generated texts on their way from the ranks that made them to those that draft with them."""
+"""Texts to draft from on their way from the ranks that made them to those that draft with them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SCHEMA = pa.schema(
 
 
 class PregeneratedText(NamedTuple):
-    """A pre-generated response, which may lack its end."""
+    """A response to draft from: pre-generated, so that its end may be missing, or one of an earlier epoch."""
 
     prompt_id: int
     seed: int
     """The seed that it was sampled with."""
-    tokens: list[int]
+    tokens: Sequence[int]
 
 
 def deliver_texts(
@@ -36,12 +36,12 @@ def deliver_texts(
     """Send each text to the ranks of the engine that answers its prompt next (collective).
 
     Args:
-        texts: The texts that this rank's engine generated; the first rank of an engine sends them.
+        texts: Those of this rank's engine, whose first rank sends them.
         next_engines: The engine that answers each prompt next, by the prompt's id; texts to other prompts are dropped.
         engine_size: The number of consecutive ranks that are one engine.
 
     Returns:
-        The texts to the prompts that this rank's engine answers next, in the order of the ranks that made them.
+        The texts to this rank's engine, in the order of the ranks that had them.
     """
     sent = list(texts) if ranks.rank % engine_size == 0 else []
     numbers = {
@@ -67,6 +67,6 @@ def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
 
 
 def read_texts(path: Path) -> list[PregeneratedText]:
-    """Return the texts of a file that `write_texts` wrote."""
+    """Read the texts of a file that `write_texts` wrote."""
     with pa.memory_map(str(path)) as source:
         return [PregeneratedText(**row) for row in pa.ipc.open_file(source).read_all().to_pylist()]

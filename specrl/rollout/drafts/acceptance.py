@@ -1,4 +1,4 @@
-"""The outcomes of drafts: their accepted prefixes, and the counters by which speculation is judged."""
+"""The outcomes of drafts, and the counters by which speculation is judged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from typing import NamedTuple
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
 """The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""
+SHORTEST = 16
+"""The upper end of the first range of lengths, in tokens; each further range is as long as all before it."""
+
+
+class VerifiedDraft(NamedTuple):
+    """A draft that was verified."""
+
+    seed: int
+    """Of its request."""
+    context: int
+    """The number of tokens before the draft, prompt included."""
+    drafted: int
+    accepted: int
+    source: str = DRAFTER
 
 
 class SourceCounts(NamedTuple):
@@ -19,19 +33,8 @@ class SourceCounts(NamedTuple):
     num_accepted_tokens: int = 0
 
     def plus(self, other: SourceCounts) -> SourceCounts:
-        """Return the sums of both."""
+        """Add two of them."""
         return SourceCounts(*map(sum, zip(self, other, strict=True)))
-
-
-class DraftOutcome(NamedTuple):
-    """The outcome of one draft."""
-
-    source: str
-    """`DRAFTER` or the name of a text source."""
-    drafted: int
-    """The number of tokens of the draft."""
-    accepted: int
-    """The number of these tokens that were accepted."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,20 @@ class SpeculationStats:
     by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outcomes: Sequence[DraftOutcome], decode_steps: int = 0) -> SpeculationStats:
-        """Return the counters of single drafts, each of at least one token."""
-        longest = max((outcome.drafted for outcome in outcomes), default=0)
+    def of(cls, drafts: Sequence[VerifiedDraft], decode_steps: int = 0) -> SpeculationStats:
+        """Count drafts, each of at least one token."""
+        longest = max((draft.drafted for draft in drafts), default=0)
         by_source: dict[str, SourceCounts] = {}
-        for source, drafted, accepted in outcomes:
-            by_source[source] = by_source.get(source, SourceCounts()).plus(SourceCounts(1, drafted, accepted))
+        for draft in drafts:
+            known = by_source.get(draft.source, SourceCounts())
+            by_source[draft.source] = known.plus(SourceCounts(1, draft.drafted, draft.accepted))
         return cls(
-            num_drafts=len(outcomes),
-            num_draft_tokens=sum(outcome.drafted for outcome in outcomes),
-            num_accepted_tokens=sum(outcome.accepted for outcome in outcomes),
-            accepted_per_pos=tuple(sum(outcome.accepted > i for outcome in outcomes) for i in range(longest)),
+            num_drafts=len(drafts),
+            num_draft_tokens=sum(draft.drafted for draft in drafts),
+            num_accepted_tokens=sum(draft.accepted for draft in drafts),
+            accepted_per_pos=tuple(sum(draft.accepted > i for draft in drafts) for i in range(longest)),
             decode_steps=decode_steps,
-            drafted_per_pos=tuple(sum(outcome.drafted > i for outcome in outcomes) for i in range(longest)),
+            drafted_per_pos=tuple(sum(draft.drafted > i for draft in drafts) for i in range(longest)),
             by_source=by_source,
         )
 
@@ -83,7 +87,7 @@ class SpeculationStats:
 
     @staticmethod
     def merge(parts: Iterable[SpeculationStats]) -> SpeculationStats:
-        """Return the sum of any number of counters."""
+        """Add any number of them."""
         return sum(parts, SpeculationStats())
 
     @property
@@ -105,8 +109,24 @@ class SpeculationStats:
 
 
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Return the sums over engines that ran side by side, but the decode steps of the engine that took the most."""
+    """Add the counters of engines that ran side by side; `decode_steps` are those of the one that took the most."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
+
+
+def by_context(drafts: Iterable[VerifiedDraft]) -> dict[tuple[int, int], SpeculationStats]:
+    """Count drafts by the first and the last length of the range that their context lies in, the shortest first."""
+    found: dict[tuple[int, int], list[VerifiedDraft]] = {}
+    for draft in drafts:
+        found.setdefault(length_range(draft.context), []).append(draft)
+    return {ends: SpeculationStats.of(found[ends]) for ends in sorted(found)}
+
+
+def length_range(length: int) -> tuple[int, int]:
+    """The range that a length lies in: 0 to 15, 16 to 31, 32 to 63, ..."""
+    if length < SHORTEST:
+        return 0, SHORTEST - 1
+    first = 1 << (length.bit_length() - 1)
+    return first, 2 * first - 1
 
 
 def _sum_per_pos(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,40 +1,48 @@
 """How far to draft, by running batch size: the expected tokens of an iteration over its expected seconds.
 
-The seconds are measured when an engine starts, for a few batch sizes and every draft length, and refreshed by the
-iterations of its runs. The tokens come from the counters of drafts, of those that were verified and of those that might
-have been. Both are running values of this engine; nothing is tried for its own sake, and nothing is stored. The choice
-decides how long a rollout takes, never which tokens it has.
+The seconds are measured when an engine starts, and refreshed by its runs. The tokens come from the counters of drafts,
+of those that were verified and of those that might have been. Nothing is tried for its own sake, and nothing is stored.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN, SIZES
 
 Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
-"""The draft lengths to choose from, up to the longest, which is always one of them: full CUDA graphs are captured for
-these alone."""
+"""The draft lengths to choose from; full CUDA graphs are captured for these alone."""
 NEARLY = 0.8
 """The share of the longest length from which on a shorter one is none to choose."""
 SHARED = 0.75
 """How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
-OWN_SEED = 64
-"""The number of agreeing tokens that text of the own seed is guessed by; see `ControlSettings.even_agreement`."""
+TIME_WINDOW = 8.0
+"""The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
+TEXT_WINDOW = 500
+"""The number of drafts that older observations of a kind weigh as much as at most."""
+KEPT_ON_REFIT = 0.1
+"""The factor on the weight of observations of accepted tokens at every refit."""
+GUESSED_ACCEPTANCE = 0.6
+"""The assumed probability that the next token of a drafter's draft is right, before any was seen."""
+EVEN_AGREEMENT, OWN_SEED = 2.0, 64
+"""The number of agreeing tokens at which text is guessed to go on with the right token half of the time, and the number
+that text of the own seed counts for."""
+PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
+"""The weights of these guesses, in drafts, and of that that every request has a draft, in requests x iterations."""
+WORTHWHILE = 0.01
+"""The share by which tokens per second must be expected to rise for anything to be drafted."""
 
 
 def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:
-    """Return the draft lengths to choose from; the longest, and the drafter's longest, are always among them.
+    """The draft lengths to choose from, the longest and the drafter's longest among them.
 
     One that is nearly as long as the longest is left out: every length takes graphs.
     """
@@ -42,63 +50,65 @@ def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:
 
 
 class Acceptance:
-    """How many tokens of a draft are accepted, by kind and position, and how often a request has a draft of a kind.
+    """How many tokens of a draft are accepted, by kind and position, and how often a request has a draft of a kind."""
 
-    Old observations fade as new ones arrive, and at every refit.
-    """
-
-    def __init__(self, k: int, drafter_k: int, settings: ControlSettings) -> None:
-        """Begin with a guess for every kind.
-
-        Args:
-            k: The longest draft, in tokens.
-            drafter_k: The longest draft of the drafter; 0 without one.
-        """
-        self._settings, self._drafter_k = settings, drafter_k
+    def __init__(self, k: int, drafter_k: int) -> None:
+        """Begin with guesses, for drafts of up to `k` tokens, those of the drafter, if any, of up to `drafter_k`."""
+        self._drafter_k = drafter_k
         self._seen, self._right = np.zeros((NOTHING, k)), np.zeros((NOTHING, k))
         self._offered = np.zeros(NOTHING + 1)
-        even, agreements = settings.even_agreement, np.array([OWN_SEED, *SIZES, *SIZES])
-        self._guess = np.append(agreements / (agreements + even), settings.guessed_acceptance)
+        self._own = 0.0
+        """The part of `_offered` that requests with text of their own seed had."""
+        self.own_share = 0.0
+        """The share of the requests of the present generation for which there is text of their own seed."""
+        agreements = np.array([OWN_SEED, *SIZES, *SIZES])
+        self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), GUESSED_ACCEPTANCE)
 
     def learn(self, counts: Counts) -> None:
-        """Learn from the counters of a generation, or from the part of them that is new."""
-        # The older observations weigh as much as `text_window` at most.
-        weights = np.minimum(1, self._settings.text_window / np.maximum(self._seen[:, :1], 1))
+        """Learn from the counters of a generation."""
+        weights = np.minimum(1, TEXT_WINDOW / np.maximum(self._seen[:, :1], 1))
         self._seen = self._seen * weights + counts.seen[:NOTHING]
         self._right = self._right * weights + counts.right[:NOTHING]
-        weight = min(1, self._settings.text_window / max(self._offered.sum(), 1))
+        weight = min(1, TEXT_WINDOW / max(self._offered.sum(), 1))
         self._offered = self._offered * weight + counts.offered
+        self._own = self._own * weight + self.own_share * counts.offered.sum()
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
-        kept = self._settings.kept_on_refit
-        self._seen, self._right, self._offered = self._seen * kept, self._right * kept, self._offered * kept
+        self._seen *= KEPT_ON_REFIT
+        self._right *= KEPT_ON_REFIT
+        self._offered *= KEPT_ON_REFIT
+        self._own *= KEPT_ON_REFIT
 
     def by_position(self) -> Floats:
-        """Return the probability that a draft's token is right if those before it are, [kinds, k].
+        """The probability that a draft's token is right if those before it are, [kinds, k].
 
         What has been seen rarely is taken to be as likely as at the position before, and there as it was guessed.
         """
-        weight, found, before = self._settings.prior_drafts, [], self._guess
+        found, before = [], self._guess
         for seen, right in zip(self._seen.T, self._right.T, strict=True):
-            before = (weight * before + right) / (weight + seen)
+            before = (PRIOR_DRAFTS * before + right) / (PRIOR_DRAFTS + seen)
             found.append(before)
         return np.stack(found, 1)
 
     def accepted(self) -> Floats:
-        """Return the expected accepted tokens of a draft, [k + 1, kinds], by its length."""
+        """The expected accepted tokens of a draft, [k + 1, kinds], by its length."""
         chances = self.by_position().cumprod(1)
         chances[DRAFTERS, self._drafter_k :] = 0
         return np.concatenate([np.zeros((1, NOTHING)), chances.cumsum(1).T])
 
     def tokens(self) -> Floats:
-        """Return the expected tokens of a request in an iteration, [k + 1], by the length of drafts; 1 without one.
+        """The expected tokens of a request in an iteration, [k + 1], by the length of drafts; 1 without one.
 
-        Before anything is known every request is taken to have a draft of the drafter, or of the own seed's text.
+        Text of the own seed is known to be there before a generation begins; how long it is followed is learned. Before
+        anything is known it is taken to be always, and other requests to have a draft of the drafter, if there is one.
         """
-        prior = np.zeros(NOTHING + 1)
-        prior[DRAFTERS if self._drafter_k else OWN] = self._settings.prior_requests
-        shares = (self._offered + prior) / (self._offered + prior).sum()
+        followed = min(1.0, (PRIOR_REQUESTS + self._offered[OWN]) / (PRIOR_REQUESTS + self._own))
+        others = self._offered.copy()
+        others[OWN] = 0
+        others[DRAFTERS if self._drafter_k else NOTHING] += PRIOR_REQUESTS
+        shares = others / others.sum() * (1 - self.own_share * followed)
+        shares[OWN] = self.own_share * followed
         tokens: Floats = 1 + self.accepted() @ shares[:NOTHING]
         return tokens
 
@@ -110,29 +120,24 @@ class Seconds:
     """
 
     def __init__(self, k: int, graph_sizes: Sequence[int]) -> None:
-        """Begin with nothing measured.
-
-        Args:
-            graph_sizes: The numbers of rows of the graphs, ascending; a request takes k + 1 rows.
-        """
+        """Begin with nothing measured. `graph_sizes` are numbers of rows, ascending; a request takes k + 1."""
         self._per_request, self._graphs = k + 1, graph_sizes
-        self._rows, self._logs = np.empty(0), np.empty(0)
-        """The numbers of rows that were measured, ascending, and the logs of the seconds."""
+        self._rows, self._logs = np.empty(0), np.empty(0)  # rows that were measured, ascending, and logs of the seconds
 
     def computed(self, batch: int) -> int:
-        """Return the number of rows that are computed for a batch, those that pad it to a graph's size included."""
+        """The rows that are computed for a batch, those that pad it to a graph's size included."""
         rows = batch * self._per_request
         at = bisect_left(self._graphs, rows)
         return self._graphs[at] if at < len(self._graphs) else rows
 
     def measure(self, batch: int, seconds: float) -> None:
-        """Take the seconds of an iteration, measured when the engine starts."""
+        """Take the seconds of an iteration."""
         known = dict(zip(self._rows, self._logs, strict=True)) | {float(self.computed(batch)): math.log(seconds)}
         self._rows = np.array(sorted(known))
         self._logs = np.array([known[rows] for rows in self._rows])
 
     def log(self, batch: int) -> float:
-        """Return the log of the expected seconds: never less for more rows, on a line beyond the most measured."""
+        """The log of the expected seconds: never less for more rows, on a line beyond the most measured."""
         assert len(self._rows), "nothing was measured"
         asked, seconds = self.computed(batch), np.exp(np.maximum.accumulate(self._logs))
         beyond = asked - self._rows[-1]
@@ -153,14 +158,12 @@ class Choice:
     batch: int
     k: int
     acceptance_length: float
-    """The tokens of a request in an iteration."""
     seconds: float
-    """The time of an iteration."""
     chosen: bool
 
     @property
     def tokens_per_s(self) -> float:
-        """The tokens of all requests per second."""
+        """Of all requests."""
         return self.batch * self.acceptance_length / self.seconds
 
 
@@ -173,25 +176,15 @@ class CostModel:
         k: int,
         drafter_k: int = 0,
         graph_sizes: Sequence[int] = (),
-        settings: ControlSettings | None = None,
     ) -> None:
-        """Begin with guesses of what is accepted; `measure` must follow.
-
-        Args:
-            max_batch: The largest number of requests that run at once.
-            k: The longest draft, in tokens.
-            drafter_k: The longest draft of the drafter; 0 without one.
-            graph_sizes: The numbers of rows that CUDA graphs were captured for; none on CPUs.
-            settings: The constants that steer it; None for the project's own.
-        """
-        self._settings = settings or ControlSettings()
+        """Begin with guesses of what is accepted; `measure` must follow. On CPUs there are no `graph_sizes`."""
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
-        self.acceptance = Acceptance(k, drafter_k, self._settings)
+        self.acceptance = Acceptance(k, drafter_k)
         self._seconds = {length: Seconds(length, sorted(graph_sizes)) for length in self.lengths}
         self._saved = 0.0
 
     def to_measure(self) -> list[tuple[int, int]]:
-        """Return the batch sizes and draft lengths that an engine measures when it starts."""
+        """The batch sizes and draft lengths that an engine measures when it starts."""
         sizes = sorted({1 << power for power in range(self.max_batch.bit_length())} | {self.max_batch})
         return [(batch, length) for length in self.lengths for batch in sizes]
 
@@ -200,41 +193,37 @@ class CostModel:
         self._seconds[k].measure(batch, seconds)
 
     def observe(self, batch: int, k: int, seconds: float, tokens: int) -> None:
-        """Learn from an iteration of a run, in which all of `batch` requests were decoding.
+        """Learn from an iteration in which all of `batch` requests were decoding and got `tokens` tokens together.
 
-        All lengths share what is new, because contexts that grow and machines that slow down change all of them.
-
-        Args:
-            k: The length of the drafts that were verified, and of those that were made.
-            tokens: The tokens that the requests got.
+        All draft lengths share what is new: contexts that grow and machines that slow down change all of them.
         """
         rows = self._seconds[k]
         # A pause of the machine must not count for many iterations.
-        change = min(max(math.log(seconds) - rows.log(batch), -math.log(2)), math.log(2)) / self._settings.time_window
+        change = min(max(math.log(seconds) - rows.log(batch), -math.log(2)), math.log(2)) / TIME_WINDOW
         for length, others in self._seconds.items():
             others.move(batch, change if length == k else SHARED * change)
         plain = tokens / batch * math.exp(self._seconds[0].log(batch))
         self._saved += plain - seconds
 
     def learn(self, counts: Counts) -> None:
-        """Learn what is accepted from the counters of a generation."""
+        """Learn what is accepted."""
         self.acceptance.learn(counts)
 
     def drafter_changed(self) -> None:
-        """Let new drafts soon outweigh old ones in what is expected, because weights have changed; times are kept."""
+        """Let new drafts soon outweigh old ones, because weights have changed; times are kept."""
         self.acceptance.fade()
 
     def take_saved_seconds(self) -> float:
-        """Return an estimate of the seconds that drafts saved since the last call, negative where they cost some."""
+        """Estimate the seconds that drafts saved since the last call, negative where they cost some."""
         saved, self._saved = self._saved, 0.0
         return saved
 
     def choices(self, batch: int) -> list[Choice]:
-        """Return what is expected of every draft length at a batch size."""
+        """What is expected of every draft length at a batch size."""
         tokens = self.acceptance.tokens()
         seconds = {length: self._seconds[length].log(batch) for length in self.lengths}
         worth = {length: math.log(tokens[length]) - seconds[length] for length in self.lengths}
-        margin = math.log1p(self._settings.worthwhile)
+        margin = math.log1p(WORTHWHILE)
         best = max(self.lengths, key=lambda length: worth[length] - (margin if length else 0))
         return [
             Choice(batch, length, float(tokens[length]), math.exp(seconds[length]), chosen=length == best)
@@ -242,18 +231,5 @@ class CostModel:
         ]
 
     def best(self, batch: int) -> int:
-        """Return the length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
+        """The length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
         return next(choice.k for choice in self.choices(batch) if choice.chosen)
-
-    def schedule(self) -> list[tuple[int, int, int]]:
-        """Return ranges of batch sizes, first and last, with the draft length of each, as vLLM takes them."""
-        return as_schedule(self.best(batch) for batch in range(1, self.max_batch + 1))
-
-
-def as_schedule(lengths: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Return ranges of batch sizes with equal draft lengths, given the lengths for 1, 2, ... requests."""
-    ranges = []
-    for length, group in groupby(enumerate(lengths, 1), key=lambda pair: pair[1]):
-        sizes = [size for size, _ in group]
-        ranges.append((sizes[0], sizes[-1], length))
-    return ranges

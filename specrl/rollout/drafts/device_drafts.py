@@ -1,7 +1,7 @@
 """The choice of every request's draft on the device, and what drafts of each kind came to.
 
 `DeviceDrafts` is asked once an iteration: it compares all drafts that there might have been with what came, and chooses
-among those that there may be next. It runs as many operations for any batch, waits for nothing, and needs no engine.
+among those that there may be next. It waits for nothing and needs no engine. `kernels` does the same in Triton.
 """
 
 from __future__ import annotations
@@ -29,33 +29,40 @@ from specrl.rollout.drafts.text_index import (
 CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
 KINDS = NOTHING + 1
+PROMPT, ROW, LIMIT = range(3)
+"""The columns of `Requests.facts`."""
+
+
+class Requests(NamedTuple):
+    """What is known of all requests, by their slots in the runner; tensors on one device."""
+
+    facts: Tensor
+    """[slots, 3] int64: the number of the prompt, see `TextIndex.find`; the place in this generation, from 1, and any
+    other number for a request that is in none; the length, prompt included, at which it ends at the latest."""
+    seeds: Tensor
+    """[slots] int64."""
+    prompt_lengths: Tensor
+    """[slots] int32."""
+    lengths: Tensor
+    """[slots] int32, the tokens of prompt and response together, those of this iteration included."""
+    tokens: Tensor
+    """[slots, longest sequence] int32, the tokens of prompts and responses."""
 
 
 class Batch(NamedTuple):
-    """What an iteration has made of the requests of a batch; all tensors are [requests] on one device."""
+    """The requests of an iteration; tensors of [requests]."""
 
     slots: Tensor
-    """int64, the rows of the requests in all that is kept from one iteration to the next; each occurs once."""
-    rows: Tensor
-    """int64, the places of the requests in this generation, from 1; 0 for one that is in none."""
-    prompts: Tensor
-    """int64, the numbers of their prompts; see `TextIndex.find`."""
-    seeds: Tensor
-    """int64."""
-    prompt_lengths: Tensor
-    lengths: Tensor
-    """The tokens of prompt and response together, those of this iteration included."""
-    limits: Tensor
-    """The number of tokens, prompt included, at which each response ends at the latest."""
+    """Each occurs once."""
     num_sampled: Tensor
+    """int32."""
 
 
 class Counts(NamedTuple):
     """What drafts of each kind came to, or would have, as int64 arrays."""
 
     seen: NDArray[np.int64]
-    """[kinds, k]: how often the token at a position was compared with what came, those before it being right, whether
-    it was drafted or might have been."""
+    """[kinds, k]: how often the token at a position, drafted or not, was compared, those before it being right."""
     right: NDArray[np.int64]
     """[kinds, k]: how often it was what came."""
     offered: NDArray[np.int64]
@@ -63,27 +70,22 @@ class Counts(NamedTuple):
 
 
 class DeviceDrafts:
-    """Chooses drafts among text and the drafter's, and counts how often each kind is right."""
+    """Chooses drafts among text and the drafter's, and counts how often each kind is right, in PyTorch."""
 
     def __init__(self, num_slots: int, k: int, device: torch.device | str = "cpu") -> None:
-        """Begin without text.
-
-        Args:
-            num_slots: The number of requests that can run at once.
-            k: The longest draft, in tokens.
-        """
+        """Begin without text, with room for `num_slots` requests at once and drafts of up to `k` tokens."""
         self.k = k
         self.device = torch.device(device)
         self.index = TextIndex([], device)
-        self._expected = torch.zeros(k + 1, KINDS, device=device)
+        self.expected = torch.zeros(k + 1, KINDS, device=device)
         """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
-        self._source_of = torch.tensor(SOURCE_OF_KIND, device=device)
+        self.source_of = torch.tensor(SOURCE_OF_KIND, device=device)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
         # What was predicted for the request of each slot, and for which request, at which length.
-        self._made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
-        self._tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
-        self._kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
+        self.made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
+        self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
+        self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
         """Whether there is a drafter, in iterations without its drafts too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -94,13 +96,13 @@ class DeviceDrafts:
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
         """Set all counters to zero, for a generation of so many requests, which end with any of these tokens."""
-        self._by_kind = torch.zeros(KINDS, 2, self.k, dtype=torch.int64, device=self.device)
-        self._offered = torch.zeros(KINDS, dtype=torch.int64, device=self.device)
-        self._ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
-        self._stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
+        self.by_kind = torch.zeros(KINDS, 2, self.k, dtype=torch.int64, device=self.device)
+        self.offered = torch.zeros(KINDS, dtype=torch.int64, device=self.device)
+        self.ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
+        self.stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
     def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
-        """Say what decides between the drafts that a request may have; no other text goes before that of its own seed.
+        """Set what decides between the drafts of a request; no other text goes before that of its own seed.
 
         Args:
             accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
@@ -110,39 +112,36 @@ class DeviceDrafts:
         if not recalls:
             table[:, RECENT_TEXT:DRAFTERS] = -2.0
         table[:, OWN] = table[:, :DRAFTERS].max(1)
-        self._expected.copy_(torch.from_numpy(table))
+        self.expected.copy_(torch.from_numpy(table))
 
     def counts(self) -> Counts:
-        """Return all counters since `begin`; this waits for the device."""
-        seen, right = self._by_kind.cpu().numpy().copy().transpose(1, 0, 2)
-        return Counts(seen, right, self._offered.cpu().numpy().copy())
+        """All counters since `begin`; this waits for the device."""
+        seen, right = self.by_kind.cpu().numpy().copy().transpose(1, 0, 2)
+        return Counts(seen, right, self.offered.cpu().numpy().copy())
 
-    def observe(self, batch: Batch, all_tokens: Tensor) -> None:
-        """Count what became of the predictions that were made for these requests in their last iteration.
-
-        Args:
-            all_tokens: [slots, longest sequence], the tokens of prompts and responses.
-        """
-        column = self._column
-        before = batch.lengths.long() - batch.num_sampled
-        at = (before[:, None] + column).clamp(max=all_tokens.shape[1] - 1)
-        sampled = all_tokens[batch.slots[:, None], at].long()
-        made_at, predicted = self._made_at[batch.slots], self._tokens[batch.slots]
-        counts = (made_at[:, 0] == batch.rows) & (made_at[:, 1] == before) & ~self._ended[batch.rows]
+    def observe(self, requests: Requests, batch: Batch) -> None:
+        """Count what became of the predictions that were made for these requests in their last iteration."""
+        column, slots, num_sampled = self._column, batch.slots.long(), batch.num_sampled.long()
+        rows, lengths = self._rows(requests, slots), requests.lengths[slots].long()
+        before = lengths - num_sampled
+        at = (before[:, None] + column).clamp(max=requests.tokens.shape[1] - 1)
+        sampled = requests.tokens[slots[:, None], at].long()
+        made_at, predicted = self.made_at[slots], self.tokens[slots]
+        counts = (made_at[:, 0] == rows) & (made_at[:, 1] == before) & ~self.ended[rows]
         # [requests, candidates, k] from here on
-        shown = (predicted != END) & (counts[:, None] & (column < batch.num_sampled[:, None]))[:, None]
+        shown = (predicted != END) & (counts[:, None] & (column < num_sampled[:, None]))[:, None]
         right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
         seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
         both = torch.stack((seen, right), 2).flatten(0, 1)
-        self._by_kind.index_add_(0, self._kinds[batch.slots].flatten(), both)
+        self.by_kind.index_add_(0, self.kinds[slots].flatten(), both)
         # A response may be computed for one more iteration before vLLM learns that it has ended.
-        last = all_tokens[batch.slots, (batch.lengths - 1).long()]
-        stops = (last[:, None] == self._stop_tokens).any(1) & (batch.num_sampled > 0)
-        self._ended[batch.rows] |= stops | (batch.lengths >= batch.limits)
-        self._ended[0].fill_(False)
+        last = requests.tokens[slots, lengths - 1].long()
+        stops = (last[:, None] == self.stop_tokens).any(1) & (num_sampled > 0)
+        self.ended[rows] |= stops | (lengths >= requests.facts[slots, LIMIT])
+        self.ended[0].fill_(False)
 
-    def choose(self, batch: Batch, all_tokens: Tensor, drafter: Tensor | None, length: int) -> Tensor:
-        """Return the next draft of each request, int64 [requests, k], of which `length` tokens will be verified.
+    def choose(self, requests: Requests, batch: Batch, drafter: Tensor | None, length: int) -> Tensor:
+        """Choose the next draft of each request, int64 [requests, k], of which `length` tokens will be verified.
 
         It is the candidate of the kind that is expected to bring most. Where no candidate has a token, the request's
         last token stands, which counts as no draft: the policy must be able to read it.
@@ -151,27 +150,37 @@ class DeviceDrafts:
             drafter: [requests, any number up to k] int64, the drafter's drafts, `END` where it has none; None if it
                 made none.
         """
-        back = batch.lengths.long()[:, None] - 1 - self._back
-        tokens = all_tokens[batch.slots[:, None], back.clamp(min=0)].long()
-        last = torch.where(back >= batch.prompt_lengths[:, None], tokens, END)
-        found = self.index.find(last, batch.prompts, batch.seeds, batch.lengths - batch.prompt_lengths)
+        slots = batch.slots.long()
+        facts, lengths, prompt_lengths = requests.facts[slots], requests.lengths[slots], requests.prompt_lengths[slots]
+        back = lengths.long()[:, None] - 1 - self._back
+        tokens = requests.tokens[slots[:, None], back.clamp(min=0)].long()
+        last = torch.where(back >= prompt_lengths[:, None], tokens, END)
+        found = self.index.find(last, facts[:, PROMPT], requests.seeds[slots], lengths - prompt_lengths)
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         if drafter is not None:
             candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
         # Verification adds a token after a draft, and that one must fit.
-        room = (batch.limits - batch.lengths - 1)[:, None, None]
+        room = (facts[:, LIMIT] - lengths - 1)[:, None, None]
         candidates = torch.where(self._column < room, candidates, END)
         kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
         kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
-        chosen = self._expected[max(length, 1)][kinds].argmax(1)
+        chosen = self.expected[max(length, 1)][kinds].argmax(1)
 
-        self._made_at[batch.slots] = torch.stack((batch.rows, batch.lengths.long()), 1)
-        self._tokens[batch.slots], self._kinds[batch.slots] = candidates, kinds
+        self.made_at[slots] = torch.stack((self._rows(requests, slots), lengths.long()), 1)
+        self.tokens[slots], self.kinds[slots] = candidates, kinds
         kind = kinds.gather(1, chosen[:, None])[:, 0]
-        if drafter is not None or not self.has_drafter:  # else it might have had a draft for each request
-            self._offered.index_add_(0, kind, torch.ones_like(kind))
+        if self.offers(drafter):
+            self.offered.index_add_(0, kind, torch.ones_like(kind))
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
-        self.sources[batch.slots] = self._source_of[kind].int()
-        self.lengths[batch.slots] = (drafts != END).sum(1, dtype=torch.int32)
+        self.sources[slots] = self.source_of[kind].int()
+        self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)
+
+    def offers(self, drafter: Tensor | None) -> bool:
+        """Whether an iteration counts in `Counts.offered`: a drafter that made no drafts might have had some."""
+        return drafter is not None or not self.has_drafter
+
+    def _rows(self, requests: Requests, slots: Tensor) -> Tensor:
+        rows = requests.facts[slots, ROW]
+        return torch.where(rows < len(self.ended), rows, 0)

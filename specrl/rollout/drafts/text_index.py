@@ -34,7 +34,7 @@ ANY_PROMPT = -1
 _RANDOM = torch.randint(
     -(2**62), 2**62, (LONGEST + 1 + len(SIZES),), generator=torch.Generator().manual_seed(0)
 ).tolist()
-_OF_PROMPT, *_OF_SIZE = _RANDOM[LONGEST:]
+_OF_PROMPT = _RANDOM[LONGEST]
 """For a multilinear hash: a random number for each of the last tokens, one for the prompt, and one for each size."""
 _NO_KEY = torch.iinfo(torch.int64).max
 """Ends every list of keys, so that a search stays inside; no key is this large."""
@@ -64,9 +64,9 @@ class TextIndex:
 
     def __init__(self, texts: Sequence[Text], device: torch.device | str = "cpu") -> None:
         """Lay out the texts and index them; where continuations are equally common, the earlier text counts."""
-        self._factors = torch.tensor(_RANDOM[:LONGEST], device=device)
-        self._salts = torch.tensor(_OF_SIZE, device=device)
-        self._last_of_size = torch.tensor(SIZES, device=device) - 1
+        self.hashing = torch.tensor(_RANDOM, device=device)
+        self._factors, self._salts = self.hashing[:LONGEST], self.hashing[LONGEST + 1 :]
+        self.last_of_size = torch.tensor(SIZES, device=device) - 1
         self._column = torch.arange(LONGEST, device=device)
         self._firsts = torch.tensor((STORED, RECENT_TEXT), device=device)
         marker = np.full(LONGEST, END, np.int32)
@@ -88,7 +88,7 @@ class TextIndex:
         last = tokens[places[:, None] - 1 - self._column]
         keys = self._keys(last, owner[places])
         # A response begins as one stored for its prompt did; it does not begin as just any one did.
-        is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self._last_of_size] != END)
+        is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self.last_of_size] != END)
         self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
     def _index_seeds(self, texts: Sequence[Text], starts: Sequence[int]) -> None:
@@ -134,17 +134,17 @@ class TextIndex:
         return torch.where(inside & (before == last).all(1), place, len(self.tokens) - 1)
 
     def ahead(self, places: Tensor, k: int) -> Tensor:
-        """Return the next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
+        """The next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
         at = (places[..., None] + torch.arange(k, device=places.device)).clamp(max=len(self.tokens) - 1)
         return until_end(self.tokens[at].long())
 
     def _keys(self, last: Tensor, prompts: Tensor) -> Tensor:
-        sums = (last * self._factors).cumsum(-1)[..., self._last_of_size]  # products and sums wrap around
+        sums = (last * self._factors).cumsum(-1)[..., self.last_of_size]  # products and sums wrap around
         return _mixed(sums + (prompts * _OF_PROMPT)[..., None] + self._salts)
 
 
 def until_end(drafts: Tensor) -> Tensor:
-    """Return drafts [..., k] with `END` everywhere after their first `END`."""
+    """Drafts [..., k] with `END` everywhere after their first `END`."""
     return torch.where((drafts != END).int().cumprod(-1).bool(), drafts, END)
 
 

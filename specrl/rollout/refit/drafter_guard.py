@@ -1,60 +1,37 @@
-"""The guard of the drafter: a damaged, stale or lost drafter is noticed after a refit, replaced and reported.
+"""The guard of the drafter: a damaged, stale or lost drafter costs time silently, so it is noticed after a refit.
 
-Speculation is exact with any drafter, so a bad one costs nothing but time, silently. At every refit the guard compares
-the engine's drafter with the trainer's, tensor by tensor. At the start, before a checkpoint and every
-`refit.probe_every` steps the engines also answer a fixed probe with a fixed draft length, whose acceptance per position
-is compared with its running value. On a collapse, trainer and engine go back to the last good drafter; if that is
-accepted no better, speculation is turned off. The run goes on in any case.
+Its tensors are compared at every refit. At the start, before a checkpoint and every `refit.probe_every` steps the
+engines also answer a fixed probe, whose acceptance is compared with its running value. On a collapse, trainer and
+engine go back to the last good drafter; if that is accepted no better, speculation is turned off, and the run goes on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
-from specrl.rollout.engine import Engine, Generation, Request, response_seed
+from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
-from specrl.rollout.vllm.weights.load import Weights
 from specrl.schemas import read_rollouts
 from specrl.training.checkpoint.host_copy import HostTensors
+from specrl.training.drafter.trainer import Drafter
 
-NUM_PROMPTS = 8
-"""The number of prompts of the probe."""
-RESPONSES = 2
-"""The number of responses to each of them. An engine reads a prompt once for both, and two short responses make as many
-drafts as one of almost twice the length, in fewer iterations."""
-PROBE_TOKENS = 14
-"""The longest response, in tokens."""
-
-
-class TrainedDrafter(Protocol):
-    """What the guard needs of the trainer's drafter, which is the same on every rank."""
-
-    @property
-    def changes(self) -> int:
-        """How many times it was changed; as long as the number stays, so does the state."""
-
-    def named_weights(self) -> Weights: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+NUM_PROMPTS, RESPONSES, PROBE_TOKENS = 8, 2, 14
+"""The prompts of the probe, the responses to each, and the longest response in tokens."""
 
 
 class AcceptanceWatch:
-    """Compares acceptance per position with its running value.
+    """Compares acceptance per position with its running value; neither noise nor slow drift counts.
 
-    Acceptance at a position has collapsed if it is below `COLLAPSE` times the running value, and also below that value
-    by more than `STANDARD_ERRORS` (binomial, from the number of drafts), so that neither noise nor slow drift counts.
-    `SMOOTHING` is the weight of a new rate in the running value.
+    It has collapsed at a position where it is below `COLLAPSE` times the running value and also below that value by
+    more than `STANDARD_ERRORS` (binomial, from the number of drafts).
     """
 
     COLLAPSE, STANDARD_ERRORS, SMOOTHING = 0.5, 3.0, 0.5
@@ -63,11 +40,10 @@ class AcceptanceWatch:
         self.running: tuple[float, ...] = ()
 
     def check(self, stats: SpeculationStats, version: int) -> None:
-        """Compare the rates of one probe with the running value, then take them into it.
+        """Compare the rates of a probe with the running value, then take them into it.
 
         Raises:
-            DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at the position that the error names;
-                the running value stays as it was.
+            DrafterCollapseError: Nothing was drafted, or acceptance has collapsed at a position.
         """
         if not stats.num_drafts:
             raise DrafterCollapseError(f"nothing was drafted on the probe with drafter version {version}")
@@ -100,7 +76,7 @@ class GuardReport:
     """How many drafters were found wrong: 1 if that of the refit was, 2 if the last good one was, too."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the state under its names in MLflow."""
+        """The state under its names in MLflow."""
         found = {"refit/drafter_reloads": float(self.reloaded), "refit/speculating": float(self.speculating)}
         if self.acceptance_length is not None:
             found["refit/probe_acceptance_length"] = self.acceptance_length
@@ -108,48 +84,29 @@ class GuardReport:
 
 
 class DrafterGuard:
-    """Keeps the last good version of the drafter in host memory. `check` and `confirm` are collective over the ranks.
+    """Keeps in host memory the last version of the drafter that a probe found good."""
 
-    It is copied after a probe that found it good, and only if it has changed since the last copy: at most once a step.
-    """
-
-    def __init__(self, engine: Engine, drafter: TrainedDrafter | None, requests: list[Request], ranks: Ranks) -> None:
-        """Guard the drafter of one engine.
-
-        Args:
-            drafter: The trainer's drafter; None where none is trained.
-            requests: This engine's part of the probe. The engines hold one drafter, which is judged by what is accepted
-                of it on all of them.
-        """
+    def __init__(self, engine: Engine, drafter: Drafter | None, requests: list[Request], ranks: Ranks) -> None:
+        """Guard the drafter of one engine, whose part of the probe `requests` are; without a drafter do nothing."""
         self._engine = engine
         self._drafter = drafter
         self._requests = requests
         self._ranks = ranks
         self._watch = AcceptanceWatch()
         self._probed = False
-        """Whether the drafter that the engine holds was probed."""
-        self._loaded = 0
-        """The trainer's number of changes when the engine was given its drafter."""
-        self._copied: int | None = None
-        """The same for the drafter that was copied last."""
+        # The drafter's number of changes when the engine was given it, and when it was last copied.
+        self._loaded, self._copied = 0, -1
         self._buffers = HostTensors()
         self._last_good: dict[str, Tensor] = {}
         self._stats = SpeculationStats()
         self._events: list[str] = []
 
     def check(self, version: int, *, probe: bool = True) -> GuardReport:
-        """Check the drafter after a refit; on a collapse load the last good one, or turn speculation off (collective).
-
-        Its tensors are always compared. Without a trained drafter nothing can go stale, and nothing is done.
-
-        Args:
-            version: The version of the drafter.
-            probe: Whether the engines answer the probe.
-        """
+        """Compare the drafter's tensors after a refit, probe it if asked to, replace it if it is wrong (collective)."""
         if self._drafter is None or not self._engine.speculates:
             return GuardReport(reloaded=False, speculating=self._engine.speculates, acceptance_length=1.0)
         self._probed, self._loaded = False, self._drafter.changes
-        if self._copied is None:  # the first drafter is the only one to go back to
+        if self._copied < 0:  # the first drafter is the only one to go back to
             self._keep()
         fault = self._of_any_rank(self._verify)
         if fault is None and not probe:
@@ -157,21 +114,17 @@ class DrafterGuard:
         return self._settle(fault or self._probe_fault(version), version)
 
     def confirm(self, version: int) -> int:
-        """Probe the engine's drafter unless that was done, as `check` does; return the number of failures (collective).
-
-        It is for a checkpoint that nobody knew of at the refit.
-        """
+        """Probe the drafter for a checkpoint that was not foreseen at its refit; return the failures (collective)."""
         if self._drafter is None or not self._engine.speculates or self._probed:
             return 0
         return self._settle(self._probe_fault(version), version).failures
 
     def take_events(self) -> list[str]:
-        """Return the collapses since the last call, and what was done about each."""
+        """The collapses since the last call, and what was done about each."""
         events, self._events = self._events, []
         return events
 
     def _settle(self, fault: str | None, version: int) -> GuardReport:
-        """Keep the drafter as the last good one if it has no fault; replace it if it has one (collective)."""
         assert self._drafter is not None
         self._probed = True
         if fault is None:
@@ -212,23 +165,8 @@ class DrafterGuard:
         return self._of_any_rank(lambda: self._check_acceptance(version))
 
     def _check_acceptance(self, version: int) -> None:
-        """Let each engine answer its part of the probe, and judge all answers together (collective)."""
-        generation = self._probe()
-        longest = max((len(response.tokens) for response in generation.responses), default=0)
-        found = self._ranks.gather((generation.stats, longest) if self._engine.is_first else None)
-        parts = [part for part in found if part is not None]
-        self._stats = over_engines([stats for stats, _ in parts])
-        # In responses of one or two tokens there may be nothing to draft, with any drafter.
-        if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
-            self._watch.check(self._stats, version)
-
-    def _probe(self) -> Generation:
-        """Generate the probe, prefilled anew, with the same prompts, seeds and draft length each time.
-
-        All drafts must be the drafter's. Stored text is forgotten, because it would be drafted for a prompt of the
-        probe that the last step had too. Nothing is learned from drafts that no rollout would make.
-        """
         engine = self._engine
+        # All drafts must be the drafter's, and stored text may be for a prompt of the probe.
         if engine.replays:
             engine.set_replay({})
         chosen = engine.k
@@ -236,7 +174,13 @@ class DrafterGuard:
         engine.reset_prefix_cache()
         generation = engine.generate(self._requests, learn=False)
         engine.set_k(chosen)
-        return generation
+        longest = max((len(response.tokens) for response in generation.responses), default=0)
+        found = self._ranks.gather((generation.stats, longest) if engine.is_first else None)
+        parts = [part for part in found if part is not None]
+        self._stats = over_engines([stats for stats, _ in parts])
+        # In responses of one or two tokens there may be nothing to draft, with any drafter.
+        if self._stats.num_drafts or max(longest for _, longest in parts) > 2:
+            self._watch.check(self._stats, version)
 
     def _keep(self) -> None:
         assert self._drafter is not None
@@ -252,7 +196,7 @@ class DrafterGuard:
 
 
 def guard_requests(rollouts_dir: Path, config: Config) -> list[Request]:
-    """Return the fixed probe of all engines: the first prompts of pretraining, at the run's sampling settings."""
+    """Make the fixed probe of all engines: the first prompts of pretraining, at the run's sampling settings."""
     first = sorted(rollouts_dir.glob("step=*/rank-*.arrow"))[0]
     prompts = dict.fromkeys(tuple(rollout.prompt_tokens) for rollout in read_rollouts(first))
     sampling = config.sampling

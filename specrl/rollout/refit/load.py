@@ -1,4 +1,4 @@
-"""A refit: the engine gets the trainer's policy and drafter, and checks show whether it holds them (invariant 4)."""
+"""A refit: the engine gets the trainer's policy and drafter, and is checked to hold them (invariant 4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.parity import ParityReport
 from specrl.rollout.refit.policy_probe import RefitProbe
-from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_policy_is
+from specrl.rollout.vllm.weights.comparison import Expected, assert_policy_is
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -35,7 +35,7 @@ class RefitReport:
     guard: GuardReport
 
     def metrics(self) -> dict[str, float]:
-        """Return the findings under their names in MLflow."""
+        """The findings under their names in MLflow."""
         return {
             "refit/max_abs_logprob_diff": self.parity.maximum,
             "refit/mean_abs_logprob_diff": self.parity.mean,
@@ -45,12 +45,12 @@ class RefitReport:
 
 @dataclass(frozen=True)
 class RefitCounts:
-    """The counts of checks after refits that a stage has made so far, those before a restart included."""
+    """The checks of a stage so far, those before a restart included."""
 
     checks: int = 0
-    """The number of checks: one for each refit, and one more if the drafter was loaded again after a collapse."""
+    """One for each refit, and one more if the drafter was loaded again after a collapse."""
     failures: int = 0
-    """The number of checks in which the policy or the drafter was found wrong."""
+    """Those in which the policy or the drafter was found wrong."""
 
 
 class Refit:
@@ -67,11 +67,7 @@ class Refit:
         ranks: Ranks,
         counts_path: Path,
     ) -> None:
-        """Continue the counts of an earlier start of the stage.
-
-        Args:
-            counts_path: The file in which the first rank keeps the counts.
-        """
+        """Continue the counts of an earlier start of the stage, which the first rank keeps in `counts_path`."""
         self._engine, self._policy, self._drafter = engine, policy, drafter
         self._probe, self._guard = probe, guard
         self._ranks, self._counts_path = ranks, counts_path
@@ -79,10 +75,9 @@ class Refit:
         self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
 
     def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> RefitReport:
-        """Give the engine the trainer's policy and drafter as version `version`, and check that it computes with them.
+        """Give the engine the trainer's policy and drafter, and check that it computes with them.
 
-        If the drafter did not arrive or its drafts are no longer accepted, `DrafterGuard` replaces it; that is no
-        error.
+        A wrong drafter is replaced by `DrafterGuard`, and is no error.
 
         Args:
             kv_scales: New scales of an FP8 KV cache; without them the engine keeps those that it has.
@@ -90,12 +85,12 @@ class Refit:
 
         Raises:
             RefitError: A tensor is missing, unknown or wrong, or the engine's log-probs are not the trainer's. Tensors
-                are compared in every refit, except in native FP8, which rounds the policy's on the GPU.
+                are compared in every refit, except those of a policy with experts in native FP8.
                 It is raised on every rank, whichever rank found it.
         """
         self._engine.wake()
-        held = self._on_all_ranks(lambda: self._send(version, kv_scales))
-        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy, held))
+        self._on_all_ranks(lambda: self._send(version, kv_scales))
+        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
         guard = self._guard.check(version, probe=probe or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
         self._num_loads += 1
@@ -108,17 +103,10 @@ class Refit:
             self._count(checks=1, failures=failures)
 
     def take_events(self) -> list[str]:
-        """Return a line for each collapse of the drafter since the last call, with what was done about it."""
+        """A line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()
 
-    def _send(self, version: int, kv_scales: KvScales | None) -> Held:
-        """Give the engine the trainer's weights, compare its policy with them, and return that policy.
-
-        What is compared is what left the trainer. Whether that is what the trainer computes with, its log-probs show.
-
-        Raises:
-            RefitError: A tensor is missing or unknown, or one of the policy's differs.
-        """
+    def _send(self, version: int, kv_scales: KvScales | None) -> None:
         engine, expected = self._engine, None
         if engine.cannot_verify is None:
             expected = engine.expected_policy()
@@ -126,16 +114,10 @@ class Refit:
             logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
-        held = engine.held_policy()
         if expected is not None:
-            assert_policy_is(held, expected)
-        return held
+            assert_policy_is(engine.held_policy(), expected)
 
     def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's tensors, each after it was noted as expected.
-
-        The trainer's drafter is shown each of them, for those that it shares.
-        """
         weights = self._policy.hf_weights()
         for name, tensor in weights if expected is None else expected.noted(weights):
             if self._drafter is not None:
@@ -143,7 +125,7 @@ class Refit:
             yield name, tensor
 
     def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
-        """Run `check`; raise a RefitError of any rank on all of them, so that no rank waits for one that has gone."""
+        # An error of any rank is raised on all of them: none may wait for one that has gone.
         error: RefitError | None = None
         try:
             result = check()

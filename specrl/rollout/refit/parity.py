@@ -10,8 +10,7 @@ from statistics import fmean
 from specrl.rollout.errors import PolicyParityError
 
 DECIDED = 0.75
-"""The share of the probe's tokens that must be nearer to one of two policies before the engine is taken to hold it. The
-share is 0.5 on average if rounding is all that tells the two apart."""
+"""The share of tokens that must be nearer to one of two policies for that to be the engine's; 0.5 is chance."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,11 @@ def check_policy(
 def check_moved_on(
     engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]], earlier: Sequence[Sequence[float]]
 ) -> bool:
-    """Return whether the engine's log-probs show the trainer's policy rather than its `earlier` one.
+    """Whether it is certain that the engine's log-probs are those of the trainer's policy, not of its `earlier` one.
 
-    Matrices are compared within their rounding, and log-probs within a tolerance: matrices that silently stay as they
-    were pass both for as long as the policy moves less than that. So does a trainer that sends the weights of an
-    earlier step, since what is compared is what it sends.
-    Rounding alone moves log-probs on either side by as much as a small step does, and those of a few tokens by far
-    more. So the two policies must be well apart, and most tokens must agree on which of them it is.
-
-    Returns:
-        Whether that is certain; False as well while the two policies are too near to each other to tell.
+    Weights that silently stay as they were pass the other checks while the policy moves less than their tolerances, and
+    so does a trainer that sends those of an earlier step. Rounding moves some tokens by more than a step does, so the
+    two policies must be well apart, and most tokens must agree on which of them it is.
 
     Raises:
         PolicyParityError: The engine still computes with the earlier policy.
@@ -85,7 +79,7 @@ def check_moved_on(
 def share_nearer(
     engine: Sequence[Sequence[float]], left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]
 ) -> float:
-    """Return the share of tokens at which `engine` is nearer to `left` than to `right`; ties are left out."""
+    """The share of tokens at which `engine` is nearer to `left` than to `right`; ties are left out."""
     rows = zip(engine, left, right, strict=True)
     gaps = [abs(e - x) - abs(e - y) for row in rows for e, x, y in zip(*row, strict=True)]
     decided = [gap < 0 for gap in gaps if gap]
@@ -93,5 +87,5 @@ def share_nearer(
 
 
 def mean_distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    """Return the mean |left - right| of log-probs of the same sequences, in nats."""
+    """The mean |left - right| of log-probs of the same sequences, in nats."""
     return fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))

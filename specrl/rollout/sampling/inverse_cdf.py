@@ -1,16 +1,16 @@
 """Drafter-invariant sampling: the token at (seed, position) depends on the policy's distribution alone.
 
-One uniform u(seed, position) from a counter-based generator picks the token by inverse CDF over the policy's processed
-probabilities, drafted or not; a draft is accepted when it is that token (Daliri, Musco, Suresh: "Coupling without
-communication and drafter-invariant speculative decoding", 2024).
+One uniform u(seed, position) picks the token by inverse CDF over the policy's processed probabilities, drafted or not;
+a draft is accepted when it is that token (Daliri, Musco, Suresh: "Coupling without communication and drafter-invariant
+speculative decoding", 2024).
 
 Which token a row of logits gives is defined to the bit, so that neither the batch nor the device nor the order of a sum
 can change it. A token's weight is 2 ** ((logit - reference) * scale) in steps of 2^-35, where `scale` is log2(e) /
-temperature and the reference is the largest logit of the token's block of `BLOCK` tokens. The power is computed by FP32
-multiplications and additions that are rounded one by one, which every device does alike. Weights are integers (in units
-of 2^-35), and so sums of them are exact in FP64. The sums of the blocks are brought to the row's largest logit, rounded
-down to integers, and the token is found in two levels: first its block, then the token in it. Rows with top-k or top-p
-take the row's largest logit as every block's reference. `kernels` computes the same in Triton.
+temperature and the reference is the largest logit of the token's block. The power is computed by FP32 multiplications
+and additions that are rounded one by one. Weights are integers (in units of 2^-35), so sums of them are exact in FP64.
+The sums of the blocks are brought to the row's largest logit and rounded down, and the token is found in two levels:
+its block, then the token in it. Rows with top-k or top-p take the row's largest logit as every block's reference.
+`kernels` computes the same in Triton.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""The number of logits worked on at once: in FP32, 1 MiB on a CPU, which fits its caches, and 256 MiB on a GPU."""
+"""The number of logits worked on at once: 1 MiB in FP32 on a CPU, 256 MiB on a GPU."""
 
 BLOCK = 1024
-"""The number of tokens in a block. Another number would be another definition: weights are relative to their block."""
+"""The tokens in a block. Another number would be another definition: weights are relative to their block."""
 UNIT = 2.0**35
 """The weight of a block's most probable token."""
 MAX_VOCAB = 2**18
@@ -62,9 +62,9 @@ class Picked(NamedTuple):
     logprobs: Tensor
     """[rows] FP32, in nats, under the distribution that was sampled from; 0 where greedy."""
     log_kept_mass: Tensor
-    """[rows] FP32, in nats: the logarithm of the probability that the tokens kept by top-k and top-p have together
-    before the others are dropped. Added to `logprobs`, it gives the log-probs under the whole distribution at the
-    row's temperature. It is exactly 0 where nothing is dropped by rule, and 0 where greedy."""
+    """[rows] FP32, in nats: the logarithm of the probability of all tokens that top-k and top-p keep. Added to
+    `logprobs`, it gives those under the whole distribution at the row's temperature. 0 where greedy, and exactly 0
+    where nothing is dropped by rule."""
     is_finite: Tensor
     """[rows] bool: false where a logit is NaN or +inf, or all are -inf. The row's token, 0, then means nothing."""
 
@@ -81,9 +81,9 @@ class BlockSums(NamedTuple):
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
 
-    The words of counter and key are in [0, 2^32), and so are the four results. A product of two words may overflow
-    int64 into the sign bit; its 64 bits stay right, and masking after the shift removes the copies of the sign.
+    The words of counter and key are in [0, 2^32), and so are the four results.
     """
+    # A product of two words may overflow into the sign bit: masking after the shift removes the copies of the sign.
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
@@ -99,14 +99,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return u(seed, position) in [0, 1), FP64, with the same bits on every device.
+    """u(seed, position) in [0, 1), FP64, with the same bits on every device.
 
-    The key is the low and the high word of the seed, the counter is (position, 0, 0, 0). The first two words of the
-    result make 64 bits, low word first, of which the upper 53 become the uniform, as NumPy makes doubles.
+    The key is the seed, the counter (position, 0, 0, 0). The first two words of the result, low word first, make 64
+    bits, of which the upper 53 become the uniform, as NumPy makes doubles.
 
     Args:
         seeds: int64, in [0, 2^63).
-        positions: int64, the position of each token in its sequence, prompt included; it broadcasts against `seeds`.
+        positions: int64, in the sequence, prompt included; they broadcast against `seeds`.
     """
     zero = torch.zeros_like(positions)
     low, high, _, _ = philox((positions & LOW_32, zero, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
@@ -131,7 +131,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     sums, references = (found.sums * factors).floor_(), found.references
     least, whole = torch.full_like(largest, -torch.inf), sums
     is_finite = largest[:, 0].isfinite()
-    limited = is_finite & (temperature > 0) & (is_limited(top_k, logits.shape[1]) | (top_p < 1))
+    limited = is_finite & (temperature > 0) & is_limited(top_k, top_p, logits.shape[1])
     if limited.any():
         rows = limited.nonzero()[:, 0]
         whole, factors, references = sums.clone(), factors.clone(), references.clone()
@@ -144,7 +144,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     logprobs = (exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)
     log_kept_mass = (totals / whole.sum(-1)).log()
     greedy = temperature == 0
-    best = most_likely(logits) if greedy.any() else tokens[:, 0]
+    best = logits.argmax(-1) if greedy.any() else tokens[:, 0]
     return Picked(
         torch.where(greedy, best, tokens[:, 0]).masked_fill_(~is_finite, 0),
         logprobs.masked_fill_(greedy, 0).masked_fill_(~is_finite, torch.nan).float(),
@@ -161,11 +161,10 @@ def pick_at(
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the probabilities that `pick` picks by, [rows, vocab] FP32, scaled so that the largest of a row is 1.
+    """The probabilities that `pick` picks by, [rows, vocab] FP32, scaled so that the largest of a row is 1.
 
-    Greedy rows are at temperature 1. Top-k comes first, then top-p of what top-k has left. Both keep every token whose
-    logit is at least that of the last one inside, ties included: the set depends on the row's values, not on the order
-    of a sort. The arguments are those of `pick`.
+    Greedy rows are at temperature 1. Top-k comes first, then top-p of what it has left; both keep ties with the last
+    token inside.
     """
     wide = logits.float()
     found = _weights(wide - _bounded(wide.amax(-1, keepdim=True)), _scales(temperature))
@@ -173,7 +172,7 @@ def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probs of given tokens at temperature 1, FP32 [rows].
+    """The log-probs of given tokens at temperature 1, FP32 [rows].
 
     Args:
         logits: [rows, vocab], any floating type.
@@ -185,15 +184,6 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     totals = (found.sums * _factors(found, largest, scales)).sum(-1)
     exponents = (logits.gather(1, tokens[:, None]) - largest).float() * scales
     return ((exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)).float()
-
-
-def most_likely(logits: Tensor) -> Tensor:
-    """Return the token [rows] int64 of each row's largest logit, the first one at a tie.
-
-    On CPUs torch's own argmax over a vocabulary is not vectorised; this one is faster.
-    """
-    block = _split(logits).amax(-1).argmax(-1, keepdim=True)
-    return block[:, 0] * BLOCK + _block(logits, block).argmax(-1)
 
 
 def block_sums(logits: Tensor, scales: Tensor) -> BlockSums:
@@ -213,25 +203,17 @@ def block_sums(logits: Tensor, scales: Tensor) -> BlockSums:
 def _kept_sums(
     logits: Tensor, largest: Tensor, scales: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of everything, and the least logit
-    that is kept, FP32 [rows, 1]. Weights are relative to the row's `largest` logit [rows, 1]."""
-    rows, vocab = logits.shape
-    kept = torch.empty(rows, -(-vocab // BLOCK), dtype=torch.float64, device=logits.device)
-    whole, least = torch.empty_like(kept), torch.empty_like(largest)
-    for part in _chunks(logits):
-        wide = logits[part].float()
-        found = _weights(wide - _bounded(largest[part]), scales[part])
-        whole[part] = _split(found, 0.0).sum(-1, dtype=torch.float64)
-        least[part] = least_kept(wide, found, top_k[part], top_p[part])[:, None]
-        kept[part] = _split(found.masked_fill_(wide < least[part], 0), 0.0).sum(-1, dtype=torch.float64)
+    # Sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of all, and the least logit kept [rows, 1].
+    wide = logits.float()
+    found = _weights(wide - _bounded(largest), scales)
+    whole = _split(found, 0.0).sum(-1, dtype=torch.float64)
+    least = least_kept(wide, found, top_k, top_p)[:, None]
+    kept = _split(found.masked_fill_(wide < least, 0), 0.0).sum(-1, dtype=torch.float64)
     return kept, whole, least
 
 
 def _invert(logits: Tensor, scales: Tensor, found: BlockSums, factors: Tensor, least: Tensor, u: Tensor) -> Tensor:
-    """Return the tokens [rows, 1] at `u`, of which none has weight 0; arbitrary ones for rows that are not finite.
-
-    `found.sums` are the blocks' sums times `factors`, rounded down; tokens below `least` [rows, 1] are left out.
-    """
+    # The tokens [rows, 1] at `u`; `found.sums` are the blocks' sums times `factors`, rounded down.
     across = found.sums.cumsum(-1)
     totals = across[:, -1:]
     target = torch.minimum((u[:, None] * totals).floor_(), totals - 1)

@@ -1,10 +1,9 @@
 """`inverse_cdf.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
-A first kernel sums the weights of every block of the vocabulary, and a second one finds the block and the token in it,
-so that the logits are read once, and the chosen block once more. Rows with top-k or top-p pass through a third kernel
-between them, which finds the least logit that is kept by bisection over its bits. No block size is tuned, and no sum
-depends on its order, because sums of weights are exact; so a row's token does not depend on its batch. Multiplications
-and additions must not be fused (`OPTIONS`): that would round differently from `inverse_cdf`.
+A first kernel sums the weights of every block of the vocabulary, and a second one finds the block and the token in it.
+Rows with top-k or top-p pass through a third kernel between them, which finds the least logit that is kept by bisection
+over its bits. No block size is tuned and sums of weights are exact, so that a row's token does not depend on its batch.
+Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `inverse_cdf`.
 """
 
 from __future__ import annotations
@@ -38,16 +37,7 @@ ALL_BUT_SIGN = tl.constexpr(2**31 - 1)
 
 
 def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Picked:
-    """Pick one token per row at u(seed, position), as `inverse_cdf.pick` does; all tensors are on one device.
-
-    Args:
-        logits: [rows, vocab], FP32 or BF16, rows contiguous; at most `MAX_VOCAB` tokens.
-        temperature: [rows] FP32; 0 is greedy.
-        top_k: [rows] int64; 0 is all tokens.
-        top_p: [rows] FP32; 1 is all tokens.
-        seeds: [rows] int64, in [0, 2^63).
-        positions: [rows] int64.
-    """
+    """Pick tokens as `inverse_cdf.pick_at` does; rows of `logits`, FP32 or BF16, are contiguous."""
     rows, vocab = logits.shape
     assert vocab <= MAX_VOCAB and logits.stride(1) == 1, (logits.shape, logits.stride())
     num_blocks = triton.cdiv(vocab, inverse_cdf.BLOCK)
@@ -75,7 +65,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
 
 
 def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, limits: Tensor, width: int) -> Verified:
-    """Verify the drafts of a batch, as `verification.verify` does, with its arguments."""
+    """Verify the drafts of a batch as `verification.verify` does."""
     requests = len(limits)
     found = Verified(picked.new_empty(requests, width), picked.new_empty(requests, dtype=torch.int32))
     if requests:

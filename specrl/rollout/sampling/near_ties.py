@@ -1,9 +1,8 @@
 """Compare two generations of the same requests: what differs, and whether rounding alone explains it.
 
-Under drafter-invariant sampling the same seed gives the same token unless the two engines' iterations rounded the
-policy's distribution differently: a batch's shape decides in which order a kernel adds. Such a difference is a
-*near-tie*: u(seed, position) lies beside a step of the CDF, nearer than the step moves between two shapes of *plain*
-decoding. Greedy differences are judged by the distance of the two best log-probs instead. Everything here is pure.
+The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape decides in
+which order a kernel adds. Such a difference is a *near-tie*: u(seed, position) lies beside a step of the CDF, nearer
+than the step moves between two shapes of *plain* decoding, or two best log-probs are as near in greedy decoding.
 """
 
 from __future__ import annotations
@@ -14,22 +13,18 @@ from dataclasses import dataclass, replace
 FLOOR = 1e-6
 """The smallest noise that is assumed, of the CDF and in nats: FP32 sums of a thousand terms round this far."""
 BF16_CDF, BF16_GAP = 2.0**-6, 2.0**-3
-"""The smallest noise that is assumed where logits are BF16, of the CDF and in nats: BF16 numbers from 16 to 32 are 1/8
-apart, and one step of one logit moves the CDF by up to p (1 - p) / 8, at most 1/32. Two batch shapes may round alike
-wherever they are compared, and a third one differently. `ALLOWANCE` doubles both numbers."""
+"""The same where logits are BF16: numbers from 16 to 32 are 1/8 apart, and a step of one logit moves the CDF by up to
+p (1 - p) / 8, at most 1/32. `ALLOWANCE` doubles both."""
 HOLDS = 1e-5
-"""How far u may lie outside of the recorded step of its token; the sampler sums in another order than the recorder."""
+"""How far u may lie outside of the recorded step of its token: the recorder sums in another order."""
 ALLOWANCE = 2.0
-"""The factor on the largest movement that was measured, because a sample rarely holds the largest one there is."""
+"""The factor on the largest movement in a sample, which rarely holds the largest there is."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One token as it was picked, and what tells how near another one was.
-
-    `lower` and `upper` are the edges of the token's step in the CDF, renormalised over what top-k and top-p leave;
-    `gap` is the largest log-prob minus the second largest, at temperature 1, in nats.
-    """
+    """One token as it was picked, with the edges of its step in the CDF of what top-k and top-p leave, and the gap
+    between the two largest log-probs at temperature 1, in nats."""
 
     token: int
     u: float
@@ -48,18 +43,17 @@ class Noise:
     """How far plain decoding in two batch shapes disagrees where both picked the same token after the same tokens."""
 
     cdf: float
-    """The largest movement of an edge of a picked token's step in the CDF."""
+    """The largest movement of an edge of a token's step."""
     gap: float
-    """The largest change of the distance between the two largest log-probs, in nats."""
+    """The largest change of a gap, in nats."""
     num_tokens: int
-    """The number of tokens that were compared."""
 
     def limit(self, *, greedy: bool) -> float:
-        """Return the largest distance of a near-tie: nats for greedy responses, a part of the CDF for sampled ones."""
+        """The largest distance of a near-tie: nats for greedy responses, a part of the CDF for sampled ones."""
         return ALLOWANCE * max(self.gap if greedy else self.cdf, FLOOR)
 
     def or_rounding(self, dtype: str) -> Noise:
-        """Return noise of at least one rounding step of a logit in `dtype`, even if none was measured."""
+        """Noise of at least one rounding step of a logit in `dtype`."""
         if dtype != "bfloat16":
             return self
         return replace(self, cdf=max(self.cdf, BF16_CDF), gap=max(self.gap, BF16_GAP))
@@ -83,7 +77,7 @@ class Divergence:
         return max(0.0, first.upper - second.lower)
 
     def explained(self, noise: Noise) -> bool:
-        """Return whether this is a near-tie: both tokens are right at u, and the distance is within the limit."""
+        """Whether this is a near-tie: both tokens are right at u, and the distance is within the limit."""
         is_near = self.distance <= noise.limit(greedy=self.left.greedy)
         if self.left.greedy:
             return is_near
@@ -103,12 +97,11 @@ class Comparison:
     """The number of compared tokens: equal ones before any difference, and first differences."""
     divergences: tuple[Divergence, ...]
     num_unexplained: int
-    """The number of divergences that are not near-ties, plus that of tokens, anywhere in either response, that are not
-    what their own distribution gives at u."""
+    """Divergences that are no near-ties, and tokens anywhere that are not what their own distribution gives at u."""
 
     @property
     def per_1000_tokens(self) -> float:
-        """The number of divergences per 1000 compared tokens."""
+        """Divergences per 1000 compared tokens."""
         return 1000 * len(self.divergences) / max(1, self.num_tokens)
 
 
@@ -126,7 +119,7 @@ def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
 
 
 def worst(first: Noise, second: Noise) -> Noise:
-    """Return the larger noise of two measurements, with the tokens of both."""
+    """The larger noise of two measurements, with the tokens of both."""
     return Noise(max(first.cdf, second.cdf), max(first.gap, second.gap), first.num_tokens + second.num_tokens)
 
 
@@ -149,7 +142,7 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comp
 
 
 def common_positions(left: Trace, right: Trace) -> list[int]:
-    """Return the positions before the first difference, in ascending order."""
+    """The positions before the first difference, in ascending order."""
     common = []
     for position in sorted(left):
         if position not in right or left[position].token != right[position].token:
@@ -159,7 +152,7 @@ def common_positions(left: Trace, right: Trace) -> list[int]:
 
 
 def first_difference(left: Trace, right: Trace) -> int | None:
-    """Return the first position at which the two responses have different tokens; None if they are equal.
+    """The first position at which the two responses have different tokens; None if they are equal.
 
     Raises:
         ValueError: One response is a proper beginning of the other, which no choice of token explains.

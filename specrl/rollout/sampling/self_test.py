@@ -1,29 +1,24 @@
-"""The reference of the engine's start-up test: the tokens and log-probs that a right sampler gives for crafted logits.
+"""The reference of the engine's start-up test: what a right sampler gives for crafted logits.
 
-It shares no code with the sampler that it judges. It computes random numbers with Python integers instead of tensors,
-and probabilities in FP64, with sorts and cumulative sums over all tokens.
+It shares no code with the sampler that it judges: Python integers, and FP64 sorts and cumulative sums over all tokens.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from specrl.rollout.requests import Request
+
 NUM_TOKENS = 20
-"""The number of tokens generated per request."""
 PERIOD = 3
-"""The period with which crafted logits repeat along positions, so that n-gram drafting finds something to propose."""
-SUPPORT = 16
-"""The number of tokens with crafted logits; the others have a probability of about e^-40."""
-ELSEWHERE = -40.0
-"""The logit of the other tokens."""
-NEAR_TIE = 1e-6
-"""How far the FP32 CDF may be from the FP64 one."""
-LOGPROB_TOLERANCE = 1e-3
-"""How far a log-prob may be from the reference, in nats."""
+"""The period of crafted logits along positions, so that n-gram drafting finds something to propose."""
+SUPPORT, ELSEWHERE = 16, -40.0
+"""The number of tokens with crafted logits, and the logit of the others."""
+NEAR_TIE, LOGPROB_TOLERANCE = 1e-6, 1e-3
+"""How far the FP32 CDF may be from the FP64 one, and a log-prob from the reference, in nats."""
 SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8, 0.8), (0.5, 0, 1.0))
 """The temperature, top-k and top-p of each crafted request."""
 
@@ -32,33 +27,21 @@ class SamplerError(RuntimeError):
     """The engine does not sample as the drafter-invariant sampler does; its rollouts would not be the policy's."""
 
 
-@dataclass(frozen=True)
-class CraftedRequest:
-    """A request whose every token is known beforehand."""
-
-    prompt_tokens: list[int]
-    seed: int
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-def crafted_requests(support: list[int]) -> list[CraftedRequest]:
-    """Return one request for each of `SETTINGS`, with prompts of tokens in the support."""
+def crafted_requests(support: list[int]) -> list[Request]:
+    """One request for each of `SETTINGS`, with prompts of tokens in the support."""
     return [
-        CraftedRequest(support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, *settings)
-        for index, settings in enumerate(SETTINGS)
+        Request(support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, temperature, top_p, top_k)
+        for index, (temperature, top_k, top_p) in enumerate(SETTINGS)
     ]
 
 
 def crafted_logits(position: int) -> list[float]:
-    """Return the logits of the support at a position. They are multiples of 1/8, which BF16 represents exactly."""
+    """The logits of the support at a position: multiples of 1/8, which BF16 represents exactly."""
     return [((37 * token + 61 * (position % PERIOD) + 11 * token * token) % 48) / 8 for token in range(SUPPORT)]
 
 
 def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Return the indices into the support that may be picked: one, or those on both sides of a near-tie."""
+    """The indices into the support that may be picked: one, or those on both sides of a near-tie."""
     kept, cdf, _ = reference_distribution(position, temperature, top_k, top_p)
     u = reference_uniform(seed, position)
     around = [int(np.searchsorted(cdf, value, side="right")) for value in (u - NEAR_TIE, u, u + NEAR_TIE)]
@@ -66,13 +49,13 @@ def right_picks(seed: int, position: int, temperature: float, top_k: int, top_p:
 
 
 def check_logprobs(
-    request: CraftedRequest, picks: list[int], logprobs: list[float], log_kept_mass: list[float] | None
+    request: Request, picks: list[int], logprobs: list[float], log_kept_mass: list[float] | None
 ) -> None:
-    """Compare the log-probs of a response, and the logarithms of the mass that truncation kept, with the reference.
+    """Compare the log-probs and kept masses of a response with the reference.
 
     Args:
         picks: The tokens of the response, as indices into the support.
-        log_kept_mass: One value per token; None where nothing can be dropped.
+        log_kept_mass: None where nothing can be dropped.
 
     Raises:
         SamplerError: A value is off by more than `LOGPROB_TOLERANCE`.
@@ -88,7 +71,7 @@ def check_logprobs(
 
 
 def reference_uniform(seed: int, position: int) -> float:
-    """Return u(seed, position) by Philox4x32-10, in Python integers."""
+    """u(seed, position) by Philox4x32-10, in Python integers."""
     low = 2**32 - 1
     c0, c1, c2, c3, k0, k1 = position & low, 0, 0, 0, seed & low, seed >> 32
     for _ in range(10):
@@ -101,7 +84,7 @@ def reference_uniform(seed: int, position: int) -> float:
 def reference_distribution(
     position: int, temperature: float, top_k: int, top_p: float
 ) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the indices into the support that top-k and top-p keep, ascending, with their CDF and probabilities."""
+    """The indices into the support that top-k and top-p keep, ascending, with their CDF and probabilities."""
     values = np.array(crafted_logits(position))
     if temperature == 0:
         return [int(values.argmax())], np.ones(1), np.ones(1)
@@ -116,7 +99,7 @@ def reference_distribution(
 
 
 def reference_log_kept_mass(position: int, temperature: float, kept: list[int]) -> float:
-    """Return the logarithm of the probability that the tokens `kept` have together; 0 for greedy decoding."""
+    """The logarithm of the probability that the tokens `kept` have together; 0 for greedy decoding."""
     if temperature == 0:
         return 0.0
     values = np.array(crafted_logits(position))

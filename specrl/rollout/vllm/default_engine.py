@@ -24,7 +24,7 @@ from specrl.distributed.ranks import KERNELS
 from specrl.processes import cpu_seconds, end_with_parent
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.cpu_kernels import STOCK
-from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
 """The variables of `ENVIRONMENT` that a default engine gets too: its threads run on the cores of this process, and it
@@ -109,7 +109,6 @@ class DefaultEngine:
         return seconds
 
     def _generate(self, requests: Sequence[Request], lengths: Sequence[int], *, fresh: bool) -> float:
-        """Generate for one batch, and return the seconds; where `fresh`, prompts cached before are forgotten first."""
         asked = [
             {
                 "prompt": request.prompt_tokens,
@@ -229,7 +228,8 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a default engine: this process's, without those that are meant for its own engine."""
-    ours = {name: value for name, value in (ENVIRONMENT | KERNELS).items() if name not in KEPT_VARIABLES}
+    own = ENVIRONMENT | KERNELS | {BATCH_INVARIANT: "1"}
+    ours = {name: value for name, value in own.items() if name not in KEPT_VARIABLES}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if ours.get(name) != value}
     return {**{name: ENVIRONMENT[name] for name in KEPT_VARIABLES}, **kept, STOCK: "1"}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from specrl.config import Config
-from specrl.rollout.control import ControlSettings
 from specrl.rollout.drafts.cost_model import Choice, CostModel
+from specrl.rollout.drafts.text_store import TextStore
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
@@ -24,7 +23,7 @@ MOST_ROWS = 512
 class Drafting:
     """Steers the speculator of an engine: its texts, and the draft length for each number of running requests."""
 
-    def __init__(self, engine: VllmEngine, config: Config, settings: ControlSettings) -> None:
+    def __init__(self, engine: VllmEngine, config: Config) -> None:
         self._engine, self._max_batch = engine, config.engine.max_num_seqs
         self._max_length = config.model.max_length
         self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
@@ -33,7 +32,7 @@ class Drafting:
         self._text = engine.runner.speculator.text
         self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
         engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
-        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes, settings)
+        self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)
         """The draft lengths by the number of running requests."""
@@ -44,9 +43,10 @@ class Drafting:
         self._drafted: list[int] = []
 
     @property
-    def texts(self) -> Any:
+    def texts(self) -> TextStore:
         """The texts to draft from; what changes there counts from the next generation on."""
-        return self._text.texts
+        texts: TextStore = self._text.texts
+        return texts
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -56,10 +56,13 @@ class Drafting:
         self._fixed = max(k, self._replay_k) if k and self._drafter_k else k
         self._schedule()
 
-    def begin(self, num_requests: int, stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
+    def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
-        self._text.begin(num_requests, stop_tokens)
+        self.texts.begin(request.prompt_tokens for request in requests if recall)
+        self._text.begin(len(requests), stop_tokens)
+        own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
+        self.costs.acceptance.own_share = own / max(1, len(requests))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
@@ -75,10 +78,12 @@ class Drafting:
             self.costs.observe(iteration.batch, k, now - self._last[0], iteration.tokens)
         self._last = now, k
 
-    def remember(self, response: Sequence[int]) -> None:
-        """Show the texts a response of this generation, finished or stopped."""
+    def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
+        """Take in a response of this generation, finished or stopped."""
         if self._recalls:
-            self.texts.remember(response)
+            self.texts.remember(response, prompt_tokens)
+        if self.texts.has_siblings:
+            self._text.refresh()
 
     def end(self) -> None:
         """Learn from the drafts of a generation."""
@@ -86,7 +91,7 @@ class Drafting:
             self.costs.learn(self._text.counts())
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
+        """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
         lengths, self._drafted = self._drafted, []
         found = {"spec/k": sum(lengths) / len(lengths)} if lengths else {}
         for choice in self.chosen():
@@ -95,12 +100,12 @@ class Drafting:
         return found
 
     def chosen(self) -> list[Choice]:
-        """Return what the cost model chooses for batch sizes that are powers of two, once it knows times."""
+        """What the cost model chooses for batch sizes that are powers of two, once it knows times."""
         sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
         return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
 
     def take_saved_seconds(self) -> float | None:
-        """Return an estimate of the seconds that drafts saved since the last call; None where no times are known."""
+        """An estimate of the seconds that drafts saved since the last call; None where no times are known."""
         return self.costs.take_saved_seconds() if self._is_measured else None
 
     def _measure(self) -> None:

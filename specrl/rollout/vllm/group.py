@@ -36,13 +36,12 @@ def true_on_any(flag: bool) -> bool:
 
 
 def own_parts(layer: nn.Module, kind: str, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each whole tensor; a layer of the engine holds the parts stacked in this order.
+    """Cut this rank's parts out of the tensors that a layer fuses, which it holds stacked in this order.
+
+    Of queries, keys and values, keys and values are repeated where there are more ranks than heads of them.
 
     Args:
-        layer: The layer, from which the rank's place follows.
         kind: The name of the parameter: `weight`, `bias` or another one.
-        parts: The tensors that the layer fuses, in its order; for most layers a single one. Of queries, keys and
-            values, keys and values are repeated where there are more ranks than heads of them.
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

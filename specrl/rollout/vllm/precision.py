@@ -107,11 +107,6 @@ class EnginePrecision:
 
 
 def _check_linears(config: PrecisionConfig) -> None:
-    """Check that this device has the FP8 layers that are asked for, or may emulate them.
-
-    Raises:
-        ValueError: The device has no such layers, and may not emulate them.
-    """
     cuda = torch.cuda.is_available()
     if cuda:
         native.check_device("precision.generation")
@@ -129,11 +124,6 @@ def has_fp8_kv_cache() -> bool:
 
 
 def _check_kv_cache() -> None:
-    """Check that this device can store keys and values in FP8.
-
-    Raises:
-        ValueError: The device cannot.
-    """
     if not has_fp8_kv_cache():
         raise ValueError(
             'precision.kv_cache = "fp8": this device has no FP8 KV cache (vLLM needs AVX-512 or AMX, or a GPU of '

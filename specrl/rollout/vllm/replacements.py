@@ -33,6 +33,8 @@ class Replacement(NamedTuple):
     """Whether `by` is a function that gets the original, and returns what takes its place."""
     on_cpus: bool = False
     """Whether it is for CPUs alone."""
+    on_gpus: bool = False
+    """Whether it is for GPUs alone."""
 
 
 REPLACEMENTS = (
@@ -53,6 +55,13 @@ REPLACEMENTS = (
         f"{SAMPLER}.score",
         "prompts are scored in one pass; vLLM ranks every token in two more, by kernels that CPUs lack",
         "tests/integration/test_engine.py::test_generation_logprobs_are_those_of_scoring_at_temperature_one",
+    ),
+    Replacement(
+        f"{RUNNER}.cudagraph_utils.CudaGraphManager._init_candidates",
+        f"{PATCHES}.with_larger_graphs",
+        "a batch finds a full graph only where the next larger one has its draft length, else it runs piecewise",
+        "tests/integration/test_gpu_config.py::test_every_decoding_batch_of_every_draft_length_has_a_full_graph",
+        wraps=True,
     ),
     Replacement(
         "vllm.distributed.aux_output_connector.worker.get_tp_group",
@@ -117,6 +126,14 @@ REPLACEMENTS = (
         "vLLM drafts with one speculator, none of which drafts from stored text",
         "tests/exactness/test_text_speculator.py::test_text_changes_no_token_and_is_compared",
     ),
+    Replacement(
+        "vllm.model_executor.warmup.kernel_warmup.deep_gemm_warmup",
+        f"{PATCHES}.first_on_its_node",
+        "all ranks compile the same kernels, for minutes; here the first of a node does, and the others load them",
+        "tests/unit/test_vllm_patches.py::test_kernels_are_compiled_by_the_first_rank_of_a_node",
+        wraps=True,
+        on_gpus=True,
+    ),
 )
 
 
@@ -128,7 +145,8 @@ def install() -> None:
         importlib.import_module("vllm.v1.worker.cpu.shm")
         cpu_kernels.install()
     for replacement in REPLACEMENTS:
-        if replacement.attribute in _original or (replacement.on_cpus and not on_cpus):
+        elsewhere = replacement.on_gpus if on_cpus else replacement.on_cpus
+        if replacement.attribute in _original or elsewhere:
             continue
         path, attribute = replacement.attribute.rsplit(".", 1)
         owner, new = _found(path), _found(replacement.by)

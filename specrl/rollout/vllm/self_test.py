@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.rollout.requests import Response
+from specrl.rollout.requests import Request, Response
 from specrl.rollout.sampling.inverse_cdf import Picked
 from specrl.rollout.sampling.self_test import (
     ELSEWHERE,
     SUPPORT,
-    CraftedRequest,
     SamplerError,
     check_logprobs,
     crafted_logits,
@@ -38,7 +37,7 @@ class CraftedInputs:
         if len(self.support) < SUPPORT:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
 
-    def requests(self) -> list[CraftedRequest]:
+    def requests(self) -> list[Request]:
         """Return the requests of the test."""
         return crafted_requests(self.support)
 
@@ -80,7 +79,7 @@ class CraftedInputs:
     def _wrong(self, right: list[int]) -> int:
         return next(token for token in self.support if token not in right)
 
-    def check(self, case: CraftedRequest, response: Response) -> None:
+    def check(self, case: Request, response: Response) -> None:
         """Check a response: its tokens, its log-probs, the mass that truncation kept, and what it says of its drafts.
 
         Raises:

@@ -22,12 +22,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import Batch, Counts, DeviceDrafts
+from specrl.rollout.drafts.device_drafts import LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
 _PROPOSE = inspect.signature(BaseSpeculator.propose)
-_PROMPT, _ROW, _LIMIT = range(3)
 LOOKED_AT = 8
 """While nothing is drafted, in one of so many iterations it is looked what text might have drafted."""
 
@@ -50,7 +49,7 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         slot = self.req_id_to_index[req_id]
         row = self.rows.setdefault(req_id, len(self.rows) + 1)
         limit = min(prompt_len + max_tokens, self.max_model_len)
-        self.facts.np[slot] = self.texts.number_of(all_token_ids[:prompt_len]), row, limit
+        self.facts.np[slot, [PROMPT, ROW, LIMIT]] = self.texts.number_of(all_token_ids[:prompt_len]), row, limit
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
@@ -66,10 +65,10 @@ class TextSpeculator:
         self.drafter_k = drafter_k
         """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
-        self.drafts = DeviceDrafts(requests.max_num_reqs, k, device)
+        self.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
-        self._rows = self._calls = 0
+        self._calls = 0
         self._has_chosen = False
         """Whether the last iteration chose drafts, which are to be counted."""
         speculator.text, speculator.propose = self, self.propose
@@ -85,18 +84,21 @@ class TextSpeculator:
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int]) -> None:
         """Begin a generation of so many requests, which end with any of these tokens, with all counters at zero."""
-        self._rows = num_requests
         self._requests.rows.clear()
-        self.drafts.index = self.texts.index(self.drafts.device)
+        self.refresh()
         self.drafts.begin(num_requests, stop_tokens)
 
+    def refresh(self) -> None:
+        """Draft from the texts that there are by now, as far as they have an index."""
+        self.drafts.index = self.texts.index(self.drafts.device)
+
     def counts(self) -> Counts:
-        """Return all counters since `begin`; this waits for the device."""
+        """All counters since `begin`; this waits for the device."""
         return self.drafts.counts()
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return the next draft of each request, int64 [requests, k]; the arguments are those of `BaseSpeculator`."""
+        """Make the next draft of each request, int64 [requests, k]; the arguments are those of `BaseSpeculator`."""
         given = _PROPOSE.bind(self, *arguments, **options)
         given.apply_defaults()
         asked: dict[str, Any] = given.arguments
@@ -104,32 +106,21 @@ class TextSpeculator:
         length = asked["num_speculative_tokens"]
         length = self.drafts.k if length is None else length
         is_real = not asked["dummy_run"]
-        all_tokens = self._requests.all_token_ids.gpu
         chooses = is_real and (length > 0 or self._calls % LOOKED_AT == 0)
-        batch = self._batch(asked) if chooses or (is_real and self._has_chosen) else None
-        if batch is not None and self._has_chosen:
-            self.drafts.observe(batch, all_tokens)
+        batch = Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
+        if is_real and self._has_chosen:
+            self.drafts.observe(self._known(asked), batch)
         drafter = self._from_drafter(asked, min(length, self.drafter_k))
         if is_real:
             self._calls, self._has_chosen = self._calls + 1, chooses
-        if batch is None or not chooses:
-            size = asked["input_batch"].num_reqs, self.drafts.k
-            return torch.zeros(size, dtype=torch.int64, device=self.drafts.device)
-        return self.drafts.choose(batch, all_tokens, drafter, length)
+        if chooses:
+            return self.drafts.choose(self._known(asked), batch, drafter, length)
+        return torch.zeros(asked["input_batch"].num_reqs, self.drafts.k, dtype=torch.int64, device=self.drafts.device)
 
-    def _batch(self, asked: Mapping[str, Any]) -> Batch:
-        slots = asked["input_batch"].idx_mapping.long()
-        facts = self._requests.facts.gpu[slots]
-        return Batch(
-            slots=slots,
-            rows=torch.where(facts[:, _ROW] <= self._rows, facts[:, _ROW], 0),
-            prompts=facts[:, _PROMPT],
-            seeds=asked["seeds"][slots],
-            prompt_lengths=self._requests.prompt_len.gpu[slots],
-            lengths=self._requests.total_len.gpu[slots],
-            limits=facts[:, _LIMIT],
-            num_sampled=asked["num_sampled"],
-        )
+    def _known(self, asked: Mapping[str, Any]) -> Requests:
+        requests = self._requests
+        known = requests.facts.gpu, asked["seeds"], requests.prompt_len.gpu, requests.total_len.gpu
+        return Requests(*known, requests.all_token_ids.gpu)
 
     def _from_drafter(self, asked: dict[str, Any], passes: int) -> Tensor | None:
         speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)
@@ -153,8 +144,17 @@ class TextSpeculator:
         return torch.where(torch.arange(drafts.shape[1], device=drafts.device) < available[:, None], drafts, END)
 
 
+def drafts_on(device: torch.device, num_slots: int, k: int) -> DeviceDrafts:
+    """Choose drafts by Triton kernels on CUDA and by PyTorch elsewhere; they are the same."""
+    if device.type != "cuda":
+        return DeviceDrafts(num_slots, k, device)
+    from specrl.rollout.drafts.kernels import TritonDrafts
+
+    return TritonDrafts(num_slots, k, device)
+
+
 def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: KnownRequests) -> Any:
-    """Return vLLM's speculator with a `TextSpeculator` in the place of its `propose`."""
+    """Make vLLM's speculator, with a `TextSpeculator` in the place of its `propose`."""
     speculator = spec_decode.init_speculator(vllm_config, device, req_states)
     drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)
     TextSpeculator(speculator, req_states, drafter_k, device)

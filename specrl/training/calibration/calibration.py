@@ -8,13 +8,13 @@ holds the budget there too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 from specrl.artifacts import atomic_path
 from specrl.distributed import Ranks
@@ -22,34 +22,13 @@ from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.training.batches import MicroBatch
-from specrl.training.calibration.divergence import KlDivergence
+from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
 from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
-from specrl.training.megatron.fp8 import EmulatedLinear, emulate, layer_of
+from specrl.training.megatron.fp8 import layer_of
 from specrl.training.megatron.policy import Policy
 
 GROWTH = 1 / 16
 """The share of all layers by which the set grows while the held-out prompts exceed the budget."""
-
-
-class SwitchableLinears:
-    """Lets each linear layer of a policy switch between BF16 and emulated FP8: pass it as `Policy(..., fp8=...)`."""
-
-    def __init__(self, *, power_of_two: bool = False) -> None:
-        self.power_of_two = power_of_two
-        self.is_native = False
-        """Statistics and single layers need the emulation, on GPUs too."""
-        self.model: Any = None
-        self.linears: dict[str, EmulatedLinear] = {}
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Make the layers of this rank's part of the model switchable; all begin in BF16."""
-        self.model, self.linears = model, emulate(model, power_of_two=self.power_of_two)
-        self.set_fp8([])
-
-    def set_fp8(self, names: Sequence[str]) -> None:
-        """Let exactly these layers compute in FP8; names of layers that other ranks hold are ignored here."""
-        for name, linear in self.linears.items():
-            linear.active = layer_of(name) in names
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,6 @@ class LayerRow:
     kl_alone: float
     """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
     precision: str
-    """The choice: `bf16` or `fp8`."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +103,8 @@ def calibrate(
 
     Args:
         policy: The policy, built with `fp8=switch`.
-        max_kl: The largest KL(bf16 || fp8) of the output distribution that the choice may have, in nats per token.
+        max_kl: The largest KL(bf16 || fp8) that the choice may have, in nats per token.
         on_progress: Called with the number of passes done, their total and the name of the phase.
-        always_bf16: The layers that stay in BF16 whatever they cost.
     """
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
@@ -166,7 +143,7 @@ def layer_statistics(
     ranks: Ranks,
     on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
+    """The statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
     observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
     batches = policy.evenly_many(batches)
@@ -179,12 +156,7 @@ def layer_statistics(
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Return the smallest number of leading layers in BF16 that holds the budget, found by bisection.
-
-    Args:
-        size: The number of layers; with all of them in BF16 the KL divergence is 0.
-        kl_of: The KL divergence by the number of leading layers in BF16, taken to fall as that number grows.
-    """
+    """Find by bisection the smallest number of leading layers in BF16 that holds the budget; all `size` of them do."""
     if kl_of(0) <= budget:
         return 0
     low, high = 0, size
@@ -195,8 +167,8 @@ def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> 
 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
-    """Return `count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
-    while count < size and kl_of(count) > budget:
+    """`count`, or the larger number of layers that it takes to hold the budget on the data of `kl_of`."""
+    while count < size and not kl_of(count) <= budget:  # NaN holds no budget
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
 
@@ -213,7 +185,7 @@ class _Search:
         self.known = {len(order): 0.0}
 
     def kl(self, count: int) -> float:
-        """Return the divergence with the first `count` layers in BF16, in nats per token (collective)."""
+        """The divergence with the first `count` layers in BF16, in nats per token (collective)."""
         if count not in self.known:
             self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
             self.known[count] = self._divergence.kl(self._order[count:])
@@ -226,7 +198,8 @@ def _each_alone(
     found = {}
     for done, name in enumerate(names):
         on_progress(done, len(names), "layers one by one")
-        found[name] = divergence.kl([name])
+        kl = divergence.kl([name])
+        found[name] = math.inf if math.isnan(kl) else kl  # such a layer is the first that stays in BF16
     return found
 
 
@@ -251,7 +224,7 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
 
 
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
-    """Return the recipe of the policy that was calibrated, of this family and with so many transformer layers."""
+    """The recipe of the policy that was calibrated, of this family and with so many transformer layers."""
     return Recipe(
         family=family,
         num_layers=num_layers,
@@ -262,7 +235,7 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, po
 
 
 def layer_details(calibration: Calibration) -> dict[str, Any]:
-    """Return each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
+    """Each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
     return {
         row.name: {
             "precision": row.precision,

@@ -18,13 +18,10 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 def calibration_data(
     rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int, pad_multiple: int = 1
 ) -> CalibrationData:
-    """Return this data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
+    """This data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
 
     Of a sequence that is longer than `precision.calibration_length`, the end of the response is left out. There are two
     prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
-
-    Args:
-        pad_multiple: The number of tokens of every micro-batch is a multiple of it, see `Policy.pad_multiple`.
     """
     shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
     chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)
@@ -47,7 +44,7 @@ def calibration_data(
 
 
 def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: int = 1) -> list[Rollout]:
-    """Return the leading rollouts that fit into `tokens`, the first sample of every prompt before any second one.
+    """The leading rollouts that fit into `tokens`, the first sample of every prompt before any second one.
 
     Args:
         prompts: Whether the tokens of prompts count.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,29 @@ from torch import Tensor
 
 from specrl.distributed import Ranks
 from specrl.training.batches import MicroBatch
+from specrl.training.megatron.fp8 import EmulatedLinear, emulate, layer_of
 from specrl.training.megatron.policy import Policy
 
 
-class Switch(Protocol):
-    """Chooses which layers of `model` compute in FP8."""
+class SwitchableLinears:
+    """Lets each linear layer of a policy switch between BF16 and emulated FP8: pass it as `Policy(..., fp8=...)`."""
 
-    model: Any
+    def __init__(self, *, power_of_two: bool = False) -> None:
+        self.power_of_two = power_of_two
+        self.is_native = False
+        """Statistics and single layers need the emulation, on GPUs too."""
+        self.model: Any = None
+        self.linears: dict[str, EmulatedLinear] = {}
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Make the layers of this rank's part of the model switchable; all begin in BF16."""
+        self.model, self.linears = model, emulate(model, power_of_two=self.power_of_two)
+        self.set_fp8([])
 
     def set_fp8(self, names: Sequence[str]) -> None:
-        """Let exactly these layers compute in FP8."""
+        """Let exactly these layers compute in FP8; names of layers that other ranks hold are ignored here."""
+        for name, linear in self.linears.items():
+            linear.active = layer_of(name) in names
 
 
 class KlDivergence:
@@ -31,7 +44,7 @@ class KlDivergence:
     are held in memory: vocabulary x positions x 4 bytes.
     """
 
-    def __init__(self, policy: Policy, switch: Switch, batches: list[MicroBatch], ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, switch: SwitchableLinears, batches: list[MicroBatch], ranks: Ranks) -> None:
         self._policy, self._switch, self._ranks = policy, switch, ranks
         batches = self._batches = policy.evenly_many(batches)
         switch.set_fp8([])
@@ -41,7 +54,7 @@ class KlDivergence:
             raise ValueError("no response tokens to calibrate on: give precision.calibration_tokens room for some")
 
     def kl(self, fp8_layers: Sequence[str]) -> float:
-        """Return the divergence in nats per token with exactly these layers in FP8 (collective)."""
+        """The divergence in nats per token with exactly these layers in FP8 (collective)."""
         self._switch.set_fp8(fp8_layers)
         total = 0.0
         for batch, reference in zip(self._batches, self._references, strict=True):
@@ -67,7 +80,6 @@ class KlDivergence:
 
 @contextmanager
 def _output(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the outputs of this rank's output layer inside the block; there are none on stages without one."""
     seen: list[Tensor] = []
     if not model.post_process:
         yield seen

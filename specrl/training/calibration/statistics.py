@@ -27,11 +27,8 @@ class LayerStatistics:
     error_squares: float = 0.0
     """The sum of (y_fp8 - y_bf16)^2, where both come from the same BF16 input."""
     output_squares: float = 0.0
-    """The sum of y_bf16^2."""
     amax_counts: Tensor = field(default_factory=lambda: torch.zeros(BINS_PER_OCTAVE * NUM_OCTAVES, dtype=torch.int64))
-    """The number of activation blocks in each bin of the histogram."""
     amax: float = 0.0
-    """The largest magnitude of any activation."""
     weight_amax: float = 0.0
     weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
     """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]. Those of experts are left
@@ -46,7 +43,7 @@ class LayerStatistics:
         return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
 
     def amax_quantile(self, share: float) -> float:
-        """Return a quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
+        """A quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
         counts = self.amax_counts.cumsum(0)
         index = int((counts < share * int(counts[-1])).sum())
         return min(self.amax, float(2.0 ** ((index + 1) / BINS_PER_OCTAVE + LOWEST_OCTAVE)))
@@ -113,8 +110,7 @@ def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[N
         if inputs.dim() == 2:
             observer.observe(inputs)
             return
-        first = observer.linear.first_position(inputs.shape[0])
-        observer.observe(inputs[: max(0, num_tokens - first), 0])
+        observer.observe(observer.linear.whole_row(inputs)[:num_tokens, 0])
 
     handles = [
         observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))
@@ -128,7 +124,7 @@ def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[N
 
 
 def merge(parts: Iterable[dict[str, LayerStatistics]]) -> dict[str, LayerStatistics]:
-    """Return the statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
+    """The statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
     total: dict[str, LayerStatistics] = {}
     for part in parts:
         for name, statistics in part.items():

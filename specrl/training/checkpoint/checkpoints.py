@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -31,9 +30,9 @@ from specrl.training.checkpoint.load import (
     TrainedDrafter,
     TrainedPolicy,
     TrainState,
-    load_verified,
+    load_newest,
 )
-from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, find_damage, write_manifest
+from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, write_manifest
 
 DAMAGED = "damaged-"
 """The prefix of the folder of a checkpoint that was found damaged."""
@@ -41,6 +40,9 @@ NICENESS = 10
 """How far the writing threads stand back where processors are short, so that generation goes first."""
 POLL_SECONDS = 0.05
 """The time between two looks of the first rank whether the others have written."""
+
+Report = list[StoredFile] | str
+"""What a rank has written of a checkpoint, or why it could not."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +57,9 @@ class Retention:
     """All those of steps that are multiples of this number; None for no others."""
 
     def old(self, steps: list[int], best: int | None) -> list[int]:
-        """Return which of the steps with checkpoints need theirs no more.
-
-        Args:
-            steps: In ascending order.
-            best: The step whose checkpoint is the best.
-        """
+        """Which of the steps, in ascending order, need their checkpoints no more."""
         others = (step for step in steps[: -self.last] if step != best)
         return [step for step in others if self.every is None or step % self.every]
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank has written of one checkpoint."""
-
-    files: tuple[StoredFile, ...]
 
 
 class Checkpoints:
@@ -89,6 +79,10 @@ class Checkpoints:
         """Whether this rank's part of the last checkpoint has been written, or could not be."""
         self._number = 0
         """The number of saves so far, by which the ranks' messages about them are told apart."""
+        self._best_step: int | None = None
+        """The step of the checkpoint that was marked as the best, which may not be complete yet."""
+        self._naming = threading.Lock()
+        """Held while a checkpoint gets its name, or is looked for under it."""
         self.newest: int | None = None
         """The step of the newest checkpoint, written or still being written; None before the first."""
         if self._ranks.is_first:
@@ -97,32 +91,19 @@ class Checkpoints:
         self._ranks.barrier()
 
     def restore(self, drafter: TrainedDrafter | None) -> Restored | None:
-        """Restore policy, optimizer and drafter from the newest checkpoint that is whole; None if there is none at all.
-
-        Damaged ones are renamed.
+        """Restore from the newest checkpoint that is whole, and rename damaged ones; None if there is none at all.
 
         Raises:
             CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
         """
         started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
-        damaged: list[str] = []
-        for step in reversed(steps):
-            damage = find_damage(self._folder(step), self._ranks)
-            if damage is None:
-                self._set_aside(steps[len(steps) - len(damaged) :])
-                state = load_verified(self._folder(step), self._policy, drafter)
-                self.newest, self.seconds = step, time.monotonic() - started
-                return Restored(state, tuple(damaged))
-            damaged.append(f"checkpoint {self._folder(step)} is damaged and not used: {damage}")
-            if self._ranks.is_first:
-                logger.warning(damaged[-1])
-        if damaged:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is whole ({'; '.join(damaged)}): put one back from a copy, or "
-                "remove the folder to begin again at the first step"
-            )
-        return None
+        if not steps:
+            return None
+        found = load_newest([self._folder(step) for step in reversed(steps)], self._policy, drafter)
+        self._set_aside(steps[len(steps) - len(found.damaged) :])
+        self.newest, self.seconds = found.state.step, time.monotonic() - started
+        return found
 
     def save(self, state: TrainState) -> None:
         """Copy the state and begin to write it, once the last one is written. The first rank writes the drafter.
@@ -161,11 +142,7 @@ class Checkpoints:
             raise CheckpointError(found) from error
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        """Wait until the last checkpoint is written; raise CheckpointError if it cannot be."""
         if self._writing is not None:
             self._reported.wait()
             self._ranks.barrier()  # fails where a rank has died, for whose report the first rank would wait for ever
@@ -174,20 +151,28 @@ class Checkpoints:
         self._writing = None
 
     def mark_best(self, step: int) -> None:
-        """Keep the checkpoint from which `step` starts until another one is marked."""
-        if self._ranks.is_first:
-            write_json(self.directory / BEST_FILE, {"step": step})
+        """Keep the checkpoint from which `step` starts until another one is marked, as soon as it is complete.
+
+        Until then the one that was marked before stays: a kill must not leave the run without any.
+        """
+        with self._naming:
+            self._best_step = step
+            if self._ranks.is_first and self._folder(step).exists():
+                self._write_best(step)
+
+    def _write_best(self, step: int) -> None:
+        write_json(self.directory / BEST_FILE, {"step": step})
 
     def _write(self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
-        """Write this rank's files; on the first rank complete the checkpoint when all ranks have written theirs."""
         started = time.monotonic()
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
-            report: _Report | str = _Report(tuple(files))
-        except OSError as error:
-            report = f"rank {self._ranks.rank}: {error.strerror or error}"
+            report: Report = files
+        except Exception as error:  # whatever it is: the first rank waits for a report
+            words = error.strerror if isinstance(error, OSError) else None
+            report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
         finally:
             self._reported.set()
         reports = self._exchange(number, report)
@@ -197,38 +182,40 @@ class Checkpoints:
         try:
             if errors:
                 raise CheckpointError(errors[0])
-            self._complete(folder, manifest, [found for found in reports if isinstance(found, _Report)])
+            self._complete(folder, manifest, [files for files in reports if not isinstance(files, str)])
         except (OSError, CheckpointError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint for step {manifest.step} cannot be written to {self.directory} ({error}): make room "
                 "or repair the disk, then resume the run, which goes on from the checkpoint before"
             ) from error
-        size = sum(file.size for found in reports if isinstance(found, _Report) for file in found.files)
+        size = sum(file.size for files in reports if not isinstance(files, str) for file in files)
         self.seconds = time.monotonic() - started
         logger.info("checkpoint for step %d: %.2f GB written in %.1f s", manifest.step, size / 1e9, self.seconds)
 
-    def _complete(self, folder: Path, manifest: Manifest, reports: list[_Report]) -> None:
-        """Write the manifest, give the folder its name, and remove old checkpoints."""
+    def _complete(self, folder: Path, manifest: Manifest, reports: list[list[StoredFile]]) -> None:
         files = [
             replace(file, pieces=pieces if file.name != DRAFTER_FILE else ())
             for report, pieces in zip(reports, self._pieces, strict=True)
-            for file in report.files
+            for file in report
         ]
         write_manifest(folder, replace(manifest, files=tuple(files)))
         sync_folder(folder)
         final = self._folder(manifest.step)
         if final.exists():  # of an earlier start, whose newer checkpoints were damaged
             _remove(final)
-        folder.replace(final)
+        with self._naming:
+            folder.replace(final)
+            if self._best_step == manifest.step:
+                self._write_best(manifest.step)
         sync_folder(self.directory)
         for step in self._retention.old(self._steps(), self._best()):
             _remove(self._folder(step))
         for damaged in self.directory.glob(f"{DAMAGED}*"):
             _remove(damaged)
 
-    def _exchange(self, number: int, report: _Report | str) -> list[_Report | str]:
-        """Return all ranks' reports on the first rank, in the order of ranks; an empty list on the others.
+    def _exchange(self, number: int, report: Report) -> list[Report]:
+        """All ranks' reports on the first rank, in the order of ranks; an empty list on the others.
 
         The process group's store carries them: a collective of this thread would get mixed up with those of the step.
         """
@@ -236,7 +223,8 @@ class Checkpoints:
             return [report]
         store = PrefixStore("specrl/checkpoints", self._ranks.store())
         if not self._ranks.is_first:
-            store.set(f"{number}/{self._ranks.rank}", json.dumps(report if isinstance(report, str) else asdict(report)))
+            data = report if isinstance(report, str) else [asdict(file) for file in report]
+            store.set(f"{number}/{self._ranks.rank}", json.dumps(data))
             return []
         found = [report]
         for rank in range(1, self._ranks.world_size):
@@ -245,7 +233,7 @@ class Checkpoints:
                 time.sleep(POLL_SECONDS)
             data = json.loads(store.get(key))
             store.delete_key(key)
-            found.append(data if isinstance(data, str) else _report(data))
+            found.append(data if isinstance(data, str) else [StoredFile(**{**file, "pieces": ()}) for file in data])
         return found
 
     def _folder(self, step: int) -> Path:
@@ -259,17 +247,12 @@ class Checkpoints:
         return int(json.loads(path.read_text())["step"]) if path.exists() else None
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Rename the checkpoints of these steps, so that nobody takes them for whole ones."""
         if self._ranks.is_first:
             for step in steps:
                 aside = self.directory / f"{DAMAGED}step={step:06d}"
                 shutil.rmtree(aside, ignore_errors=True)
                 self._folder(step).replace(aside)
         self._ranks.barrier()
-
-
-def _report(data: Mapping[str, Any]) -> _Report:
-    return _Report(tuple(StoredFile(**{**file, "pieces": ()}) for file in data["files"]))
 
 
 def _remove(folder: Path) -> None:

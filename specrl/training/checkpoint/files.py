@@ -24,11 +24,7 @@ TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
 def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """Return the header of a safetensors file in which the tensors follow each other without gaps.
-
-    Args:
-        tensors: The type (see `TYPES`) and the shape of each tensor by its name, in their order in the file.
-    """
+    """The header of a safetensors file whose tensors, given by type and shape, follow each other without gaps."""
     entries, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         end = offset + prod(shape) * (4 if dtype == "F32" else 8)
@@ -40,23 +36,18 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def tensor_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """Return the contents of a safetensors file with these tensors, which are contiguous and on the CPU."""
     described = {name: (TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     return [memoryview(header(described)), *(bytes_of(tensor) for tensor in tensors.values())]
 
 
 def write_blocks(path: Path, parts: Iterable[memoryview]) -> tuple[int, list[int]]:
-    """Write a file, flush it to disk, and return its size in bytes and the CRC-32 of each `BLOCK_BYTES` of it.
-
-    Raises:
-        OSError: The file cannot be written, for instance because the disk is full.
-    """
+    """Write a file, flush it to disk, and return its size in bytes and the CRC-32 of each `BLOCK_BYTES` of it."""
     size, checksums, checksum = 0, list[int](), 0
     with path.open("wb", buffering=0) as file:
         for part in parts:
@@ -76,12 +67,7 @@ def write_blocks(path: Path, parts: Iterable[memoryview]) -> tuple[int, list[int
 
 
 def wrong_block(path: Path, checksums: Sequence[int], blocks: Iterable[int]) -> int | None:
-    """Return the number of the first of some blocks of a file whose CRC-32 is another, or None.
-
-    Args:
-        checksums: What `write_blocks` returned.
-        blocks: The numbers of the blocks to read.
-    """
+    """The number of the first of some blocks of a file whose CRC-32 is another, or None."""
     buffer = bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         for block in blocks:

@@ -45,11 +45,6 @@ class HostCopy:
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
-        """Allocate the buffer.
-
-        Args:
-            shards: This rank's shards, whose tensors must stay the same ones.
-        """
         written = [shard for shard in shards if shard.is_written]
         self.pieces: tuple[Piece, ...] = tuple(piece for shard in written for piece in shard.pieces)
         """What the copy holds of the policy."""
@@ -75,5 +70,4 @@ class HostCopy:
             torch.cuda.synchronize()
 
     def parts(self) -> list[memoryview]:
-        """Return the contents of a safetensors file with the copy, without copying it again."""
         return [memoryview(self._header), bytes_of(self._buffer)]

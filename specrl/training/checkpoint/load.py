@@ -32,16 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class CountingOptimizer(Protocol):
-    """The interface by which a checkpoint sees the policy's optimizer."""
-
     def counters(self) -> dict[str, int]: ...
 
     def restored(self, counters: Mapping[str, int]) -> None: ...
 
 
 class TrainedPolicy(Protocol):
-    """The interface by which a checkpoint sees the policy."""
-
     @property
     def ranks(self) -> Ranks: ...
 
@@ -57,8 +53,6 @@ class TrainedPolicy(Protocol):
 
 
 class TrainedDrafter(Protocol):
-    """The interface by which a checkpoint sees the drafter, which is the same on every rank."""
-
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
@@ -73,7 +67,6 @@ class TrainState:
     """
 
     step: int
-    """The step to run next."""
     policy: TrainedPolicy
     """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part."""
     drafter: TrainedDrafter | None
@@ -96,34 +89,23 @@ def load(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter | None) ->
 
     Each rank reads what it holds. On the layout that wrote the checkpoint the state is equal to the bit. A drafter of
     which the checkpoint knows nothing stays as it is.
-
-    Args:
-        folder: The folder of one checkpoint; nothing in it is changed.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or was written with a policy of another shape.
-        ValueError: Its drafter has another draft vocabulary.
     """
     check_whole(folder, policy.ranks)
     return load_verified(folder, policy, drafter)
 
 
 def load_newest(folders: Sequence[Path], policy: TrainedPolicy, drafter: TrainedDrafter | None) -> Restored:
-    """Do what `load` does, with the first of several checkpoints that is whole (collective).
-
-    Raises:
-        CheckpointError: None is whole, or the first whole one was written with a policy of another shape.
-        ValueError: Its drafter has another draft vocabulary.
-    """
+    """Do what `load` does, with the first of several checkpoints that is whole (collective)."""
     damaged: list[str] = []
     for folder in policy.ranks.gather(list(folders))[0]:
         damage = find_damage(folder, policy.ranks)
         if damage is None:
             return Restored(load_verified(folder, policy, drafter), tuple(damaged))
         damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
+        logger.warning(damaged[-1])
     raise CheckpointError(
-        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or remove the "
-        "folder and let training start over: specrl resume RUN --restart"
+        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or let training "
+        "start over: specrl resume RUN --restart"
     )
 
 
@@ -147,11 +129,7 @@ def load_verified(folder: Path, policy: TrainedPolicy, drafter: TrainedDrafter |
 
 
 def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
-    """Restore a drafter alone from one checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint has no drafter.
-    """
+    """Restore a drafter alone from one checkpoint."""
     if not read_manifest(folder).has_drafter:
         raise CheckpointError(f"checkpoint {folder} holds no drafter: start with another speculation.method")
     drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
@@ -159,7 +137,6 @@ def load_drafter_state(folder: Path, drafter: TrainedDrafter) -> None:
 
 @torch.no_grad()
 def _read_shards(folder: Path, manifest: Manifest, shards: list[Shard]) -> None:
-    """Copy what the shards need into their tensors, reading nothing else."""
     held = pieces_by_tensor(manifest)
     files: dict[str, Any] = {}
     for shard in shards:

@@ -35,7 +35,6 @@ class StoredFile:
 
     name: str
     size: int
-    """Its bytes."""
     crc32: Sequence[int]
     """The checksums of its blocks, see `write_blocks`."""
     pieces: tuple[Piece, ...] = ()
@@ -47,11 +46,9 @@ class Manifest:
     """The contents of `manifest.json`."""
 
     step: int
-    """The step to run next."""
     model: str
     """The shape of the policy in words; a policy of another shape cannot be restored from this checkpoint."""
     counters: Mapping[str, int]
-    """The counters of the policy's optimizer."""
     tensors: Mapping[str, Sequence[int]]
     """The shape of each tensor of the policy, by its Hugging Face name; all are float32."""
     files: tuple[StoredFile, ...]
@@ -61,13 +58,12 @@ class Manifest:
 
 
 def stored_name(kind: str, piece: Piece) -> str:
-    """Return the name of a piece in its file."""
     (first, last), (left, right) = piece.rows, piece.columns
     return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
 
 
 def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
-    """Return the pieces of each tensor of the policy, each with the name of the file that holds it."""
+    """The pieces of each tensor of the policy, each with the name of the file that holds it."""
     held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for file in manifest.files:
         for piece in file.pieces:
@@ -82,11 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: It is missing, unreadable, damaged, or of another version.
-    """
+    """Read a manifest; raise CheckpointError if it is missing, unreadable, damaged, or of another version."""
     path = folder / MANIFEST_FILE
     try:
         data = json.loads(path.read_text())
@@ -106,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str | None:
-    """Return what is wrong with a checkpoint's files, or None if all is as it was written (collective).
+    """What is wrong with a checkpoint's files, or None if all is as it was written (collective).
 
     Every byte is read once: the ranks share the blocks of the files among them.
     """
@@ -115,11 +107,7 @@ def find_damage(folder: Path, ranks: Ranks) -> str | None:
 
 
 def check_whole(folder: Path, ranks: Ranks) -> None:
-    """Verify a checkpoint that is to be read (collective).
-
-    Raises:
-        CheckpointError: `find_damage` finds something.
-    """
+    """Raise CheckpointError if `find_damage` finds something (collective)."""
     damage = find_damage(folder, ranks)
     if damage is not None:
         raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
@@ -151,7 +139,6 @@ def _damage_of(path: Path, file: StoredFile, blocks: Sequence[int]) -> str | Non
 
 
 def _deal(files: Sequence[StoredFile], ranks: Ranks) -> Iterator[tuple[StoredFile, list[int]]]:
-    """Yield this rank's share of the blocks of all files."""
     number = 0
     for file in files:
         blocks = [block for block in range(len(file.crc32)) if (number + block) % ranks.world_size == ranks.rank]

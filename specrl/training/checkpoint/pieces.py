@@ -33,13 +33,13 @@ class Piece:
         return prod(self.shape)
 
     def overlap(self, other: Piece) -> Piece | None:
-        """Return what two rectangles of the same tensor have in common, or None."""
+        """What two rectangles of the same tensor have in common, or None."""
         rows = max(self.rows[0], other.rows[0]), min(self.rows[1], other.rows[1])
         columns = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
         return Piece(self.tensor, rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None
 
     def inside(self, outer: Piece) -> tuple[slice, slice]:
-        """Return the rows and columns of this rectangle, counted from the corner of one that contains it."""
+        """The rows and columns of this rectangle, counted from the corner of one that contains it."""
         row, column = outer.rows[0], outer.columns[0]
         return slice(self.rows[0] - row, self.rows[1] - row), slice(self.columns[0] - column, self.columns[1] - column)
 
@@ -49,7 +49,6 @@ class Band:
     """Whole rows of a rank's matrix, which are a rectangle of one Hugging Face tensor."""
 
     first: int
-    """The first of these rows in the rank's matrix."""
     piece: Piece
 
 
@@ -65,10 +64,9 @@ class Shard:
 
 
 def cut(bands: Iterable[Band], start: int, stop: int) -> list[Piece]:
-    """Return the rectangles that hold the elements `start` to `stop - 1` of a rank's flattened matrix, in their order.
+    """The rectangles that hold the elements `start` to `stop - 1` of a rank's flattened matrix, in their order.
 
-    Args:
-        bands: The rows of that matrix, from the first on; rows behind the last band are padding.
+    Rows behind the last band are padding.
     """
     found: list[Piece] = []
     for band in bands:

@@ -35,24 +35,19 @@ def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: to
     At most `hf_io.FILE_BYTES` and one tensor are in memory.
 
     Args:
-        folder: The folder of one checkpoint; nothing in it is changed.
         base_dir: The policy from which that training began. Its configuration, tokenizer and layers for
             multi-token prediction, which are no part of a policy's checkpoint, are taken as they are.
-        dtype: The type of the written tensors, to which the FP32 master weights are rounded.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
+        dtype: What the FP32 master weights are rounded to.
     """
     check_whole(folder, ranks)
     if ranks.is_first:
         directory.mkdir(parents=True, exist_ok=True)
-        stored = chain(_masters(folder, read_manifest(folder)), _mtp_layers(base_dir))
+        stored = chain(_masters(folder, read_manifest(folder)), mtp_layers(base_dir))
         write_model(directory, base_dir, ((name, tensor.to(dtype)) for name, tensor in stored), dtype, writes=True)
     ranks.barrier()
 
 
 def _masters(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of the policy in float32, put together from the pieces of all files."""
     held = pieces_by_tensor(manifest)
     # All are opened at once: what is open can be read to its end, although a run removes its old checkpoints.
     files: dict[str, Any] = {
@@ -68,8 +63,7 @@ def _masters(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def _mtp_layers(base_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the layers for multi-token prediction of the policy from which training began."""
+def mtp_layers(base_dir: Path) -> Iterator[tuple[str, Tensor]]:
     mtp = family_of(read_model_config(base_dir)).mtp
     if mtp is None:
         return

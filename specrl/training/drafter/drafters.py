@@ -18,7 +18,7 @@ from specrl.training.megatron.policy import Policy
 def new_drafter(
     config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks, source_dir: Path | None = None
 ) -> Drafter:
-    """Return the drafter that pretraining starts from (collective).
+    """The drafter that pretraining starts from (collective).
 
     Args:
         responses: This rank's responses of the policy; EAGLE-3's draft vocabulary is chosen from those of all ranks.
@@ -35,7 +35,6 @@ def new_drafter(
 
 
 def load_drafter(config: Config, drafter_dir: Path, policy_dir: Path, ranks: Ranks) -> Drafter:
-    """Return the drafter that `save_drafter` wrote, with a fresh optimizer."""
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(drafter_dir, config.drafter, ranks, config.seed)
     return Drafter.load(drafter_dir, policy_dir, config.drafter, ranks, config.seed)
@@ -52,11 +51,7 @@ def save_drafter(drafter: Drafter, policy: Policy, directory: Path, policy_versi
 def save_policy(
     policy: Policy, drafter: Drafter | None, policy_dir: Path, drafter_dir: Path, version: int
 ) -> Path | None:
-    """Write the policy and the drafter (collective).
-
-    Returns:
-        The drafter's directory, which is `policy_dir` for a multi-token-prediction layer; None without a drafter.
-    """
+    """Write policy and drafter; return the drafter's directory, which a policy's own layer shares (collective)."""
     if drafter is not None and isinstance(drafter.model, Mtp):
         save_drafter(drafter, policy, policy_dir, version)
         return policy_dir

@@ -46,21 +46,11 @@ NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self
 """The beginnings of the names of tensors that belong to the policy, or follow from `config.json`."""
 
 
-def draft_to_target_offsets(draft_tokens: Tensor) -> Tensor:
-    """Return the offsets that are stored as `d2t`, given the target ids, int64 `[draft_vocab]`."""
-    return draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device)
-
-
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return `d2t`, int64 `[draft_vocab]`, and `t2d`, bool `[vocab]`, as they are stored on disk.
-
-    Args:
-        draft_tokens: The target ids, int64 `[draft_vocab]`.
-        vocab_size: The number of tokens of the policy.
-    """
+    """`d2t`, int64 `[draft_vocab]`, and `t2d`, bool `[vocab]`, as they are stored on disk."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool, device=draft_tokens.device)
     is_drafted[draft_tokens] = True
-    return {"d2t": draft_to_target_offsets(draft_tokens), "t2d": is_drafted}
+    return {"d2t": draft_tokens - torch.arange(len(draft_tokens), device=draft_tokens.device), "t2d": is_drafted}
 
 
 def check_offsets(d2t: Tensor, vocab_size: int) -> None:
@@ -68,10 +58,6 @@ def check_offsets(d2t: Tensor, vocab_size: int) -> None:
 
     They add `d2t` to the draft token's id without a look at the sum: one beyond the vocabulary is a bare IndexError on
     CPUs, and on GPUs ends the CUDA context.
-
-    Args:
-        d2t: The offsets, integers `[draft_vocab]`.
-        vocab_size: The number of tokens of the policy.
     """
     targets = d2t.long() + torch.arange(len(d2t), device=d2t.device)  # [draft_vocab]
     outside = ((targets < 0) | (targets >= vocab_size)).nonzero()[:, 0]
@@ -84,14 +70,10 @@ def check_offsets(d2t: Tensor, vocab_size: int) -> None:
 
 
 def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> dict[str, Any]:
-    """Return the contents of a drafter's `config.json`.
-
-    Args:
-        policy_config: Transformers' configuration object of the policy.
-        policy_version: The version of the policy that the drafter was trained with.
-    """
+    """The contents of a drafter's `config.json`, given transformers' configuration of the policy."""
     rope = dict(shape.rope)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}  # as transformers 4 reads it
+    window = {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
@@ -120,14 +102,8 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
         "num_aux_hidden_states": len(shape.feature_layers),
         LAYERS: list(shape.feature_layers),
         "specrl_policy_version": policy_version,
-        **_window(shape),
+        **(window if shape.sliding_window is not None else {}),
     }
-
-
-def _window(shape: Eagle3Shape) -> dict[str, Any]:
-    if shape.sliding_window is None:
-        return {}
-    return {"sliding_window": shape.sliding_window, "layer_types": ["sliding_attention"] * shape.num_layers}
 
 
 def write_drafter(directory: Path, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -152,12 +128,7 @@ class StoredDrafter:
 
 
 def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:
-    """Read an EAGLE-3 drafter of any layout, for a policy.
-
-    Its embeddings are not read: drafters here have those of the policy.
-
-    Args:
-        dtype: The policy's compute type.
+    """Read an EAGLE-3 drafter of any layout for a policy of this type, whose embeddings take the place of its own.
 
     Raises:
         ValueError: It is no EAGLE-3 drafter, is incomplete, computes what specrl does not, or was made for a policy of
@@ -180,17 +151,10 @@ def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.b
 
 
 def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape, directory: Path) -> tuple[Tensor, str]:
-    """Return the target ids of a draft vocabulary, int64 `[draft_vocab]`, and how they were stored.
+    """The target ids of a draft vocabulary, int64 `[draft_vocab]`, and how they were stored.
 
     `d2t` holds offsets or the ids themselves. `t2d` says which; without it, only one of the two can be a vocabulary
     of distinct tokens, because many neighbouring tokens are drafted, whose offsets are equal.
-
-    Args:
-        d2t: `[draft_vocab]`, or None.
-        t2d: `[vocab]`: whether each token of the policy is drafted; or None.
-
-    Raises:
-        ValueError: There is no vocabulary, or `d2t` fits neither, or both.
     """
     if d2t is None and shape.draft_vocab_size == shape.vocab_size:
         return torch.arange(shape.vocab_size), "it drafts over the whole vocabulary"
@@ -227,7 +191,6 @@ def _is_vocabulary(tokens: Tensor, drafted: Tensor | None, vocab_size: int) -> b
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a drafter by the names that they have here."""
     pickled = directory / PICKLED_FILE
     stored: Iterable[tuple[str, Tensor]]
     if pickled.is_file() and not any((directory / name).is_file() for name in weight_files(directory)):
@@ -243,7 +206,7 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _norms_renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with the name that the norm before the attention has here.
+    """Tensors with the name that the norm before the attention has here.
 
     With tensors of both names there is no telling which of them is computed with; the one too many keeps its own name,
     so that it is refused.
@@ -260,7 +223,6 @@ def _about_embeddings(embeddings: Tensor, policy_dir: Path) -> str:
 
 
 def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Path) -> None:
-    """Raise ValueError unless the tensors are the parameters of a drafter of this shape."""
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(shape).state_dict().items()}
     if missing := sorted(wanted.keys() - tensors.keys()):
@@ -275,13 +237,7 @@ def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Pa
 
 
 def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str, ...]:
-    """Write a drafter of any layout as specrl's own, and return what is to be said about it.
-
-    Measured weights of draft positions, which only a drafter that specrl trained has, are kept.
-
-    Raises:
-        ValueError: See `read_drafter`.
-    """
+    """Write a drafter of any layout as specrl's own, with its measured weights of positions; return what to say."""
     policy = AutoConfig.from_pretrained(policy_dir)
     stored = read_drafter(source, policy_dir, policy.dtype or torch.bfloat16)
     weights = {name: tensor.to(stored.shape.dtype) for name, tensor in stored.tensors.items()}

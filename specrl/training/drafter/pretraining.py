@@ -8,7 +8,7 @@ from itertools import repeat
 from specrl.config import DrafterConfig
 from specrl.training.batches import MicroBatch
 from specrl.training.drafter.resume import TrainingCheckpoints
-from specrl.training.drafter.trainer import Drafter
+from specrl.training.drafter.trainer import Drafter, FeatureStream
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.sample import feature_area, whole_sample
@@ -24,15 +24,9 @@ def pretrain(
 ) -> dict[str, float]:
     """Train the drafter for `config.epochs` on this rank's micro-batches, or measure it with 0 epochs (collective).
 
-    The metrics are those of `Drafter.update`.
-
     Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
     each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
-    policy is frozen, and the steps are the same. Ranks that hold the policy together divide the rows of each
-    micro-batch among them.
-
-    Args:
-        checkpoints: Of an interrupted training of the same drafter on the same micro-batches, which goes on.
+    policy is frozen, and the steps are the same.
 
     Raises:
         LeftJobError: The ranks have left the training between two steps, with a checkpoint.
@@ -44,18 +38,6 @@ def pretrain(
     def features_of(part: list[MicroBatch]) -> list[Features | None]:
         return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
 
-    progress = checkpoints.restore(drafter) if checkpoints is not None else None
-    if max(policy.ranks.gather(sum(feature_area(batch) for batch in batches))) <= config.max_tokens_per_window:
-        features = features_of(batches)
-        return drafter.update(
-            features,
-            lr=lr,
-            epochs=config.epochs,
-            on_progress=on_progress,
-            boundaries=checkpoints,
-            progress=progress,
-        )
-
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]
         everyone = policy.ranks.gather([feature_area(batch) for batch in ordered])
@@ -64,23 +46,17 @@ def pretrain(
             yield from features_of(part)  # not kept by name: it goes before the next window comes
             yield from repeat(None, len(window) - len(part))
 
-    return drafter.update_streaming(
-        stream,
-        len(batches),
-        lr=lr,
-        epochs=config.epochs,
-        on_progress=on_progress,
-        boundaries=checkpoints,
-        progress=progress,
-    )
+    area = max(policy.ranks.gather(sum(feature_area(batch) for batch in batches)))
+    fit = area <= config.max_tokens_per_window
+    features = features_of(batches) if fit else FeatureStream(len(batches), stream)
+    return drafter.update(features, lr=lr, epochs=config.epochs, on_progress=on_progress, boundaries=checkpoints)
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:
-    """Cut an epoch's steps where a rank's micro-batches would exceed `max_tokens`; a window has at least one step.
+    """Cut an epoch's steps where any rank's micro-batches would exceed `max_tokens`, after at least one step.
 
     Args:
-        areas: For each rank, the padded tokens of its micro-batches in the order of the steps. The windows are the
-            same on all ranks, because computing features is collective.
+        areas: For each rank, the padded tokens of its micro-batches in the order of the steps.
     """
     found: list[range] = []
     start, held = 0, [0] * len(areas)

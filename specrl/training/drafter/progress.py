@@ -13,7 +13,6 @@ class TrainingProgress:
     """The number of steps done, and what they add to the metrics of the last epoch, on one rank."""
 
     done: int
-    """The number of steps done, of all epochs together."""
     loss: Tensor
     """float64 `[]`: this rank's part of the sum of the losses."""
     sums: Tensor
@@ -24,6 +23,9 @@ class TrainingProgress:
 
 class Boundaries(Protocol):
     """What a training asks between its steps."""
+
+    def restore(self, drafter: Any) -> TrainingProgress | None:
+        """Restore the drafter of an interrupted training, if any, and say how far that was (collective)."""
 
     def wanted(self) -> bool:
         """Return whether this rank wants `reached` to be called after the present step."""

@@ -6,11 +6,9 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from specrl.artifacts import digest
 from specrl.distributed import Ranks
@@ -18,6 +16,7 @@ from specrl.lifetime import LeftJobError, Lifetime
 from specrl.models.hf_io import write_tensors
 from specrl.training.batches import MicroBatch
 from specrl.training.drafter.progress import TrainingProgress
+from specrl.training.drafter.trainer import Drafter
 
 SAVE_SECONDS = 300.0
 """The seconds from one checkpoint to the next; a kill loses at most these."""
@@ -25,14 +24,6 @@ PREFIX = "progress/"
 """The prefix of what is stored beside the drafter's own state."""
 
 logger = logging.getLogger(__name__)
-
-
-class ResumedDrafter(Protocol):
-    """What is needed of a drafter, which is the same on every rank."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class TrainingCheckpoints:
@@ -49,15 +40,7 @@ class TrainingCheckpoints:
         lifetime: Lifetime,
         seconds: float = SAVE_SECONDS,
     ) -> None:
-        """Find out which training it is (collective).
-
-        Args:
-            directory: The folder of the checkpoints.
-            batches: This rank's micro-batches. A checkpoint of other ones, because there were more or fewer ranks, is
-                not used.
-            lifetime: Knows whether the ranks are to leave their job.
-            seconds: The time from one checkpoint to the next.
-        """
+        """Find out which training it is (collective): a checkpoint of other micro-batches is not used."""
         self._directory, self._ranks, self._lifetime, self._seconds = directory, ranks, lifetime, seconds
         own = [(batch.indices, batch.lengths.tolist()) for batch in batches]
         self._training = digest(ranks.gather(digest(own)))
@@ -65,12 +48,8 @@ class TrainingCheckpoints:
         """The number of checkpoints of this training so far, by which its parts are counted for `Lifetime`."""
         self._saved_at: float | None = None
 
-    def restore(self, drafter: ResumedDrafter) -> TrainingProgress | None:
-        """Restore the drafter from the newest checkpoint, and return how far its training was (collective).
-
-        Returns:
-            None if there is no checkpoint of this training.
-        """
+    def restore(self, drafter: Drafter) -> TrainingProgress | None:
+        """Restore the drafter from the newest checkpoint of this training; return the progress (collective)."""
         path = self._ranks.gather(self._newest())[0]
         if path is None:
             return None
@@ -87,19 +66,15 @@ class TrainingCheckpoints:
         )
 
     def wanted(self) -> bool:
-        """Return whether this rank wants `reached` to be called after the present step of the training."""
+        """Whether this rank wants `reached` to be called after the present step of the training."""
         if self._saved_at is None:  # the first step: what takes long before it is no part of the training
             self._lifetime.begin_steps(self._part)
             self._saved_at = time.monotonic()
         due = self._ranks.is_first and time.monotonic() - self._saved_at >= self._seconds
         return due or self._lifetime.stop is not None
 
-    def reached(self, drafter: ResumedDrafter, progress: TrainingProgress) -> None:
-        """Write a checkpoint and, if any rank is to leave its job, leave it (collective).
-
-        Raises:
-            LeftJobError: The ranks are to leave their job.
-        """
+    def reached(self, drafter: Drafter, progress: TrainingProgress) -> None:
+        """Write a checkpoint, and raise LeftJobError if any rank is to leave its job (collective)."""
         started = time.monotonic()
         self._part += 1
         self._save(drafter, progress)
@@ -118,7 +93,7 @@ class TrainingCheckpoints:
         if self._ranks.is_first:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _save(self, drafter: ResumedDrafter, progress: TrainingProgress) -> None:
+    def _save(self, drafter: Drafter, progress: TrainingProgress) -> None:
         everyone = self._ranks.gather((progress.loss.item(), progress.sums.tolist()))
         if not self._ranks.is_first:
             return

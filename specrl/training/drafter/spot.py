@@ -99,7 +99,7 @@ class SpotTraining:
         self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 3, dtype=torch.float64)
 
     def _micro_batches(self) -> list[list[Features]]:
-        """Return the kept features as micro-batches of similar length, in random order.
+        """The kept features as micro-batches of similar length, in random order.
 
         If they have more than `drafter.max_tokens_per_step` tokens, an even sample of them by length is taken. Rows
         whose targets need different heads, because they are of different forward passes, are never together.

@@ -6,8 +6,9 @@ parameters only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,11 +44,10 @@ FINAL_LR_FRACTION = 0.05
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's names of its moments."""
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    """Return how often each token of the vocabulary occurs, [vocab_size]."""
+    """How often each token of the vocabulary occurs, [vocab_size]."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens in token_lists:
         counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
@@ -55,14 +55,7 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArr
 
 
 def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
-    """Choose the most frequent tokens of the task's responses, filled up with the lowest ids that never occur.
-
-    Args:
-        counts: [vocab_size]: how often each token occurs.
-
-    Returns:
-        The target ids, int64 `[min(size, vocab_size)]`, sorted.
-    """
+    """The most frequent tokens, filled up with the lowest ids that never occur: int64 [size], sorted."""
     by_frequency = np.argsort(-counts, kind="stable")  # the lowest of equally frequent ids first
     return torch.from_numpy(np.sort(by_frequency[:size]))
 
@@ -72,9 +65,8 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
     """Start from the policy's last layers, final norm and head rows instead of noise.
 
     Attention takes a layer's projections, in the drafter's first layer for the half of its input that is a hidden
-    state; the embedding half and `fc` stay random. The MLPs are taken only when they have the policy's width. A
-    policy's biases and QK norms have no place in a drafter, and only the value projection is taken of a policy that has
-    QK norm, or rotates other channels against each other.
+    state; the embedding half and `fc` stay random. The MLPs are taken only when they have the policy's width. Only the
+    value projection is taken of a policy that has QK norm, or rotates other channels against each other.
 
     On SmolLM2 three epochs from here beat ten from random layers (acceptance length 2.61 against 2.46).
     """
@@ -103,6 +95,19 @@ def initialise_from_policy(model: Eagle3, policy_dir: Path, draft_tokens: Tensor
         model.get_parameter(f"{name}.weight").copy_(policy.read(f"{source}.weight"))
     head = HEAD if HEAD in policy.names else EMBEDDINGS
     model.lm_head.weight.copy_(policy.read(head)[draft_tokens])
+
+
+class FeatureStream(NamedTuple):
+    """Features of a rank's micro-batches that do not fit into memory together."""
+
+    size: int
+    in_order: Callable[[list[int]], Iterator[Features | None]]
+    """Yields the features of micro-batches in the order of an epoch, then None for every step that other ranks take
+    alone."""
+
+
+def _held(features: Sequence[Features | None]) -> FeatureStream:
+    return FeatureStream(len(features), lambda order: chain((features[index] for index in order), repeat(None)))
 
 
 class _StepResult(NamedTuple):
@@ -167,12 +172,7 @@ class Drafter:
     def create(
         cls, policy_dir: Path, config: DrafterConfig, draft_tokens: Tensor, ranks: Ranks, seed: int = 0
     ) -> Drafter:
-        """Return a new EAGLE-3 drafter for the policy in `policy_dir`; every rank has the same.
-
-        Args:
-            draft_tokens: int64 `[draft_vocab]`: sorted target ids.
-            seed: The seed of the parameters that stay random, and of the order of micro-batches.
-        """
+        """A new EAGLE-3 drafter, the same on every rank, for the sorted target ids `draft_tokens` `[draft_vocab]`."""
         shape = Eagle3Shape.from_policy(
             AutoConfig.from_pretrained(policy_dir),
             len(draft_tokens),
@@ -189,40 +189,20 @@ class Drafter:
 
     @classmethod
     def load(cls, directory: Path, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
-        """Return the drafter in an EAGLE-3 directory of any layout, with a fresh optimizer.
-
-        Its sizes are what the directory says, whatever `config` has. Measured weights of draft positions go on from
-        those of the training before.
-
-        Raises:
-            ValueError: The directory is incomplete, or was made for a policy of another shape.
-        """
+        """The drafter in an EAGLE-3 directory of any layout, with its own sizes and a fresh optimizer."""
         dtype = AutoConfig.from_pretrained(policy_dir).dtype or torch.bfloat16
         stored = read_drafter(directory, policy_dir, dtype)
         model = Eagle3(stored.shape)
         model.load_state_dict(stored.tensors)
-        shape = stored.shape
-        sizes = {
-            "draft_vocab_size": shape.draft_vocab_size,
-            "num_layers": shape.num_layers,
-            "feature_layers": shape.feature_layers,
-            "intermediate_size": shape.intermediate_size,
-            "sliding_window": shape.sliding_window,
-        }
-        config = config.model_copy(update=sizes)
+        sizes = ("draft_vocab_size", "num_layers", "feature_layers", "intermediate_size", "sliding_window")
+        config = config.model_copy(update={name: getattr(stored.shape, name) for name in sizes})
         drafter = cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
         drafter._positions.go_on(read_model_config(directory).get(POSITIONS_KEY))
         return drafter
 
     @classmethod
     def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
-        """Return the first multi-token-prediction layer of the policy in `policy_dir`, with a fresh optimizer.
-
-        Measured weights of draft positions go on from those of the training before.
-
-        Raises:
-            ValueError: The policy has no such layer.
-        """
+        """The first multi-token-prediction layer of the policy in `policy_dir`, with a fresh optimizer."""
         hf_config = AutoConfig.from_pretrained(policy_dir)
         shape = mtp_shape(hf_config)
         model = Mtp(shape, family_of_model(hf_config))
@@ -241,85 +221,47 @@ class Drafter:
         return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy if drafting reads it; such copies are never trained.
-
-        Args:
-            name: The tensor's Hugging Face name.
-        """
+        """Copy a tensor of the policy, by its Hugging Face name, if drafting reads it."""
         self.model.share(name, tensor)
 
     def update(
         self,
-        features: Sequence[Features | None],
+        features: Sequence[Features | None] | FeatureStream,
         *,
         lr: float,
         epochs: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
         boundaries: Boundaries | None = None,
-        progress: TrainingProgress | None = None,
     ) -> dict[str, float]:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
 
-        Ranks that hold the policy together have the same micro-batches and divide the rows of each among them; None
-        stands for a micro-batch of which this rank has no row.
-
-        With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the
-        online update) is constant. `lr = 0` measures without moving anything.
+        With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the online
+        update) is constant. `lr = 0` measures without moving anything.
 
         Args:
-            boundaries: Is asked between the steps.
-            progress: What a training that was left between two steps goes on from; the drafter has to be as it was.
+            features: None stands for a micro-batch of which this rank has no row, but another one has.
+            boundaries: Knows how far an interrupted training was, and is asked between the steps.
 
         Returns:
-            `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics
-            of `metrics_from_sums`. All are of the last epoch, and each batch is measured before it is trained on.
+            `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics of
+            `metrics_from_sums`, all of the last epoch. Each batch is measured before it is trained on.
         """
-
-        def stream(order: list[int]) -> Iterator[Features | None]:
-            yield from (features[index] for index in order)
-            yield from repeat(None)
-
-        return self.update_streaming(
-            stream,
-            len(features),
-            lr=lr,
-            epochs=epochs,
-            on_progress=on_progress,
-            boundaries=boundaries,
-            progress=progress,
-        )
-
-    def update_streaming(
-        self,
-        stream: Callable[[list[int]], Iterator[Features | None]],
-        size: int,
-        *,
-        lr: float,
-        epochs: int,
-        on_progress: Callable[[int, int], None] | None = None,
-        boundaries: Boundaries | None = None,
-        progress: TrainingProgress | None = None,
-    ) -> dict[str, float]:
-        """Do what `update` does, with the same result, on features that do not fit into memory together (collective).
-
-        Args:
-            stream: Called in each epoch with an order of this rank's micro-batches; yields their features in that
-                order, then None for every step that other ranks take alone.
-            size: The number of this rank's micro-batches.
-        """
+        stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1
-        num_steps = max(self.ranks.gather(size))
-        so_far = progress or self._no_progress()
+        num_steps = max(self.ranks.gather(stream.size))
+        nothing = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=self.ranks.device)
+        so_far = boundaries.restore(self) if boundaries is not None else None
+        so_far = so_far or TrainingProgress(0, nothing.sum(), nothing, [])
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
-            order = self._order(size, epoch) if train else list(range(size))
-            for features in islice(stream(order[first:]), num_steps - first):
+            order = self._order(stream.size, epoch) if train else list(range(stream.size))
+            for batch in islice(stream.in_order(order[first:]), num_steps - first):
                 rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
                 depth = unrolled_positions(
                     so_far.done, (epochs - 1) * num_steps, self.config.ttt_steps, self.config.ttt_growth
                 )
                 wanted = boundaries is not None and boundaries.wanted()
-                result = self._step(self._pack(features, depth), rate, measure=last, flag=wanted)
+                result = self._step(self._pack(batch, depth), rate, measure=last, flag=wanted)
                 so_far.done += 1
                 if last:
                     so_far.loss, so_far.sums = so_far.loss + result.loss, so_far.sums + result.sums
@@ -336,11 +278,6 @@ class Drafter:
         metrics = metrics_from_sums(so_far.sums.cpu())
         return {"loss": so_far.loss.item() / steps, "grad_norm": sum(so_far.norms) / steps, **metrics}
 
-    def _no_progress(self) -> TrainingProgress:
-        device = self.ranks.device
-        sums = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=device)
-        return TrainingProgress(0, torch.zeros((), dtype=torch.float64, device=device), sums, [])
-
     def _pack(self, features: Features | None, depth: int | None = None) -> ChainBatch | None:
         if features is None:
             return None
@@ -351,21 +288,13 @@ class Drafter:
         return torch.randperm(size, generator=generator).tolist()
 
     def step_alone(self, features: Features, lr: float) -> tuple[float, Tensor, float]:
-        """Make one optimizer step of this rank's copy alone; the ranks' drafters differ until `average`.
-
-        Returns:
-            The loss in nats, float64 `Tally.sums` on the CPU, and the gradient's norm before clipping.
-        """
+        """Train this rank's copy alone until `average`; return loss, `Tally.sums` and gradient norm."""
         result = self._step(self._pack(features), lr, measure=True, alone=True)
         return result.loss.item(), result.sums.cpu(), result.norm
 
     @torch.no_grad()
     def average(self, weight: float) -> None:
-        """Set parameters and moments to the sum over ranks of `weight` times each rank's (collective).
-
-        Args:
-            weight: This rank's weight; those of all ranks add up to 1.
-        """
+        """Set parameters and moments to the sum over ranks of `weight`, which add up to 1, times each (collective)."""
         self.changes += 1
         for parameter in self._parameters:
             state = self.optimizer.state[parameter]
@@ -383,14 +312,7 @@ class Drafter:
     def _step(
         self, batch: ChainBatch | None, lr: float, measure: bool, *, alone: bool = False, flag: bool = False
     ) -> _StepResult:
-        """Run a forward pass and, with lr > 0, a backward pass and an optimizer step (collective unless `alone`).
-
-        Args:
-            batch: This rank's chains; a rank without any contributes zeros.
-            measure: Whether drafts are counted.
-            alone: Whether this rank's copy is trained without the other ranks.
-            flag: Is told to all ranks.
-        """
+        """Run a forward pass and, with lr > 0, a backward pass and an optimizer step (collective unless `alone`)."""
         device, steps = self.ranks.device, self.config.ttt_steps
         shared = torch.zeros(steps + 1, dtype=torch.float64, device=device)
         shared[steps] = flag
@@ -421,6 +343,8 @@ class Drafter:
             if self._positions.measured:
                 self._positions.follow(*self._reached.view(2, -1).tolist())
         norm = float(self._gradient.norm())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the drafter's gradient is {norm}; its weights are unchanged")
         if norm > self.config.clip_grad:
             self._gradient.mul_(self.config.clip_grad / norm)
         for group in self.optimizer.param_groups:
@@ -450,22 +374,14 @@ class Drafter:
         return {POSITIONS_KEY: self._positions.shares} if self._positions.measured else {}
 
     def save(self, directory: Path, policy_version: int) -> None:
-        """Write the EAGLE-3 directory; call it on one rank, because the ranks' drafters are equal.
-
-        A multi-token-prediction layer has no such directory: `Policy.save_pretrained` writes it with the policy.
-        """
+        """Write the EAGLE-3 directory, on one rank: the ranks' drafters are equal."""
         assert isinstance(self.shape, Eagle3Shape)
         config = config_dict(self.shape, self._policy_config, policy_version)
         training = {LOSS_KEY: str(self.config.loss), **self.position_keys}
         write_drafter(directory, config | training, self.named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what an exact resume needs beside `SHARED`; the tensors are not copies.
-
-        It is the float32 parameters and Adam's moments under `model/...`, `exp_avg/...` and `exp_avg_sq/...`, the draft
-        vocabulary, as float64 the weights of draft positions (`positions`), and as int64 numbers the steps of Adam
-        (`adam_steps`) and the updates of the drafter (`updates`).
-        """
+        """What an exact resume needs beside `SHARED`; the tensors are not copies."""
         state: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         steps = 0
         for name, parameter in self.model.named_parameters():
@@ -478,11 +394,7 @@ class Drafter:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: The state belongs to a drafter with another draft vocabulary.
-        """
+        """Restore what `state_dict` returned; raise ValueError for another draft vocabulary."""
         if not torch.equal(state["draft_tokens"].to(self.ranks.device), self.draft_tokens):
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
         self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
@@ -501,5 +413,5 @@ class Drafter:
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """Return the factor of pretraining's peak learning rate at a step: 10 steps of warm-up, and a cosine to 5 %."""
+    """The factor of pretraining's peak learning rate at a step: 10 steps of warm-up, and a cosine to 5 %."""
     return lr_factor(step, num_steps, decay="cosine", warmup_steps=WARMUP_STEPS, final_fraction=FINAL_LR_FRACTION)

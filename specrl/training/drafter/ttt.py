@@ -2,7 +2,7 @@
 
 A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
 token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
-query sees the keys of the policy-fed slots up to c (`visible`, the same for every step) and the chain's own keys after
+query sees the keys of the policy-fed slots up to c (the same for every step) and the chain's own keys after
 that. Only chains are computed step by step: prompt slots contribute keys and values alone, once for all responses to a
 prompt, padding contributes nothing, and a chain ends where its response does. A drafter of several layers computes all
 but the last one for every slot, because the keys of a layer are made of what the layer before it returns.
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specrl.training.drafter.attention import attend
 from specrl.training.drafter.chains import ChainBatch, Part
-from specrl.training.drafter.kinds.layers import DraftModule, causal_attention, chain_attention
+from specrl.training.drafter.kinds.layers import DraftModule
 from specrl.training.gather import rows_of
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -34,7 +35,6 @@ class Objective:
     """What the drafter is trained for."""
 
     loss: LossFunction
-    """The loss of a token."""
     weights: Sequence[float]
     """The weight of each step in the loss; steps beyond those of a batch are not used."""
 
@@ -49,19 +49,17 @@ class Context(NamedTuple):
     x: Tensor
     """The input of the last layer's attention, `[slots, width of the input]`."""
     keys: list[Tensor]
-    """The rotated keys of each layer, `[rows, width, kv_heads, head_dim]`."""
+    """The rotated keys of each layer, `[slots, kv_heads, head_dim]`."""
     values: list[Tensor]
-    """The values of each layer, `[rows, width, kv_heads, head_dim]`."""
+    """The values of each layer, `[slots, kv_heads, head_dim]`."""
+
+    def detached(self, *, learn: bool) -> Context:
+        """The same numbers, as leaves of a graph of their own."""
+        embedded, residual, x, *rest = (tensor.detach().requires_grad_(learn) for tensor in self.tensors())
+        return Context(embedded, residual, x, rest[: len(self.keys)], rest[len(self.keys) :])
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the order in which `of` takes them."""
         return [self.embedded, self.residual, self.x, *self.keys, *self.values]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Context:
-        """Return the context of these tensors."""
-        embedded, residual, x, *rest = tensors
-        return cls(embedded, residual, x, rest[: len(rest) // 2], rest[len(rest) // 2 :])
 
 
 def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
@@ -72,79 +70,60 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
     all_keys, all_values = [], []
     for layer, attention in enumerate(model.attentions):
         residual, x = model.enter(layer, embedded, hidden)
-        keys, values = (_lay_out(part, batch) for part in attention.keys_values(x, batch.positions))
+        keys, values = attention.keys_values(x, batch.positions)
         all_keys.append(keys)
         all_values.append(values)
         if layer + 1 < len(model.attentions):
-            queries = _lay_out(attention.queries(x, batch.positions), batch)
-            attended = causal_attention(queries, keys, values, model.shape.sliding_window).flatten(0, 1)
+            inputs = attention.queries(x, batch.positions), keys, values
+            q, k, v = (rows_of(each, batch.slot_of) for each in inputs)
+            attended = attend(q, k, v, batch.spans(), window=model.shape.sliding_window)
             hidden = model.finish(layer, residual, attended.index_select(0, batch.own_places))
     return Context(embedded, residual, x, all_keys, all_values)
 
 
-def _lay_out(x: Tensor, batch: ChainBatch) -> Tensor:
-    return _spread(rows_of(x, batch.slot_of), batch.slot_places, len(batch.chains_per_row), batch.width)
-
-
 def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) -> Iterator[Tensor]:
-    """Draft with the chains of a part, step by step.
-
-    Yields:
-        For each step, the draft-vocabulary logits `[alive, draft_vocab]` of the chains in `part.alive[step]`.
-    """
-    rows_count, columns, width = part.visible.shape
-    all_keys, all_values = ([[x[part.rows, :width]] for x in kind] for kind in (context.keys, context.values))
+    """Draft with the chains of a part, and yield each step's logits `[alive, draft_vocab]` of those in `part.alive`."""
+    keys, values = ([rows_of(x, part.slots) for x in kind] for kind in (context.keys, context.values))
+    own_keys, own_values = ([list[Tensor]() for _ in model.attentions] for _ in range(2))
+    window = model.shape.sliding_window
     starts, last = batch.starts[part.chains], len(model.attentions) - 1
     residual, x = context.residual.index_select(0, starts), context.x.index_select(0, starts)
     hidden = residual
     for step, alive in enumerate(part.alive):
-        slots, places = batch.starts[alive] + step, part.places[alive - part.chains.start]
-        positions, visible = batch.positions[slots], _in_window(part.visible, step, model.shape.sliding_window)
+        slots, places = batch.starts[alive] + step, alive - part.chains.start
+        positions = batch.positions[slots]
         if step:
-            hidden = hidden.index_select(0, _positions_within(alive, part.alive[step - 1]))
+            hidden = hidden.index_select(0, torch.searchsorted(part.alive[step - 1], alive))
             embedded = context.embedded.index_select(0, slots)
         for layer in range(0 if step else last, last + 1):
-            attention, keys, values = model.attentions[layer], all_keys[layer], all_values[layer]
+            attention = model.attentions[layer]
             if step:
                 residual, x = model.enter(layer, embedded, hidden)
                 own = attention.keys_values(x, positions)
-                keys.append(_spread(own[0], places, rows_count, columns))
-                values.append(_spread(own[1], places, rows_count, columns))
-            queries = _spread(attention.queries(x, positions), places, rows_count, columns)
-            attended = chain_attention(queries, keys, values, visible)
-            hidden = model.finish(layer, residual, attended.flatten(0, 1).index_select(0, places))
+                own_keys[layer].append(_spread(own[0], places, part.size))
+                own_values[layer].append(_spread(own[1], places, part.size))
+            attended = attend(
+                _spread(attention.queries(x, positions), places, part.size),
+                keys[layer],
+                values[layer],
+                part.spans,
+                window=None if window is None else window - step,  # a chain always sees all of itself: it is shorter
+                own_keys=own_keys[layer],
+                own_values=own_values[layer],
+            )
+            hidden = model.finish(layer, residual, attended.index_select(0, places))
         yield model.logits(hidden)
 
 
-def _in_window(visible: Tensor, step: int, window: int | None) -> Tensor:
-    """Return which slots the chains see at a step, bool `[rows, columns, width]`, given those up to their starts.
-
-    A window is longer than a chain, so that chains always see all of themselves.
-    """
-    if window is None or window >= visible.shape[-1] + step:
-        return visible
-    slots = torch.arange(visible.shape[-1], device=visible.device)
-    return visible & (slots >= visible.sum(-1, keepdim=True) + step - window)
-
-
-def _spread(x: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    padded = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, places, x)
-    return padded.view(rows, width, *x.shape[1:])
-
-
-def _positions_within(part: Tensor, whole: Tensor) -> Tensor:
-    return torch.searchsorted(whole, part)
+def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
+    """Give chains that have ended a row of zeros."""
+    return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
 
 
 def target_probs(batch: ChainBatch, part: Part, policy_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return the policy's distribution on the draft vocabulary at the targets of a part, float32.
+    """The policy's distribution on the draft vocabulary at a part's targets, float32 `[targets, draft_vocab]`.
 
-    Args:
-        policy_head: Computes the logits where the features hold no targets, from hidden states `[targets, hidden]`.
-
-    Returns:
-        `[targets, draft_vocab]`: the step-0 targets of the part's chains, and of the chains after them that its last
-        ones reach in later steps.
+    They are the step-0 targets of its chains, and of the chains after them that its last ones reach in later steps.
     """
     starts = batch.starts[part.chains.start : part.chains.stop + len(part.alive) - 1]
     rows, columns = batch.slot_rows[starts], batch.columns[starts] + 1
@@ -164,19 +143,15 @@ def train_chains(
     learn: bool,
     tally: Tally | None = None,
 ) -> Tensor:
-    """Return the loss of a micro-batch, and with `learn` add its gradient to the parameters'.
+    """The loss of a micro-batch; with `learn`, add its gradient to the parameters'.
 
-    It is the sum of the tokens' losses at each step, divided by `counts[step]` and weighted, and summed over the steps.
-
-    Args:
-        counts: float64 `[steps]`: the number of terms at each step over all ranks, so that gradients summed over ranks
-            weight every token alike.
-        tally: Counts what the chains draft.
+    It is the sum of the tokens' losses at each step, divided by `counts[step]`, the number of them over all ranks, and
+    weighted, and summed over the steps.
     """
     with _computing(model, learn):
         fed = feed_context(model, batch)
     # Cut here: the gradients of all parts come together at the context, and go through it once.
-    context = Context.of([tensor.detach().requires_grad_(learn) for tensor in fed.tensors()])
+    context = fed.detached(learn=learn)
     total = torch.zeros((), device=batch.starts.device)
     for part in batch.parts():
         with _computing(model, learn):
@@ -228,7 +203,7 @@ class _StepLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
-        """Return the sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
+        """The sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
         with torch.autocast(logits.device.type, enabled=False):
             terms, gradient = loss(logits.float(), target)
         ctx.save_for_backward(gradient.mul_(weights[:, None]).to(logits.dtype))
@@ -252,12 +227,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, step: int, alive: Tensor, logits: Tensor, p: Tensor) -> None:
-        """Count the drafts of the chains `alive` at a step.
-
-        Args:
-            logits: The drafter's logits, `[alive, draft_vocab]`.
-            p: The policy's probabilities at the same targets, `[alive, draft_vocab]`.
-        """
+        """Count the drafts of the chains `alive` at a step; logits and the policy's `p` are `[alive, draft_vocab]`."""
         batch, target = self._batch, alive + step
         drafted = logits.argmax(-1)
         drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
@@ -267,18 +237,14 @@ class Tally:
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
     def reached(self) -> Tensor:
-        """Return how far drafts come: float64 `[2, steps]`, which adds up over batches and ranks.
-
-        For each step it holds the number of chains that have a token there, and the number of those whose tokens before
-        it are all the response's own.
-        """
+        """The numbers of chains at each step, and of those whose tokens before it are all right: `[2, steps]`."""
         right = self._matches.cumprod(1)
-        before = [right[alive, step - 1].sum() if step else len(alive) for step, alive in enumerate(self._batch.alive)]
-        chains = [len(alive) for alive in self._batch.alive]
-        return torch.tensor([chains, before], dtype=torch.float64, device=right.device)
+        chains = torch.tensor([len(alive) for alive in self._batch.alive], device=right.device)
+        before = [right[alive, step].sum() for step, alive in enumerate(self._batch.alive[1:])]
+        return torch.stack([chains, torch.stack([chains[0], *before])]).double()
 
     def sums(self) -> Tensor:
-        """Return the sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
+        """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 
         A step's row holds the number of chains, the number of drafts that are the policy's most likely token, and the
         sum of p(draft). The last row holds the numbers of drafts and of accepted tokens if the responses were decoded
@@ -291,7 +257,7 @@ class Tally:
 
 
 def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
-    """Return the numbers of drafts and of accepted tokens when the responses are decoded again.
+    """The numbers of drafts and of accepted tokens when the responses are decoded again.
 
     After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it.
     """
@@ -306,7 +272,7 @@ def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
 
 
 def metrics_from_sums(sums: Tensor) -> dict[str, float]:
-    """Return `top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
+    """`top1_match` (of the first step), `num_tokens` (the number of chains), `acceptance_length` at k = steps,
     and `expected_acceptance_pos_i`.
 
     The expected acceptance at position i, from 0, is the mean of p(draft) over the chains that are alive there, whose

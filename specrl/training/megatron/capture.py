@@ -24,12 +24,7 @@ class KeptRows:
     def __init__(
         self, batch: MicroBatch, windows: Mapping[int, Window] | None = None, owners: Container[int] = ()
     ) -> None:
-        """Choose the sequences.
-
-        Args:
-            windows: What is kept of each sequence, by its index; with None everything is kept on every rank.
-            owners: The ranks whose sequences are chosen.
-        """
+        """Choose the sequences of `owners`; with `windows` of None every rank keeps everything."""
         self.owners: list[int] | None = None
         """The rank that keeps each row; None where every rank keeps all of them, whole."""
         lengths = batch.lengths.tolist()
@@ -54,6 +49,8 @@ class KeptRows:
         self._outputs = (firsts[rows] + response)[mask]
         device = batch.tokens.device
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
+        self.with_targets = mask.flatten().nonzero()[:, 0].to(device)
+        """The True places of `mask`, int64 [n]."""
         self.mask = mask.to(device)
         """The places of these rows that have targets, bool [rows, width]."""
         self.tokens = batch.tokens[self._places] * inside.to(device)
@@ -62,18 +59,17 @@ class KeptRows:
         """The position of each row's first token, int64 [rows]; None where all are 0."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.mask)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
+        """The rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
         return tensor[self._places]
 
     def outputs(self) -> Tensor:
-        """Return which of `MicroBatch.predictors` have targets in these rows, bool [n]."""
+        """Find which of `MicroBatch.predictors` have targets in these rows, ascending int64 in host memory."""
         found = torch.zeros(self._num_outputs, dtype=torch.bool)
         found[self._outputs] = True
-        return found.to(self.mask.device)
+        return found.nonzero()[:, 0]
 
 
 class LayerInputs:
@@ -107,11 +103,7 @@ class LayerInputs:
 
     @contextmanager
     def micro_batch(self, kept: KeptRows) -> Iterator[None]:
-        """Record what happens inside the block as one micro-batch, appended to `recorded`.
-
-        Args:
-            kept: The rows to record.
-        """
+        """Record the rows to keep inside the block as one micro-batch, appended to `recorded`."""
         self._current, self._kept = {}, kept
         yield
         self.recorded.append(self._current)
@@ -129,33 +121,24 @@ def assemble(
     kept: KeptRows,
     inputs: dict[int, Tensor],
     head: HeadOutput | None,
-    *,
+    hf: Any,
     model_rank: int,
     head_rows: Tensor | None,
-    num_layers: int,
-    hidden_size: int,
     dtype: torch.dtype,
 ) -> Features | None:
-    """Return one micro-batch's features of this rank's own rows; all ranks of the pipeline group call it.
+    """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
 
     Targets and top-1 are zero where the mask is False: the output layer is not evaluated there.
 
     Args:
-        kept: The rows that were recorded on this tensor-parallel rank.
         inputs: The recorded layer inputs of this stage by layer index, [rows, width, hidden] each.
         head: The results of the output layer on the last stage; None on the others.
-        model_rank: The number of this rank among those that hold the policy together.
         head_rows: The rows of the policy's head, where the targets are hidden states.
-        num_layers: The number of transformer layers of the whole policy.
-        hidden_size: The width of the residual stream.
-        dtype: The compute type.
-
-    Returns:
-        None if no row belongs to this rank.
     """
     if not len(kept):
         return None
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_layers, hidden_size = hf.num_hidden_layers, hf.hidden_size
     rows, width = kept.mask.shape
     hidden = [
         from_stage(min(layer * stages // num_layers, stages - 1), inputs.get(layer), (rows, width, hidden_size), dtype)
@@ -165,10 +148,9 @@ def assemble(
     targets = top1 = None
     if head is not None:
         assert head.targets is not None and head.top1 is not None
-        targets = head.targets.new_zeros(rows, width, size)
-        targets[kept.mask] = head.targets
-        top1 = torch.zeros_like(kept.mask, dtype=torch.int64)
-        top1[kept.mask] = head.top1
+        targets = head.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, head.targets)
+        top1 = head.top1.new_zeros(rows * width).index_copy_(0, kept.with_targets, head.top1)
+        targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
     features = Features(
         tokens=kept.tokens,
         mask=kept.mask,

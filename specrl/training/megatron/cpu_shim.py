@@ -48,47 +48,16 @@ class _Proxy(types.ModuleType):
         return getattr(self._real, name)
 
 
-class _Event:
-    """CPU work is done when the call returns: events have always happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, *args: Any) -> None:
-        pass
-
-    def wait(self, *args: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: _Event) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A CUDA stream on the CPU, where everything is in order."""
+class _Done:
+    """An event or a stream on the CPU, where work is done when the call returns."""
 
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, *args: Any) -> _Event:
-        return _Event()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _Done() if name == "record_event" else name == "query" or None
 
 
 class _TypeName(str):
@@ -121,12 +90,6 @@ def _torch_for_megatron() -> _Proxy:
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
-    def stream(*args: Any, **kwargs: Any) -> _Stream:
-        return _Stream()
-
-    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
     def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
@@ -136,20 +99,19 @@ def _torch_for_megatron() -> _Proxy:
         synchronize=nothing,
         empty_cache=nothing,
         set_device=nothing,
-        get_rng_state=get_rng_state,
+        get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=set_rng_state,
         manual_seed=torch.manual_seed,
-        current_stream=stream,
-        default_stream=stream,
-        Stream=_Stream,
-        Event=_Event,
+        current_stream=_Done,
+        default_stream=_Done,
+        Stream=_Done,
+        Event=_Done,
         stream=lambda stream=None: contextlib.nullcontext(),
     )
     return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
 
 def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
-    """Hand a freshly imported megatron module the proxy, and fix what goes around `torch.cuda`."""
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = proxy
     if module.__name__ == "megatron.core.jit":
@@ -196,11 +158,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again.
-
-    Raises:
-        RuntimeError: Megatron-core was imported before, and so holds the real `torch.cuda`.
-    """
+    """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:

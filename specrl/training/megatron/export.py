@@ -32,9 +32,7 @@ class Part:
     names: tuple[str, ...]
     """The name of the tensor; of experts one name for each expert-parallel rank, whose tensor is whole there."""
     parameter: Parameter
-    """The parameter that it is a part of."""
     index: int
-    """Its place among the tensors of that parameter."""
     shape: tuple[int, ...]
     """The shape of what one rank holds; of a vocabulary with the padding."""
     copies: int
@@ -67,9 +65,6 @@ def messages(weights: WeightMap, element_size: int) -> Iterator[list[Part]]:
     """Yield what is sent together: tensors of one layer, those first that every rank holds whole.
 
     Experts are apart from the rest of their layer, as other ranks share them.
-
-    Args:
-        element_size: The bytes of one element.
     """
     parts = _parts(weights)
     for _, group in groupby(parts, key=lambda part: (part.parameter.stage, part.names[0].split(".")[:3])):
@@ -81,7 +76,6 @@ def messages(weights: WeightMap, element_size: int) -> Iterator[list[Part]]:
 
 
 def _parts(weights: WeightMap) -> Iterator[Part]:
-    """Yield the parts of all tensors, on every rank in the same order."""
     experts: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in weights.parameters:
         if parameter.expert_rank is not None:
@@ -99,7 +93,6 @@ def _parts(weights: WeightMap) -> Iterator[Part]:
 def _whole_tensors(
     weights: WeightMap, message: list[Part], own: Mapping[str, Tensor], like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one message (collective)."""
     stage = message[0].parameter.stage
     shards: list[Tensor] | None = None
     if stage == parallel_state.get_pipeline_model_parallel_rank():
@@ -125,7 +118,6 @@ def _whole_tensors(
 
 
 def _named(weights: WeightMap, part: Part, held: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors, given what all ranks that share them hold, [ranks, *part]."""
     if part.parameter.expert_rank is None:
         yield part.names[0], join(weights, part.parameter, held)
     else:

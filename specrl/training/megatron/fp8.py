@@ -41,14 +41,9 @@ class FusedRows:
 
 
 def fused_rows(layout: Layout, rows: int, config: Any) -> FusedRows:
-    """Return where the matrices lie in a weight with `rows` rows.
+    """Where the matrices lie in a rank's weight with `rows` rows.
 
     Megatron keeps queries group by group, each followed by its key and its value.
-
-    Args:
-        layout: How the family's row fuses the weight.
-        rows: The number of rows that this tensor-parallel rank holds.
-        config: Megatron's configuration of the model.
     """
     if layout == "gate_up":
         return FusedRows((rows // 2, rows // 2))
@@ -88,7 +83,7 @@ class EmulatedLinear:
         tp_group: dist.ProcessGroup | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return this tensor-parallel rank's output [..., out] for the input [..., in]."""
+        """This tensor-parallel rank's output [..., out] for the input [..., in]."""
         if not self.active:
             plain: Tensor = self._plain(
                 input, weight, bias=bias, allreduce_dgrad=allreduce_dgrad, tp_group=tp_group, **others
@@ -103,7 +98,7 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """Return the dequantised weight [out, in], recomputed when the weight has changed: once per optimizer update.
+        """The dequantised weight [out, in], recomputed when the weight has changed: once per optimizer update.
 
         The weight itself is compared: Megatron's distributed optimizer writes it through a flat buffer, which neither
         moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
@@ -126,20 +121,20 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def weight_scales(self) -> Tensor:
-        """Return the scales, float32 [row blocks, column blocks], the matrices stacked as the engine has them."""
+        """The scales, float32 [row blocks, column blocks], the matrices stacked as the engine has them."""
         return row_scales(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
 
     def _in_engine_order(self) -> Tensor:
         weight: Tensor = self.module.weight.detach()
         return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
 
-    def first_position(self, length: int) -> int:
-        """Return which position of the sequence is the first of `length` inputs that this rank's module gets."""
+    def whole_row(self, inputs: Tensor) -> Tensor:
+        """Gather the inputs [tokens, 1, in] of the whole row where the layer gets a part of it (collective)."""
         has_part = isinstance(self.module, ColumnParallelLinear) and self.module.sequence_parallel
-        return self.module.tp_group.rank() * length if has_part else 0
+        return gather_from_sequence_parallel_region(inputs, group=self.module.tp_group) if has_part else inputs
 
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
-        """Return the dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
+        """The dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
         if not values.numel():  # an expert without tokens
             return values
         return fake_quantise(values, block, power_of_two=self.power_of_two)
@@ -177,7 +172,7 @@ class _QuantisedProduct(torch.autograd.Function):
 
 
 def linear_layers(model: Any) -> dict[str, tuple[Linear, Any]]:
-    """Return the linear layers of this rank's transformer layers: what the family says of each, and its module.
+    """The linear layers of this rank's transformer layers: what the family says of each, and its module.
 
     Names such as `layers.3.linear_fc2` count the layers of all pipeline stages. Those of experts are
     `layers.3.experts.17.linear_fc2` or, where Transformer Engine has one module for all experts of the rank,
@@ -195,7 +190,6 @@ def linear_layers(model: Any) -> dict[str, tuple[Linear, Any]]:
 
 
 def _expert_modules(layer: Any, linear: Linear) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of one linear layer of the rank's experts, by their names after that of the recipe."""
     own = linear.megatron.rpartition(".")[2]
     experts = layer.mlp.experts
     if not hasattr(experts, "local_experts"):
@@ -206,18 +200,12 @@ def _expert_modules(layer: Any, linear: Linear) -> Iterator[tuple[str, Any]]:
 
 
 def layer_of(name: str) -> str:
-    """Return a recipe's name of a linear layer in `linear_layers`."""
+    """A recipe's name of a linear layer in `linear_layers`."""
     return ".".join(name.split(".")[:3])
 
 
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those named in `exclude`.
-
-    Args:
-        power_of_two: Whether scales are rounded up to powers of two.
-
-    Returns:
-        The layers of this rank that now compute in emulated FP8, by name.
+    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those named in `exclude`; return them.
 
     Raises:
         ValueError: A layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names a layer
@@ -275,12 +263,9 @@ class LinearPrecision:
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
 
     def assert_quantised(self, *, trained: bool = False) -> None:
-        """Check that every layer that should has computed in FP8, with the quantised form of its present weight.
+        """Raise NotQuantisedError unless every layer that should has computed in FP8, with its present weight.
 
         Call it after a forward pass, with `trained` after a training step.
-
-        Raises:
-            NotQuantisedError: A layer has not; the line names the first.
         """
         if self._expected is None:
             raise NotQuantisedError("no policy has taken this LinearPrecision: nothing was quantised")

@@ -44,10 +44,10 @@ class TargetInput:
     as_hidden: bool
     """Whether the targets are hidden states, and not logits on the draft vocabulary."""
     kept: Tensor | None = None
-    """[n] bool: True for those of the positions at which the output layer is evaluated that have targets on any
+    """[kept] int64: those of the positions at which the output layer is evaluated that have targets on any
     tensor-parallel rank; None for all."""
     own: Tensor | None = None
-    """[kept] bool: True for those of them that have targets on this rank; None for all."""
+    """[own] int64: those of `kept` that have targets on this rank; None for all."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class HeadInput:
     places: Tensor
     """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
     targets: Tensor
-    """[n] int64: the token to score at each of them."""
     temperature: float
     wanted: TargetInput | None = None
     """The positions of which the drafter's targets are returned too."""
@@ -91,12 +90,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
     def forward(self, tokens: Tensor, segments: Tensor, head: HeadInput) -> Tensor | HeadOutput:
-        """Return this stage's hidden states [tokens, 1, hidden], and on the last stage the scores.
-
-        Args:
-            tokens: `MicroBatch.tokens`.
-            segments: `MicroBatch.segments`, which the layers get as their attention mask.
-        """
+        """This stage's hidden states [tokens, 1, hidden], and on the last stage the scores."""
         inputs = tokens[None], row_layout(segments, tokens.device).positions[None], segments
         if not self.post_process:
             hidden: Tensor = super().forward(*inputs)
@@ -112,14 +106,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return hidden_states  # without the output layer, which `_score` applies to the positions that need it
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, int]:
-        """Return the logits of this rank's part of the vocabulary and the vocabulary id of its first column.
-
-        Args:
-            hidden: [n, hidden].
-
-        Returns:
-            [n, columns] in the compute type, without padded columns, and the id.
-        """
+        """The logits of this rank's columns, without padded ones, and the vocabulary id of the first."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden[:, None], weight=weight)
         logits = logits.squeeze(1)
@@ -142,13 +129,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     @torch.no_grad()
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """Return the rows of the output layer for some vocabulary ids, [m, hidden], on the last pipeline stage.
-
-        The ranks of the tensor-parallel group, which share the vocabulary, call it together.
-
-        Args:
-            tokens: [m] int64.
-        """
+        """The output layer's rows of some vocabulary ids, [m, hidden]; the last stage's ranks call it together."""
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         group = parallel_state.get_tensor_model_parallel_group()
@@ -157,13 +138,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def _targets(hidden: Tensor, logits: Tensor, first: int, wanted: TargetInput) -> tuple[Tensor, Tensor]:
-    """Return the drafter's targets and the most likely tokens; the tensor-parallel ranks call it together.
-
-    Args:
-        hidden: [n, hidden], the input of the output layer.
-        logits: [n, columns], which may be overwritten later.
-        first: The vocabulary id of the first of these columns.
-    """
+    """The drafter's targets and the most likely tokens; the tensor-parallel ranks call it together."""
     group = parallel_state.get_tensor_model_parallel_group()
     if wanted.kept is not None:
         hidden, logits = hidden[wanted.kept], logits[wanted.kept]
@@ -175,17 +150,7 @@ def _targets(hidden: Tensor, logits: Tensor, first: int, wanted: TargetInput) ->
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
-    """Refuse a model or a layout with which the policy would silently compute something else.
-
-    Args:
-        hf: Transformers' configuration object of the model.
-        tensor_parallel: `policy.tensor_parallel`.
-        pipeline_parallel: `policy.pipeline_parallel`.
-        expert_parallel: `policy.expert_parallel`.
-
-    Raises:
-        ValueError: The line names what the model's configuration asks for and what is supported.
-    """
+    """Raise ValueError for a model or a layout with which the policy would silently compute something else."""
     family = check_config({**hf.to_dict(), "architectures": [family_of_model(hf).architecture]})
     experts = expert_shape_of_model(hf)
     if experts is None and expert_parallel > 1:
@@ -205,16 +170,14 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
 def transformer_config(
     hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a model, for the parallel sizes that are set up.
+    """Megatron's configuration of a model, for the parallel sizes that are set up.
 
     Args:
-        hf: Transformers' configuration object of the model.
-        dtype: The type of parameters and activations.
         cuda: Whether the layers are Transformer Engine's.
-        recompute: Whether the backward pass computes activations anew instead of saving them.
         native_fp8: Whether Transformer Engine computes in blockwise FP8.
     """
     family, experts = family_of_model(hf), expert_shape_of_model(hf)
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -236,7 +199,10 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=tensor,
+        # "Makes tensor parallelism more memory efficient for LLMs (20B+) by parallelizing layer norms and dropout
+        # sequentially" (`ModelParallelConfig`): norms and residuals are computed once, and not on every rank.
+        sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=pipeline,
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
@@ -250,7 +216,7 @@ def transformer_config(
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
         **(recompute_all if recompute else {}),
         **(_expert_options(hf, experts, cuda=cuda) if experts else {}),
         **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
@@ -258,10 +224,9 @@ def transformer_config(
 
 
 def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, Any]:
-    """Return the part of Megatron's configuration that is about experts.
+    """The part of Megatron's configuration that is about experts.
 
-    There is no loss that balances their load, as usual in RL. The router computes in float32. With tensor parallelism
-    each rank routes its part of the sequence.
+    There is no loss that balances their load, as usual in RL. The router computes in float32.
     """
     return {
         "num_moe_experts": experts.num_experts,
@@ -274,12 +239,11 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,  # without it tokens are added up in no fixed order
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
     }
 
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
-    """Return this rank's part of the network; nothing has initialised its parameters."""
+    """This rank's part of the network; nothing has initialised its parameters."""
     scaling = llama3_factor(hf.to_dict())
     rope = {
         "rotary_base": hf.rope_parameters["rope_theta"],

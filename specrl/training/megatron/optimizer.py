@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
 from specrl.training.checkpoint.manifest import KINDS, MASTER
-from specrl.training.schedules import lr_factor
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
-    """Return the model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
+    """The model with parameters and FP32 gradients in contiguous buffers, reduced over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        # "If true, overlap grad all-reduce / reduce-scatter with backward compute" (`DistributedDataParallelConfig`).
+        overlap_grad_reduce=parallel_state.get_data_parallel_world_size() > 1,
+        # Its counterpart would "overlap param all-gather with forward compute", but what follows an update here is the
+        # refit, which reads every parameter at once; the next forward pass would only gather them a second time.
+        overlap_param_gather=False,
     )
-    return DistributedDataParallel(config, ddp, model)
+    wrapped = DistributedDataParallel(config, ddp, model)
+    config.no_sync_func = wrapped.no_sync  # gradients of all micro-batches but the last one stay where they are
+    for layer in model.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            # Transformer Engine: "enables fusing of creation and accumulation of the weight gradient. When enabled, it
+            # is assumed that the weights have an additional `main_grad` attribute [...] to accumulate gradients in".
+            # `TransformerConfig.gradient_accumulation_fusion` would ask for APEX in the output layer.
+            setattr(layer, "fuse_wgrad_accumulation", True)  # noqa: B010  (mypy takes it for a tensor)
+    return wrapped
 
 
 class PolicyOptimizer:
-    """AdamW over this rank's share of the FP32 masters, with gradient clipping and a learning-rate schedule.
+    """AdamW over this rank's share of the FP32 masters, with gradient clipping."""
 
-    Args:
-        num_updates: The number of updates of the whole run, over which the learning rate falls; None where the schedule
-            is constant or each update is given its learning rate.
-    """
-
-    def __init__(
-        self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype, num_updates: int | None
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, config: PolicyConfig, *, dtype: torch.dtype) -> None:
         options = OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -54,10 +63,7 @@ class PolicyOptimizer:
         )
         self._parts: list[Any] = self._megatron.chained_optimizers
         """The optimizer of what all data-parallel ranks share and, in a model with experts, that of the experts."""
-        self._config = config
-        self._planned_updates = num_updates
-        self.num_updates = 0
-        """The number of updates made so far."""
+        self._clip_grad = config.clip_grad
         self._is_fused = not torch.cuda.is_available()
         if self._is_fused:
             for group in self._megatron.param_groups:
@@ -68,41 +74,28 @@ class PolicyOptimizer:
         self._ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate that the schedule has for the next update."""
-        config = self._config
-        assert self._planned_updates is not None or config.lr_schedule == "constant", "a decay needs its end"
-        return config.lr * lr_factor(
-            self.num_updates,
-            self._planned_updates or 1,
-            decay=config.lr_schedule,
-            warmup_steps=config.lr_warmup_steps,
-            final_fraction=config.lr_final_fraction,
-        )
-
-    def step(self, lr: float) -> float:
-        """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective)."""
-        for group in self._megatron.param_groups:
-            group["lr"] = lr
-        norm = self._fused_step() if self._is_fused else self._megatron.step()[1]
-        self.num_updates += 1
-        return float(norm)
-
     @torch.no_grad()
-    def _fused_step(self) -> float:
-        """Do what Megatron's `step` does, but let Adam scale the gradients while it reads them (collective)."""
+    def step(self, lr: float) -> float:
+        """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective).
+
+        Raises:
+            FloatingPointError: The norm, which all ranks share, is not finite; nothing has been updated.
+        """
+        # Megatron's own `step` would apply it: without FP16 it looks at no gradient.
         self._megatron.prepare_grads()
         norm = float(self._megatron.get_grad_norm())
-        factor = (norm + 1e-6) / self._config.clip_grad
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the policy's gradient is {norm}; its weights are unchanged")
         for part in self._parts:
-            # What PyTorch's fused Adam divides gradients by.
-            part.optimizer.grad_scale = torch.tensor(factor) if factor > 1.0 else None
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
+        for group in self._megatron.param_groups:
+            group["lr"] = lr
         self._megatron.step_with_ready_grads()
         return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
-        """Return which elements of a parameter this rank updates, and their state; None if it updates none of them.
+        """Which elements of a parameter this rank updates, and their state; None if it updates none of them.
 
         Returns:
             The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
@@ -124,8 +117,8 @@ class PolicyOptimizer:
         return (elements.start, elements.end), {MASTER: main.detach().view(-1), **moments}
 
     def counters(self) -> dict[str, int]:
-        """Return the number of updates, by which the learning rate goes, and that of Adam's steps."""
-        return {"num_updates": self.num_updates, "adam_steps": self._adam_steps()}
+        """The number of Adam's steps so far."""
+        return {"adam_steps": self._adam_steps()}
 
     @torch.no_grad()
     def restored(self, counters: Mapping[str, int]) -> None:
@@ -134,7 +127,6 @@ class PolicyOptimizer:
         Args:
             counters: What `counters` returned when that state was stored.
         """
-        self.num_updates = counters["num_updates"]
         for part in self._parts:
             if self._counts_per_parameter:
                 for state in part.optimizer.state.values():
@@ -147,7 +139,6 @@ class PolicyOptimizer:
 
     @property
     def _counts_per_parameter(self) -> bool:
-        """Whether the optimizer counts its steps for each parameter, as PyTorch does, or for each group of them."""
         return isinstance(self._parts[0].optimizer, torch.optim.Adam)
 
     def _adam_steps(self) -> int:

@@ -11,20 +11,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from specrl.distributed.ranks import TIMEOUT
+
 
 def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
-    """Split the ranks into tensor x pipeline x data parallel groups, unless these sizes are set up already.
+    """Split the ranks into tensor x pipeline x data parallel groups, unless that is done already (collective).
 
     Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
     groups that have all experts among them.
-
-    All ranks must call it.
-
-    Args:
-        tensor: The number of tensor-parallel ranks, `policy.tensor_parallel`.
-        pipeline: The number of pipeline stages, `policy.pipeline_parallel`.
-        expert: The number of ranks that share the experts of a layer, `policy.expert_parallel`.
-        seed: The seed of Megatron's own random generators.
 
     Raises:
         ValueError: The sizes do not divide the ranks, or the process already runs with others.
@@ -57,6 +51,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         )
     with torch.random.fork_rng(devices=[]):
         # Names the random states that megatron's layers ask for; without dropout nothing draws from them.
@@ -67,7 +62,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
 def _one_group_for_equal_ranks() -> Iterator[None]:
     """Let Megatron make one process group where it would make several of the same ranks, each for a purpose of its own.
 
-    Most are the same here, where nothing overlaps and no context is split. A GPU has buffers for each group in use.
+    Most are the same here, where no context is split. A GPU has buffers for each group in use.
     """
     create = parallel_state.create_group
     made: dict[tuple[Any, ...], Any] = {}
@@ -86,13 +81,7 @@ def _one_group_for_equal_ranks() -> Iterator[None]:
 
 
 def from_stage(stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the tensor that pipeline stage `stage` holds, on every stage; all ranks of the pipeline group call it.
-
-    Args:
-        tensor: The tensor on the stage that owns it; ignored elsewhere.
-        shape: The shape of that tensor, known on every stage.
-        dtype: The type of that tensor, known on every stage.
-    """
+    """Broadcast the tensor that pipeline stage `stage` holds, of a shape and type that all know (collective)."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         assert tensor is not None

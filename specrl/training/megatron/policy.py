@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,10 +28,11 @@ from transformers import AutoConfig
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
-from specrl.models.hf_io import TensorReader, write_model
+from specrl.models.hf_io import write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.checkpoint.pieces import Shard
+from specrl.training.checkpoint.policy_folder import mtp_layers
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
@@ -88,8 +89,8 @@ class _Outcome:
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
     head: HeadOutput
-    loss: float
-    metrics: dict[str, float]
+    sums: dict[str, Tensor]
+    """`loss` and the loss function's metrics, which nothing waits for before the pass is over."""
 
 
 class Policy:
@@ -103,7 +104,6 @@ class Policy:
         dtype: str,
         ranks: Ranks,
         trainable: bool = True,
-        num_updates: int | None = None,
         seed: int,
         fp8: LinearArithmetic | None = None,
         keep_reference: bool = False,
@@ -111,14 +111,8 @@ class Policy:
         """Load a Hugging Face directory (collective).
 
         Args:
-            model_dir: The directory, which must be the same on every rank.
-            dtype: The type of parameters and activations, `bfloat16` or `float32`; master weights, gradients and
-                moments are float32.
+            dtype: `bfloat16` or `float32`, of parameters and activations; masters, gradients and moments are float32.
             trainable: Whether there are gradient buffers and an optimizer.
-            num_updates: The number of updates of the whole run, over which `policy.lr_schedule` falls; not needed where
-                the schedule is constant or `train_step` is given its learning rate.
-            seed: The seed of Megatron's own random generators.
-            fp8: Makes linear layers compute in FP8; without it all compute in `dtype`.
             keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
 
         Raises:
@@ -134,6 +128,15 @@ class Policy:
         sizes = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
         check_supported(self.hf_config, *sizes)
         parallel.set_up(*sizes, seed)
+        self.dp_rank: int = parallel_state.get_data_parallel_rank()
+        self.dp_size: int = parallel_state.get_data_parallel_world_size()
+        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+        self.pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.pp_size: int = parallel_state.get_pipeline_model_parallel_world_size()
+        tp_size = config.tensor_parallel
+        self.model_rank = self.pp_rank * tp_size + self.tp_rank
+        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
+        self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
@@ -150,7 +153,7 @@ class Policy:
         self._optimizer: PolicyOptimizer | None = None
         if trainable:
             self._chain = wrap(self._chain, megatron)
-            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype, num_updates=num_updates)
+            self._optimizer = PolicyOptimizer(self._chain, config, dtype=self.dtype)
         else:
             self.model.eval().requires_grad_(False)
 
@@ -174,46 +177,6 @@ class Policy:
         return model, names, megatron
 
     @property
-    def dp_rank(self) -> int:
-        """The number of this rank among the data-parallel ranks."""
-        return int(parallel_state.get_data_parallel_rank())
-
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    def tp_rank(self) -> int:
-        """The number of this rank among the tensor-parallel ranks."""
-        return int(parallel_state.get_tensor_model_parallel_rank())
-
-    @property
-    def pp_rank(self) -> int:
-        """The number of this rank's pipeline stage."""
-        return int(parallel_state.get_pipeline_model_parallel_rank())
-
-    @property
-    def pp_size(self) -> int:
-        """The number of pipeline stages."""
-        return int(parallel_state.get_pipeline_model_parallel_world_size())
-
-    @property
-    def tp_size(self) -> int:
-        """The number of tensor-parallel ranks."""
-        return int(parallel_state.get_tensor_model_parallel_world_size())
-
-    @property
-    def model_rank(self) -> int:
-        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    @property
-    def model_size(self) -> int:
-        """The number of ranks that hold the policy together."""
-        return self.pp_size * self.tp_size
-
-    @property
     def pad_multiple(self) -> int:
         """The number of which a micro-batch's number of tokens must be a multiple: pass it to `batches.pack`."""
         tokens = FP8_TOKENS if self.model.config.fp8 else 1
@@ -222,13 +185,7 @@ class Policy:
 
     @property
     def optimizer(self) -> PolicyOptimizer:
-        """The optimizer of a trainable policy.
-
-        Raises:
-            ValueError: The policy was built with `trainable=False`.
-        """
-        if self._optimizer is None:
-            raise ValueError("this policy was built with trainable=False: it has no optimizer")
+        assert self._optimizer is not None, "this policy was built with trainable=False: it has no optimizer"
         return self._optimizer
 
     @property
@@ -238,11 +195,11 @@ class Policy:
         return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every Hugging Face tensor that is trained, by its name."""
+        """The shape of every Hugging Face tensor that is trained, by its name."""
         return tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        """Return this rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
+        """This rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
         return policy_shards(self.model, self._weights, self.optimizer)
 
     def train_step(
@@ -264,15 +221,14 @@ class Policy:
             windows: What to keep of which sequences, by `TokenSequence.index`, on which rank; the ranks that hold the
                 policy together pass the same. By default each rank keeps everything.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
-            lr: The learning rate of this update, instead of that of `policy.lr_schedule`.
+            lr: The learning rate of this update; `policy.lr` by default.
 
         Returns:
             The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
-            `grad_norm` (before clipping); and one `Features` for each micro-batch of which this rank keeps a row, with
-            its rows in the order of the micro-batch.
+            `grad_norm` (before clipping); and the `Features` of each micro-batch of which this rank keeps a row.
 
         Raises:
-            FloatingPointError: The loss is not finite; the weights are as before.
+            FloatingPointError: The loss or the gradient is not finite; the weights are as before.
         """
         assert not self._reference_is_active, "training inside reference_weights() would train the reference"
         self.optimizer.zero_grad()
@@ -281,18 +237,12 @@ class Policy:
         num_tokens = metrics.pop("num_tokens")
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the policy's loss is {metrics['loss']}; its weights are unchanged")
-        metrics["lr"] = self.optimizer.learning_rate if lr is None else lr
+        metrics["lr"] = self.config.lr if lr is None else lr
         metrics["grad_norm"] = self.optimizer.step(metrics["lr"]) if num_tokens else 0.0
         return metrics, kept
 
     def logprobs(self, micro_batches: list[MicroBatch], *, temperature: float = 1.0) -> list[Tensor]:
-        """Return log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective).
-
-        They are [sequences, longest response] float32 and zero where the mask is False.
-
-        Args:
-            temperature: What logits are divided by.
-        """
+        """Log-probs as a `LossFn` gets them, by micro-batch, without a gradient (collective)."""
         outcomes, _ = self._run(micro_batches, temperature)
         last = self.pp_size - 1
         found = [outcome.logprobs for outcome in outcomes] if outcomes else [None] * len(micro_batches)
@@ -304,15 +254,11 @@ class Policy:
     def forward_features(
         self, micro_batches: list[MicroBatch], spec: FeatureSpec, windows: Mapping[int, Window] | None = None
     ) -> list[Features]:
-        """Return the drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
+        """The drafter's features of each micro-batch, as `train_step` does, without an update (collective)."""
         return self._run(micro_batches, 1.0, spec, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its Hugging Face name, whole, in the compute type, on every rank (collective).
-
-        `lm_head.weight` is always among them, tied or not. Use or copy a tensor before taking the next: it may be a
-        view of the parameters, which the next `train_step` changes.
-        """
+        """Yield every tensor under its Hugging Face name, see `export` (collective)."""
         return export(self.model, self._weights)
 
     def save_pretrained(
@@ -323,38 +269,19 @@ class Policy:
     ) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
 
-        Tied models stay tied.
-
         Args:
-            mtp_layer: The tensors of a multi-token-prediction layer that was trained (`Drafter.named_weights`). All
-                others that the model was loaded with are written unchanged.
+            mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
             keys: Entries of `config.json` beside those that the model was loaded with.
         """
-        tensors = chain(self._named_for_disk(), self._mtp_tensors(dict(mtp_layer)))
-        write_model(directory, self.model_dir, tensors, self.dtype, keys, writes=self.ranks.is_first)
+        trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
+        own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
+        others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
+        write_model(directory, self.model_dir, chain(own, others), self.dtype, keys, writes=self.ranks.is_first)
         self.ranks.barrier()
-
-    def _named_for_disk(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.hf_weights():
-            if name != "lm_head.weight" or not self._weights.tied:
-                yield name, tensor
-
-    def _mtp_tensors(self, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if self.family.mtp is None:
-            return
-        reader = TensorReader(self.model_dir)
-        for name in sorted(name for name in reader.names if name.startswith(self.family.mtp.prefix)):
-            yield name, trained[name] if name in trained else reader.read(name).to(self.dtype)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty.
-
-        Raises:
-            ValueError: The policy was built without `keep_reference`.
-        """
-        if self._reference is None:
-            raise ValueError("no reference weights: build the policy with keep_reference=True")
+        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty."""
         self._swap_reference()
         try:
             yield
@@ -363,7 +290,7 @@ class Policy:
 
     @torch.no_grad()
     def _swap_reference(self) -> None:
-        assert self._reference is not None
+        assert self._reference is not None, "build the policy with keep_reference=True"
         for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(other)
@@ -378,10 +305,7 @@ class Policy:
         loss: LossFn | None = None,
         windows: Mapping[int, Window] | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
-        """Run forward passes, and with a loss backward passes, through Megatron's schedule (collective).
-
-        Outcomes are empty except on the last stage.
-        """
+        """Run forward and, with a loss, backward passes (collective); only the last stage has outcomes."""
         device = self.ranks.device
         batches = [batch.to(device) for batch in self.evenly_many(micro_batches or [self._empty])]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
@@ -395,7 +319,7 @@ class Policy:
             head = HeadInput(batch.predictors, batch.targets, temperature, part.wanted if part else None)
             recording = inputs.micro_batch(part.rows) if part else nullcontext()
             trains = loss is not None
-            with self._observed(batch, trains=trains), recording, self._routed(batch, trains=trains):
+            with self._observed(batch, trains=trains), recording:
                 output = model(batch.tokens, batch.segments, head)
             return output, partial(_outcome, batch, loss)
 
@@ -425,29 +349,28 @@ class Policy:
         everyone = KeptRows(batch, windows, range(self.model_size))
         if not len(everyone):
             return None
-        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.tp_size))
+        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.config.tensor_parallel))
         outputs = everyone.outputs()
-        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs, own.outputs()[outputs])
+        own_outputs = torch.searchsorted(outputs, own.outputs())
+        device = batch.tokens.device
+        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs.to(device), own_outputs.to(device))
         return _Kept(own, wanted)
 
-    def _observed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        observer = self.kv_observer
-        if observer is None or (observer.training_only and not trains):
-            return nullcontext()
-        return observer.forward_pass(batch.num_real)
-
-    def _routed(self, batch: MicroBatch, *, trains: bool) -> AbstractContextManager[None]:
-        return self.routing.micro_batch(batch, trains=trains) if self.routing is not None else nullcontext()
+    @contextmanager
+    def _observed(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.kv_observer is not None and (trains or not self.kv_observer.training_only):
+                stack.enter_context(self.kv_observer.forward_pass(batch.num_real))
+            if self.routing is not None:
+                stack.enter_context(self.routing.micro_batch(batch, trains=trains))
+            yield
 
     @property
     def _empty(self) -> MicroBatch:
         return empty_micro_batch(self.pad_multiple)
 
     def evenly_many(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches to which empty ones are added, so that ranks that share experts have equally many.
-
-        The methods of this class do it for those that they are given together (collective).
-        """
+        """Add empty micro-batches, so that ranks that share experts have equally many (collective)."""
         if self.config.expert_parallel == 1:
             return micro_batches
         most = torch.tensor(len(micro_batches), device=self.ranks.device)
@@ -462,18 +385,9 @@ class Policy:
         chosen = [(part, head) for part, head in zip(kept, heads, strict=True) if part is not None]
         head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
         # What was recorded goes as it is taken over: both at once would be twice the features.
+        own, dtype = self.model_rank, self.dtype
         found = [
-            assemble(
-                spec,
-                part.rows,
-                inputs.recorded.pop(0),
-                head,
-                model_rank=self.model_rank,
-                head_rows=head_rows,
-                num_layers=self.hf_config.num_hidden_layers,
-                hidden_size=self.hf_config.hidden_size,
-                dtype=self.dtype,
-            )
+            assemble(spec, part.rows, inputs.recorded.pop(0), head, self.hf_config, own, head_rows, dtype)
             for part, head in chosen
         ]
         return [features for features in found if features is not None]
@@ -484,19 +398,17 @@ class Policy:
         return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
-        """Sum loss, token count and the loss function's metrics over all data-parallel ranks (collective)."""
+        chosen = outcomes if self.tp_rank == 0 else []
+        own = {"num_tokens": torch.tensor(sum(len(item.head.logprobs) for item in chosen), dtype=torch.float64)}
+        for item in chosen:
+            for name, value in item.sums.items():
+                own[name] = own.get(name, 0.0) + value.double()
+        numbers = {name: float(tensor) for name, tensor in own.items()}  # the first wait for the pass
         total: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0}
-        own: dict[str, float] = {}
-        for item in outcomes if self.tp_rank == 0 else []:
-            _add(own, {**item.metrics, "loss": item.loss, "num_tokens": len(item.head.logprobs)})
-        for metrics in self.ranks.gather(own):
-            _add(total, metrics)
+        for metrics in self.ranks.gather(numbers):
+            for name, number in metrics.items():
+                total[name] = total.get(name, 0.0) + number
         return total
-
-
-def _add(total: dict[str, float], metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-        total[name] = total.get(name, 0.0) + value
 
 
 def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[Tensor, Tensor, _Outcome]:
@@ -506,8 +418,8 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
     detached = HeadOutput(head.logprobs.detach(), head.entropy, head.targets, head.top1)
-    sums = {name: float(tensor.detach()) for name, tensor in metrics.items()}
-    kept = _Outcome(logprobs.detach(), detached, float(value.detach()), sums)
+    sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
+    kept = _Outcome(logprobs.detach(), detached, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
 

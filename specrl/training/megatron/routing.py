@@ -35,7 +35,6 @@ class _Compared:
     differs: Tensor
     """[tokens] uint8: 1 where a layer of this stage would send the token to other experts."""
     num_pairs: Tensor
-    """The number of pairs of such a token and such a layer, float64."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,7 @@ class RoutingReplay:
     """Takes part in the choice of every router of this rank's layers, in passes over micro-batches with routes."""
 
     def __init__(self, model: PolicyModel, *, replays: bool) -> None:
-        """Attach to the routers of a model with experts.
-
-        Args:
-            replays: Whether tokens go to the engine's experts; otherwise the choices are compared, and no more.
-        """
+        """Attach to the routers of a model with experts; without `replays` the choices are compared, and no more."""
         self._replays = replays
         self._num_layers: int = model.config.num_layers
         self._recomputes = model.config.recompute_granularity is not None
@@ -77,11 +72,7 @@ class RoutingReplay:
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
-        """Route the forward pass inside the block as the engine did, if the micro-batch has routes.
-
-        Args:
-            trains: Whether a backward pass follows; where it computes activations again, it routes in the same way.
-        """
+        """Route the pass inside the block, and what is computed again, as the engine did where it has routes."""
         self._inside, self._trains, self._current = True, trains, self._recorded(batch)
         try:
             yield
@@ -100,10 +91,9 @@ class RoutingReplay:
         self._compared.clear()
 
     def disagreement(self) -> dict[str, float]:
-        """Return how far the routers disagree with the engine's since the last call or `clear` (collective).
+        """The `mismatch/routing_...` metrics over the tokens of all ranks since the last call or `clear` (collective).
 
-        Returns:
-            The `mismatch/routing_...` metrics over the tokens of all ranks; empty where no token had routes.
+        They are empty where no token had routes.
         """
         compared, self._compared = self._compared, []
         nothing = torch.zeros(0, dtype=torch.uint8, device=self._weight.device)
@@ -130,7 +120,6 @@ class RoutingReplay:
         }
 
     def _recorded(self, batch: MicroBatch) -> _Recorded | None:
-        """Bring the routes of a micro-batch into the order of the routers' tokens; None where it has none."""
         if batch.routes is None:
             return None
         width, device = len(batch.tokens), batch.tokens.device
@@ -154,12 +143,7 @@ class RoutingReplay:
         return _Recorded(torch.from_numpy(experts[own]).to(device), own, compared)
 
     def _choose(self, place: int, own: Tensor) -> Tensor:
-        """Return the experts of the tokens that a router sees: [tokens, experts per token] int64.
-
-        Args:
-            place: The number of the layer among those of this stage.
-            own: What the router would choose, in the shape of the result.
-        """
+        """The experts of the tokens that a router sees, [tokens, experts per token], given its own choice."""
         if not self._inside:  # a layer is computed again
             recorded = self._again[place].popleft() if self._again[place] else None
             return own if recorded is None else self._merged(recorded, place, own)[0]
@@ -176,7 +160,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _merged(self, recorded: _Recorded, place: int, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts to use, and for which tokens the engine's are others than the router's own: [tokens].
+        """The experts to use, and for which tokens the engine's are others than the router's own: [tokens].
 
         Where both are the same ones, they keep the router's order: its weights add up in the order without the replay.
         """
@@ -196,12 +180,7 @@ class _Chooser:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and the numbers of the experts of each token, [tokens, topk] each.
-
-        Args:
-            scores: [tokens, experts]
-            default_compute_topk: The router's own choice, which returns the same two.
-        """
+        """The scores and the numbers of the experts of each token, [tokens, topk] each."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = self._choose(own)
         return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)

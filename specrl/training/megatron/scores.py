@@ -52,9 +52,11 @@ class _TokenScores(torch.autograd.Function):
         grad: Tensor = weights.detach()
         for part in _chunks(grad):
             grad[part].mul_((-grad_logprobs * factor)[part, None].to(grad.dtype))
-        (mine,) = ((targets >= 0) & (targets < grad.shape[1])).nonzero(as_tuple=True)
-        at_target = -torch.expm1(logprobs) * grad_logprobs * ctx.scale
-        grad[mine, targets[mine]] = at_target[mine].to(grad.dtype)
+        mine = (targets >= 0) & (targets < grad.shape[1])
+        columns = targets.clamp(0, grad.shape[1] - 1)[:, None]
+        at_target = (-torch.expm1(logprobs) * grad_logprobs * ctx.scale)[:, None].to(grad.dtype)
+        # The places of other ranks' targets are not picked out, for which the host would have to wait.
+        grad.scatter_(1, columns, torch.where(mine[:, None], at_target, grad.gather(1, columns)))
         return grad, None, None, None, None
 
 
@@ -66,14 +68,10 @@ def _chunks(logits: Tensor) -> list[slice]:
 def _local_sums(
     logits: Tensor, targets: Tensor, scale: float, *, keep_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max z, sum e^(z - max), sum e^(z - max) z and z at the target, each [n] float32, over this rank's columns.
+    """Max z, sum e^(z - max), sum e^(z - max) z and z at the target, each [n] float32, over this rank's columns.
 
-    z at the target is 0 where the target is among another rank's columns.
-
-    Args:
-        targets: [n] int64, the targets' columns of this rank; outside its range for another rank's.
-        scale: What logits are multiplied by to get z.
-        keep_weights: Whether the logits are overwritten with e^(z - max).
+    z at the target is 0 where the target is among another rank's columns. With `keep_weights` the logits are
+    overwritten with e^(z - max).
     """
     rows, vocabulary = logits.shape
     peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
@@ -96,14 +94,11 @@ def _local_sums(
 def token_scores(
     logits: Tensor, targets: Tensor, *, temperature: float, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets` and the entropies in nats, float32 [n] each.
-
-    The log-probabilities are differentiable, the entropies are not.
+    """The log-probabilities of `targets` and the entropies, without a gradient, in nats, float32 [n] each.
 
     Args:
         logits: [n, columns of this tensor-parallel rank] of any float type; overwritten if they require a gradient.
         targets: [n] int64, ids of the whole vocabulary.
-        temperature: What logits are divided by.
         first: The vocabulary id of this rank's first column.
         group: The tensor-parallel group, over which the vocabulary is split.
     """
@@ -113,10 +108,7 @@ def token_scores(
 
 @torch.no_grad()
 def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the vocabulary id of the largest logit, the lowest among equals: [n] int64.
-
-    Arguments are as in `token_scores`.
-    """
+    """The vocabulary id of the largest logit, the lowest among equals: [n] int64; see `token_scores`."""
     value, column = logits.max(1)
     token = column + first
     if group.size() == 1:
@@ -131,11 +123,7 @@ def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def columns_of(logits: Tensor, tokens: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the logits of some vocabulary ids: [n, len(tokens)], in the type of `logits`.
-
-    Args:
-        tokens: [m] int64, ids of the whole vocabulary. The other arguments are as in `token_scores`.
-    """
+    """The logits of some vocabulary ids `tokens` [m]: [n, m]; see `token_scores`."""
     if group.size() == 1:
         return logits.index_select(1, tokens)
     mine = (tokens >= first) & (tokens < first + logits.shape[1])

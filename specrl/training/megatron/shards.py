@@ -14,7 +14,7 @@ from specrl.training.megatron.weights import Parameter, WeightMap
 
 
 def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
-    """Return what this rank holds of each parameter of its part of the model; the tensors are not copies."""
+    """What this rank holds of each parameter of its part of the model; the tensors are not copies."""
     own = dict(model.named_parameters())
     shards = []
     for parameter in weights.parameters:
@@ -33,7 +33,7 @@ def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyO
 
 
 def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every Hugging Face tensor that the model is made of, by its name."""
+    """The shape of every Hugging Face tensor that the model is made of, by its name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter in weights.parameters:
         for band in bands(weights, parameter, 0, 1):
@@ -43,11 +43,7 @@ def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
 
 
 def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> list[Band]:
-    """Return which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are.
-
-    Args:
-        rank: The tensor-parallel rank, out of `size` of them.
-    """
+    """Which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are."""
     rows, width = parameter.shape[0], parameter.shape[1] if len(parameter.shape) > 1 else 1
     if parameter.split == "none":
         return [Band(0, Piece(parameter.hf[0], (0, rows), (0, width)))]

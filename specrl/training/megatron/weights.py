@@ -41,7 +41,6 @@ class Parameter:
     name: str
     """Megatron's name, which counts layers from 0 in each pipeline stage, and experts in each expert-parallel rank."""
     stage: int
-    """The pipeline stage that holds it."""
     split: Split
     hf: tuple[str, ...]
     """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
@@ -99,16 +98,10 @@ class WeightMap:
     """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
 
     def shape_on_disk(self, parameter: Parameter) -> tuple[int, ...]:
-        """Return the shape of the parameter's Hugging Face tensors stacked below each other."""
         return (self.vocab_size, *parameter.shape[1:]) if parameter.split == "vocabulary" else parameter.shape
 
     def merge(self, parameter: Parameter, tensors: Sequence[Tensor], size: int = 1) -> Tensor:
-        """Return what one tensor-parallel rank holds of a parameter, made of its parts of the Hugging Face tensors.
-
-        Args:
-            tensors: The rank's part of each tensor, as `part_of` has it; whole tensors where `size` is 1.
-            size: The number of tensor-parallel ranks.
-        """
+        """What one of `size` tensor-parallel ranks holds of a parameter, from its parts of the tensors."""
         if parameter.split == "qkv":
             groups = self.num_groups // size
             tensors = self._reordered(tensors, halves=False)
@@ -119,13 +112,7 @@ class WeightMap:
         return torch.cat(list(tensors))
 
     def unmerge(self, parameter: Parameter, merged: Tensor, size: int = 1) -> list[Tensor]:
-        """Return a rank's part of each Hugging Face tensor, given what it holds of a parameter: the inverse of `merge`.
-
-        A part of a vocabulary keeps its padding.
-
-        Args:
-            size: The number of tensor-parallel ranks.
-        """
+        """A rank's part of each Hugging Face tensor: the inverse of `merge`; a vocabulary keeps its padding."""
         if parameter.split == "qkv":
             groups = merged.reshape(self.num_groups // size, -1, *merged.shape[1:])
             parts = [part.flatten(0, 1) for part in torch.split(groups, self._group_rows(parameter), 1)]
@@ -133,13 +120,7 @@ class WeightMap:
         return list(merged.chunk(len(parameter.hf)))
 
     def _reordered(self, tensors: Sequence[Tensor], *, halves: bool) -> Sequence[Tensor]:
-        """Return queries, keys and values, and of interleaved queries and keys with the other order of channels.
-
-        Args:
-            tensors: Each `[heads * head_dim, ...]`.
-            halves: Whether the channels that are rotated against each other lie in the two halves of a head, and not
-                side by side.
-        """
+        """Interleaved queries and keys with their rotated channels in two `halves` of a head, or side by side again."""
         if not self.interleaved:
             return tensors
         width = self.head_dim // 2
@@ -150,7 +131,7 @@ class WeightMap:
         return [queries, keys, tensors[2]]
 
     def part_shapes(self, parameter: Parameter, size: int) -> list[tuple[int, ...]]:
-        """Return the shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
+        """The shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
         rows, rest = parameter.shape[0], parameter.shape[1:]
         if parameter.split == "none":
             return [parameter.shape]
@@ -165,15 +146,7 @@ class WeightMap:
 
 
 def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) -> tuple[int, int, int]:
-    """Return the part of one of a parameter's Hugging Face tensors that a tensor-parallel rank holds.
-
-    Args:
-        shape: The shape of that tensor on disk.
-        rank: The tensor-parallel rank, out of `size` of them.
-
-    Returns:
-        The dimension that is split, and the first index and the one behind the last along it.
-    """
+    """What a rank holds of one of a parameter's tensors: the dimension that is split, start and stop."""
     if parameter.split == "none":
         return 0, 0, shape[0]
     dim = 1 if parameter.split == "columns" else 0
@@ -183,11 +156,9 @@ def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) ->
 
 
 def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
-    """Return one of a parameter's Hugging Face tensors, whole.
+    """One of a parameter's Hugging Face tensors, whole, from what each rank holds of it, [ranks, *part].
 
-    Args:
-        parts: What each tensor-parallel rank holds of it, [ranks, *part]. What is split by rows is not copied where
-            these parts lie behind each other in memory.
+    What is split by rows is not copied where these parts lie behind each other in memory.
     """
     if parameter.split == "columns":
         return parts.transpose(0, 1).flatten(1)
@@ -198,11 +169,9 @@ def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
 def weight_map(
     hf: Any, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, transformer_engine: bool
 ) -> WeightMap:
-    """Return the parameters of the model with transformers' configuration `hf`.
+    """The parameters of the model with transformers' configuration `hf`.
 
-    Args:
-        transformer_engine: Whether the layers are Transformer Engine's, which has norms inside the linear layers that
-            follow them, and one module for all experts of a rank.
+    Transformer Engine has norms inside the linear layers that follow them, and one module for all experts of a rank.
     """
     per_stage = hf.num_hidden_layers // pipeline_parallel
     last = pipeline_parallel - 1
@@ -234,20 +203,14 @@ class _Place:
     """One transformer layer and what decides how Megatron names its parameters."""
 
     layer: int
-    """The layer's number in the whole model."""
     stage: int
-    """The pipeline stage that holds it."""
     local: int
-    """Its number there."""
     expert_parallel: int
-    """The number of ranks over which its experts are divided."""
     transformer_engine: bool
-    """Whether its modules are Transformer Engine's."""
 
     def parameter(
         self, name: str, split: Split, hf_names: Sequence[str], *shape: int, expert_rank: int | None = None
     ) -> Parameter:
-        """Return a parameter of this layer, given the names inside Megatron's and inside the Hugging Face layer."""
         names = tuple(f"model.layers.{self.layer}.{hf_name}" for hf_name in hf_names)
         return Parameter(f"decoder.layers.{self.local}.{name}", self.stage, split, names, shape, expert_rank)
 

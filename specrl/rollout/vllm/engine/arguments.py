@@ -42,6 +42,11 @@ ENVIRONMENT = {
     "NUMBA_THREADING_LAYER": "workqueue",
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
+FIRST_INVARIANT_CAPABILITY = (9, 0)
+"""The first compute capability with which a trainer can be beside them. On older devices vLLM replaces torch's `linear`
+and `matmul` for the whole process, without their gradients."""
 
 POSITIONS = "max_position_embeddings"
 CPU_BLOCK_TOKENS = 32
@@ -73,6 +78,9 @@ def engine_arguments(
     """
     max_model_len, updates = _context(policy_dir, config.model.max_length + 2 * longest + 1)
     updates |= precision.hf_updates()
+    lengths: Sequence[int] = (0, longest)
+    if longest and config.speculation.adaptive:
+        lengths = possible_lengths(longest, config.speculation.draft_lengths[0])
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": config.model.dtype,
@@ -90,8 +98,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
         "max_model_len": max_model_len,
         "enable_return_routed_experts": keeps_routes,
-        # vLLM's own limit, 512 tokens, is below what a batch of drafts has.
-        "compilation_config": {"max_cudagraph_capture_size": config.engine.max_num_seqs * (longest + 1)},
+        "compilation_config": {"cudagraph_capture_sizes": capture_sizes(config.engine.max_num_seqs, lengths)},
         **_memory(config, alone=alone),
         **precision.arguments(),
     }
@@ -109,15 +116,19 @@ def engine_arguments(
     elif updates:
         arguments["hf_overrides"] = updates
     if longest:
-        drafter_k = config.speculation.draft_lengths[0]
-        lengths = possible_lengths(longest, drafter_k) if config.speculation.adaptive else (0, longest)
-        arguments["additional_config"] = {"drafter_k": drafter_k}
-        arguments["speculative_config"] = {
-            "num_speculative_tokens": longest,
+        arguments |= _drafting(config, policy_dir, drafter_dir, lengths)
+    return arguments
+
+
+def _drafting(config: Config, policy_dir: Path, drafter_dir: Path | None, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "additional_config": {"drafter_k": config.speculation.draft_lengths[0]},
+        "speculative_config": {
+            "num_speculative_tokens": max(lengths),
             "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, lengths),
             **_proposer(config, policy_dir, drafter_dir),
-        }
-    return arguments
+        },
+    }
 
 
 def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -127,6 +138,15 @@ def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, 
     engine runs.
     """
     return [(batch, batch, lengths[-batch % len(lengths)]) for batch in range(1, max_num_seqs + 1)]
+
+
+def capture_sizes(max_num_seqs: int, lengths: Sequence[int]) -> list[int]:
+    """List the numbers of tokens to capture CUDA graphs for, so that every batch of these draft lengths has a full one.
+
+    vLLM's own sizes end at 512 tokens and are multiples of 8: a full batch of another size would run without a graph.
+    """
+    batches = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16), max_num_seqs}
+    return sorted({batch * (length + 1) for batch in batches if batch <= max_num_seqs for length in lengths})
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +160,6 @@ def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dict[str, Any]:
-    """Return the part of vLLM's `speculative_config` that says what drafts.
-
-    Raises:
-        ValueError: The method needs a drafter directory and there is none, or vLLM would misread its path.
-    """
     method = config.speculation.draft_method
     if method.vllm is None:
         return dict(NGRAM)  # which never gets to draft: see `text_speculator`
@@ -267,10 +282,7 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
 
 
 def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:
-    """Raise ValueError if a drafter's positions end before the policy's do, and before the longest sequence.
-
-    vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
-    """
+    # vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
     longest, needed = (
         json.loads((folder / "config.json").read_text()).get(POSITIONS, max_length)
         for folder in (directory, policy_dir)
@@ -284,7 +296,6 @@ def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None
 
 
 def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
-    """Raise ValueError if a drafter has a token that vLLM would map to none of the policy's."""
     reader = TensorReader(directory)
     if "d2t" in reader.names:
         try:
@@ -294,10 +305,7 @@ def _check_draft_vocabulary(directory: Path, policy_dir: Path) -> None:
 
 
 def _refuse_misleading_path(directory: str) -> None:
-    """Raise ValueError if vLLM would guess another method from the draft model's path, whatever it was told.
-
-    vLLM guesses in `SpeculativeConfig.__post_init__`.
-    """
+    # vLLM guesses in `SpeculativeConfig.__post_init__`, whatever it was told.
     found = [word for word in MISLEADING if word in directory.lower()]
     if found:
         raise ValueError(

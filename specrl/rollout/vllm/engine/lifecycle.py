@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -20,14 +21,14 @@ from specrl.rollout.drafts.acceptance import DRAFTER
 from specrl.rollout.errors import NonFiniteLogitsError, RefitError
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
-from specrl.rollout.vllm.engine.arguments import ENVIRONMENT
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
 from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_drafter, refit_policy
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
-"""The level of vLLM's sleep that copies weights to the CPU. The other level drops them together with what no refit
-brings: buffers of the drafter, scales, and whatever a later vLLM keeps beside the weights."""
+"""The level of vLLM's sleep that copies weights to the CPU. The other level saves the models' buffers alone: no refit
+brings back what else was made while loading, such as the samplers' tensors and a draft model's weights."""
 _live_engines: WeakSet[Any] = WeakSet()
 """The engines of this process, which share vLLM's process groups."""
 
@@ -205,10 +206,33 @@ class VllmEngine:
         stop(self.llm)
 
 
-def set_environment() -> None:
-    """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported."""
+def set_environment(*, batch_invariant: bool = False) -> None:
+    """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported.
+
+    Args:
+        batch_invariant: `engine.batch_invariant`.
+
+    Raises:
+        ValueError: vLLM has no batch-invariant kernels for this device, or was imported without them.
+    """
+    if batch_invariant:
+        _check_batch_invariant()
+        os.environ[BATCH_INVARIANT] = "1"
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     importlib.import_module("numba.core.config").reload_config()  # Numba may have been imported before
+
+
+def _check_batch_invariant() -> None:
+    key = "engine.batch_invariant = true"
+    if not torch.cuda.is_available():
+        raise ValueError(f"{key}: vLLM has batch-invariant kernels for GPUs alone; set it to false")
+    if (capability := torch.cuda.get_device_capability()) < FIRST_INVARIANT_CAPABILITY:
+        raise ValueError(
+            f"{key} needs a GPU of compute capability 9.0 (Hopper) or later, this one has "
+            f"{capability[0]}.{capability[1]}: vLLM's kernels for it would leave the trainer without gradients"
+        )
+    if os.environ.get(BATCH_INVARIANT) != "1" and "vllm" in sys.modules:
+        raise ValueError(f"{key}: vLLM has been imported without it; start such an engine in a process of its own")
 
 
 def require_version() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,11 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from specrl.artifacts import digest
+
+COMPILE_SECONDS = 1800
+"""How long the ranks of a node wait for the first one, before they compile too."""
 
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The name of the memory that the ranks of a communicator share."""
@@ -51,6 +59,28 @@ def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
     return check_and_keep
 
 
+def with_larger_graphs(init_candidates: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what lists a runner's graphs by the rows of a batch, the next larger one of every draft length in each."""
+
+    def init_all(manager: Any) -> None:
+        init_candidates(manager)
+        full = [graph for graph in _ascending(manager) if graph.uniform_token_count is not None]
+        for (rows, loras), found in manager._candidates.items():
+            listed = {graph.uniform_token_count for graph in found}
+            larger: dict[int, Any] = {}
+            for graph in full:
+                if graph.num_tokens >= rows and graph.num_active_loras == loras:
+                    larger.setdefault(graph.uniform_token_count, graph)
+            found[:0] = [graph for length, graph in larger.items() if length not in listed]  # piecewise ones come last
+
+    return init_all
+
+
+def _ascending(manager: Any) -> list[Any]:
+    graphs = [graph for of_mode in manager._capture_descs.values() for graph in of_mode]
+    return sorted(graphs, key=lambda graph: int(graph.num_tokens))
+
+
 def once(register: Callable[[], None]) -> Callable[[], None]:
     """Return a function that registers copies of kernels the first time that it is called."""
     done: list[bool] = []
@@ -61,6 +91,27 @@ def once(register: Callable[[], None]) -> Callable[[], None]:
             register()
 
     return register_once
+
+
+def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that compiles DeepGEMM's kernels on the node's first rank before the others look for them."""
+    starts = count()
+
+    def warm_up_in_turn(*arguments: Any) -> None:
+        world = os.environ
+        rank, ranks = int(world.get("RANK", "0")), int(world.get("LOCAL_WORLD_SIZE", "1"))
+        names = [world.get(name) for name in ("SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT")]
+        done = Path(world["DG_JIT_CACHE_DIR"], f".compiled-{digest([*names, rank // ranks, next(starts)])}")
+        until = time.monotonic() + COMPILE_SECONDS
+        while rank % ranks and not done.exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        try:
+            warm_up(*arguments)
+        finally:
+            if not rank % ranks:
+                done.touch()  # also where it failed: the others find out by themselves
+
+    return warm_up_in_turn
 
 
 def make_group_name(communicator: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl.rollout.drafts.outcome_log import VerifiedDraft
+from specrl.rollout.drafts.acceptance import VerifiedDraft
 from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.rollout.stop_strings import StopStrings
 

@@ -57,15 +57,7 @@ class EmulatedFp8Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """Return the sum of each token's experts, [tokens, hidden]; with tensor parallelism, this rank's part of it.
-
-        Args:
-            layer: The engine's `RoutedExperts`, all of whose experts are on this rank.
-            x: [tokens, hidden] in the compute type.
-            topk_weights: What each token's experts are weighted with, [tokens, experts per token].
-            topk_ids: The numbers of these experts.
-            shared_experts: None: the families here have no experts that all tokens share.
-        """
+        """Sum each token's experts: [tokens, hidden] -> the same; with tensor parallelism, this rank's part of it."""
         assert shared_experts is None and layer.expert_map is None
         self.num_activation_quantisations += 1
         inputs = self.quantise_inputs(x)

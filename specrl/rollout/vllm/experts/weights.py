@@ -40,13 +40,9 @@ def pack_anew(model: nn.Module) -> None:
 
 @torch.inference_mode()
 def outputs_of_experts(layer: Any, inputs: Tensor) -> Tensor:
-    """Return what each expert of the engine makes of the same inputs: [n, hidden] -> [experts, n, hidden].
+    """Compute each of the engine's experts on the same inputs: [n, hidden] -> [experts, n, hidden].
 
     With tensor parallelism it is this rank's part of a sum.
-
-    Args:
-        layer: The engine's `RoutedExperts`.
-        inputs: [n, hidden] in the compute type.
     """
     numbers = torch.arange(layer.global_num_experts)
     found = [_outputs(layer, some, inputs) for some in torch.split(numbers, EXPERTS_TOGETHER)]
@@ -78,9 +74,7 @@ def expected_output(layer: Any, matrices: Sequence[Tensor], inputs: Tensor) -> T
     With tensor parallelism it is this rank's part of a sum.
 
     Args:
-        layer: The engine's `RoutedExperts`.
         matrices: The expert's gate and up projection [width, hidden] and down projection [hidden, width], whole.
-        inputs: [n, hidden] in the compute type.
     """
     rank, size = layer.moe_config.tp_rank, layer.moe_config.tp_size
     own = [*(matrix.chunk(size)[rank] for matrix in matrices[:2]), matrices[2].chunk(size, dim=1)[rank]]

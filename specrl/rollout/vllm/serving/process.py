@@ -31,15 +31,8 @@ def expand(
 ) -> None:
     """Write each request's value once for each of its draft tokens, as vLLM's Triton kernel `expand_kernel` does.
 
-    vLLM's own replacement on CPUs writes into an int64 copy of `output`, which is then thrown away.
-
-    Args:
-        output: Where the values go, [draft tokens], of the type of `values`.
-        values: One value for each request.
-        ends: The running sum of the numbers of draft tokens, one for each request.
-        replace_from: The value that is replaced wherever it is found in `values`.
-        replace_to: What replaces it.
-        longest: The largest number of draft tokens, which only the kernel needs.
+    vLLM's own replacement on CPUs writes into an int64 copy of `output`, which is then thrown away. `ends` is the
+    running sum of the numbers of draft tokens; `longest` is for the kernel alone.
     """
     counts = ends.diff(prepend=ends.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))

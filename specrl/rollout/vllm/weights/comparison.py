@@ -1,7 +1,8 @@
 """Compare what an engine computes with to the trainer's tensors, and engines with each other, by small tensors.
 
 A matrix is known by its products with fixed random rows, because CPU engines keep only packed matrices, and an expert
-by its outputs for such rows; an embedding by an exact sum for each of its rows; everything else by its value. What is
+by its outputs for such rows; an embedding by an exact sum for each of its rows, and so are a matrix in FP8 and its
+scales; everything else by its value. What is
 expected is noted of the trainer's tensors while they pass to the engine, so that nothing is sent twice. A tensor that
 is damaged before it leaves the trainer is not seen here, but by the log-probs of the probe.
 """
@@ -9,8 +10,8 @@ is damaged before it leaves the trainer is not seen here, but by the log-probs o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -66,26 +67,6 @@ class Held:
         if (layer, kind) not in self._values:
             self._values[layer, kind] = _summed(getattr(layer, kind))
         return self._values[layer, kind]
-
-    @torch.inference_mode()
-    def fingerprint(self) -> str:
-        """Return a digest of everything that a dense model computes with; experts do not count.
-
-        Equal weights have equal fingerprints in engines on the same kind of device; other devices may round in another
-        way. What differs between two matrices shows unless rounding hides it in all products.
-        """
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-        digest = blake2b(digest_size=16)
-        for layer in self.model.modules():
-            if isinstance(layer, RoutedExperts):
-                continue
-            if _multiplies(layer):
-                digest.update(_bytes(self.products(layer)))
-            for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                if not (name == "weight" and _multiplies(layer)):
-                    digest.update(_bytes(self.value(layer, name)))
-        return digest.hexdigest()
 
 
 class Note(NamedTuple):
@@ -149,7 +130,6 @@ class Expected:
 
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
-        """Take note of the tensors that a parameter of the engine fuses, by their order."""
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
         self._notes[fused_name] = Note(names, _expected(self._model, fused_name, tensors, self._dtype))
 
@@ -208,11 +188,7 @@ def _eagle3_engine_name(name: str) -> str:
 
 
 def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
-    """Return the layer of a place, the name of its parameter there, and the number of the expert if it is one.
-
-    Raises:
-        AttributeError: The model has no such layer.
-    """
+    # The layer of a place, the name of its parameter there, and the number of the expert if it is one.
     path, _, kind = fused_name.rpartition(".")
     parent, _, number = path.rpartition(".")
     if number.isdecimal() and parent.endswith(".experts"):
@@ -222,12 +198,7 @@ def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
 
 
 def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return what the engine must compute or hold at a place, for which these are the trainer's tensors.
-
-    Args:
-        dtype: The type that the engine computes in. It converts what it loads: a run in FP32 may begin with a drafter
-            of one in BF16.
-    """
+    # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
     try:
         layer, kind, expert = _found(model, fused_name)
     except AttributeError:
@@ -241,7 +212,8 @@ def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtyp
         return expected_output(layer, matrices, inputs).to(dtype)
     parts = own_parts(layer, kind, tensors)
     if kind == "weight" and _multiplies(layer):
-        return _expected_products(layer, [part.to(dtype) for part in parts])
+        cast = [part.to(dtype) for part in parts]
+        return _bits(_quantised(layer, cast)) if _is_in_fp8(layer) else _expected_products(layer, cast)
     actual: Tensor | None = getattr(layer, kind, None)
     if actual is None:
         return None
@@ -260,12 +232,34 @@ def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
     return torch.cat([F.linear(inputs, part) for part in parts], -1)
 
 
+def _is_in_fp8(layer: Any) -> bool:
+    return getattr(layer, "weight_scale_inv", None) is not None
+
+
+def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
+    """Return a copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
+    made = copy(layer)
+    # What the copy sets must not show in the layer.
+    made._parameters, made._buffers = {}, dict(layer._buffers)
+    made.weight = nn.Parameter(torch.cat(list(parts)).to(layer.weight.device), requires_grad=False)
+    made._already_called_process_weights_after_loading = False
+    layer.quant_method.process_weights_after_loading(made)
+    return made
+
+
+def _bits(layer: Any) -> Tensor:
+    """Return exact sums of the rows of an FP8 weight and of its scales, int64 [rows + rows of blocks]."""
+    return torch.cat([_summed(layer.weight), _summed(layer.weight_scale_inv)])
+
+
 def _is_held(held: Held, fused_name: str, note: Note) -> bool:
     if note.expected is None:
         return False
     layer, kind, expert = _found(held.model, fused_name)
     if expert is not None:
         return _are_equal(held.expert(layer, expert, note.expected.shape[1]), note.expected)
+    if kind == "weight" and _multiplies(layer) and _is_in_fp8(layer):
+        return torch.equal(_bits(layer), note.expected.to(layer.weight.device))
     if kind == "weight" and _multiplies(layer):
         return _are_equal(held.products(layer)[:, : note.expected.shape[1]], note.expected)
     return torch.equal(held.value(layer, kind)[: len(note.expected)].cpu(), note.expected.cpu())
@@ -330,7 +324,3 @@ def _width(layer: Any) -> int:
     if hasattr(layer, "embedding_dim"):
         return int(layer.embedding_dim)
     return int(getattr(layer, "input_size_per_partition", layer.input_size))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

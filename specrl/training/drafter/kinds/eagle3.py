@@ -43,22 +43,10 @@ class Eagle3Shape(DraftShape):
         chosen_layers: tuple[int, ...] | None = None,
         sliding_window: int | None = None,
     ) -> Eagle3Shape:
-        """Return the shape of a drafter for a policy.
-
-        The drafter is a Llama whatever the policy's family is, without biases and QK norms. Its rotary embedding is the
-        policy's.
-
-        Args:
-            hf_config: Transformers' configuration object of the policy.
-            draft_vocab_size: The number of tokens that can be drafted.
-            intermediate_size: The width of the drafter's MLPs; the policy's where it is None.
-            num_layers: The number of decoder layers.
-            chosen_layers: The policy's layers whose inputs are the features; `feature_layers` chooses where it is None.
-            sliding_window: The number of positions that attention sees; None for all.
+        """The shape of a drafter for a policy: a Llama without biases and QK norms, with the policy's rotary embedding.
 
         Raises:
-            ValueError: The policy has fewer tokens than the draft vocabulary, too few layers to choose from, or not
-                those that are chosen.
+            ValueError: The policy has fewer tokens than the draft vocabulary, or too few layers.
         """
         if draft_vocab_size > hf_config.vocab_size:
             size = hf_config.vocab_size
@@ -77,12 +65,7 @@ class Eagle3Shape(DraftShape):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:
-        """Return the shape of a drafter that exists.
-
-        Args:
-            config: What `specrl.models.drafters.suited` made of its `config.json`.
-            dtype: The policy's compute type.
-        """
+        """The shape of a drafter that exists, from what `specrl.models.drafters.suited` made of its `config.json`."""
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -103,13 +86,10 @@ class Eagle3Shape(DraftShape):
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers of an n-layer policy whose inputs are the drafter's features.
+    """The layers of an n-layer policy whose inputs are the drafter's features.
 
     They are the published default (2, n // 2, n - 3), or (1, n // 2, n - 1) where a shallow policy makes two of those
     equal: vLLM drops repeated indices, so that equal ones would change the width of the features.
-
-    Raises:
-        ValueError: The policy has fewer than 4 layers.
     """
     if num_layers < 4:
         raise ValueError(f"an EAGLE-3 drafter needs a policy of at least 4 layers, this one has {num_layers}")
@@ -132,7 +112,7 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output `[n, hidden]` for the attention's result `[n, heads, head_dim]`."""
+        """The layer's output `[n, hidden]` for the attention's result `[n, heads, head_dim]`."""
         hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output

@@ -1,9 +1,9 @@
 """The building blocks of drafters, and `DraftModule`, the interface that the unroll in `drafter/ttt.py` drives.
 
-There are three drafters: EAGLE-3 (`eagle3.py`), its kind that drafts all positions in one pass (`parallel.py`), and the
-multi-token-prediction layer of a policy that has one (`mtp.py`). All run their decoder layers, most often one, for each
-drafted token. Slot i holds token i + 1 beside the policy's hidden state of token i, at rotary position i: this is what
-vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not the positions).
+There are two: EAGLE-3 (`eagle3.py`), and the multi-token-prediction layer of a policy that has one (`mtp.py`). Both run
+their decoder layers, most often one, for each drafted token. Slot i holds token i + 1 beside the policy's hidden state
+of token i, at rotary position i: this is what vLLM feeds (`llm_base_proposer.set_inputs_first_pass` shifts the ids, not
+the positions).
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from specrl.models.checks.config import rope_of
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 
-MAX_SCORES = 1 << 26
-"""The number of attention scores kept at once; with more, queries go in chunks that the backward pass recomputes."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -47,7 +44,6 @@ class DraftShape:
     dtype: torch.dtype
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
     num_layers: int = 1
-    """The number of decoder layers."""
     sliding_window: int | None = None
     """The number of positions that attention sees, its own among them; None for all."""
 
@@ -62,16 +58,7 @@ class DraftShape:
         num_layers: int = 1,
         sliding_window: int | None = None,
     ) -> Self:
-        """Return the shape of a drafter with the sizes of the policy's own layers.
-
-        Args:
-            hf_config: Transformers' configuration object of the policy.
-            draft_vocab_size: The number of tokens that can be drafted.
-            feature_layers: See `FeatureSpec.layers`.
-            intermediate_size: The width of the drafter's MLPs; the policy's where it is None.
-            num_layers: The number of decoder layers.
-            sliding_window: The number of positions that attention sees; None for all.
-        """
+        """The shape of a drafter with the sizes of the policy's own layers."""
         return cls(
             hidden_size=hf_config.hidden_size,
             intermediate_size=intermediate_size or hf_config.intermediate_size,
@@ -119,16 +106,12 @@ class DraftModule(nn.Module, ABC):
                 held.copy_(tensor)  # the pages of new memory would have to be mapped first
 
     def name_on_disk(self, name: str) -> str:
-        """Return the name on disk of a parameter, given that in this module."""
+        """The name on disk of a parameter, given that in this module."""
         return name
 
     @property
     def policy_head(self) -> Callable[[Tensor], Tensor] | None:
-        """The function from features `[n, hidden]` to the policy's logits `[n, vocab]`.
-
-        It exists for a drafter that has the policy's head and drafts over the whole vocabulary, and is None for a
-        drafter with a head and a draft vocabulary of its own.
-        """
+        """The function from features to the policy's logits; None for a drafter with a head of its own."""
         return None
 
     @property
@@ -146,10 +129,9 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
+        """The residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
         Args:
-            layer: The number of the layer, from 0.
             embedded: The result of `embed`, which the first layer alone reads.
             hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
                 step, and the module's own output in later ones.
@@ -165,7 +147,7 @@ class DraftModule(nn.Module, ABC):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-    """Return a linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
+    """A linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:
@@ -212,14 +194,14 @@ class Attention(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
+        """Rotated, scaled queries `[n, heads, head_dim]`, given inputs `[n, width]` and positions `[n]`."""
         q = self.q_proj(x).unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
         return self._rotate(q * self.shape.head_dim**-0.5, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
+        """Rotated keys and plain values, each `[n, kv_heads, head_dim]`; arguments are those of `queries`."""
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         keys = self.k_proj(x).unflatten(-1, heads)
         if self.k_norm is not None:
@@ -245,72 +227,3 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return result
-
-
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Return the attention of whole rows, in which each place sees itself and those before it.
-
-    Args:
-        queries: `[rows, width, heads, head_dim]`, scaled.
-        keys: `[rows, width, kv_heads, head_dim]`.
-        values: As the keys.
-        window: The number of places that each sees, itself among them; None for all.
-
-    Returns:
-        `[rows, width, heads, head_dim]`
-    """
-    shared, width = queries.shape[2] // keys.shape[2], queries.shape[1]
-    mask = None
-    if window is not None and window < width:
-        place = torch.arange(width, device=queries.device)
-        behind = place[:, None] - place
-        mask = (behind >= 0) & (behind < window)
-    q = queries.transpose(1, 2)
-    k, v = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (keys, values))
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
-    return attended.transpose(1, 2)
-
-
-def chain_attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor) -> Tensor:
-    """Return the attention of drafting chains at one step: each sees the context up to its start, and itself.
-
-    Args:
-        queries: `[batch, chains, heads, head_dim]`, scaled.
-        keys: The keys of the context, `[batch, slots, kv_heads, head_dim]`, then those of each later step of the
-            chains themselves, `[batch, chains, kv_heads, head_dim]`; a chain sees only its own.
-        values: The values, in the same order and shapes as `keys`.
-        visible: bool `[batch, chains, slots]`: True for the slots before or at the chain's start.
-
-    Returns:
-        `[batch, chains, heads, head_dim]`
-    """
-    batch, chains, heads, _ = queries.shape
-    chunk = max(1, MAX_SCORES // (batch * heads * visible.shape[-1]))
-    if chunk >= chains:
-        return _attend(queries, visible, *keys, *values)
-    parts = []
-    for start in range(0, chains, chunk):
-        part = slice(start, start + chunk)
-        own = [tensors[0:1] + [tensor[:, part] for tensor in tensors[1:]] for tensors in (keys, values)]
-        parts.append(checkpoint(_attend, queries[:, part], visible[:, part], *own[0], *own[1], use_reentrant=False))
-    return torch.cat(parts, 1)
-
-
-def _attend(queries: Tensor, visible: Tensor, *keys_values: Tensor) -> Tensor:
-    steps = len(keys_values) // 2
-    batch, chains, _, size = queries.shape
-    # Query heads that share a key head lie in the row dimension, so that keys are never repeated.
-    kv_heads = keys_values[0].shape[2]
-    q = queries.reshape(batch, chains, kv_heads, -1, size).permute(0, 2, 3, 1, 4)  # [batch, kv, group, chains, dim]
-    keys, values = ([t.transpose(1, 2) for t in part] for part in (keys_values[:steps], keys_values[steps:]))
-    rows = q.flatten(2, 3)  # [batch, kv, group * chains, dim]
-    context = (rows @ keys[0].transpose(-1, -2)).view(*q.shape[:-1], -1).float()
-    # Finite, so that rows without a chain (padding) stay free of NaN.
-    scores = [context.masked_fill(~visible[:, None, None], -1e9)]
-    scores += [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key in keys[1:]]
-    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
-    slots = visible.shape[-1]
-    result = (weights[..., :slots].flatten(2, 3) @ values[0]).view_as(q)
-    for step, value in enumerate(values[1:]):
-        result = result + weights[..., slots + step, None] * value[:, :, None]
-    return result.permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -22,11 +22,7 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
 
 def mtp_shape(hf_config: Any) -> DraftShape:
-    """Return the shape of a policy's layer, which drafts over the whole vocabulary from the last hidden state.
-
-    Args:
-        hf_config: Transformers' configuration object of the policy.
-    """
+    """The shape of a policy's layer, which drafts over the whole vocabulary from the last hidden state."""
     return DraftShape.of(
         hf_config,
         draft_vocab_size=hf_config.vocab_size,

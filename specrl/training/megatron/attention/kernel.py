@@ -35,11 +35,7 @@ class PackedAttention(torch.nn.Module):
         self._kernel = kernel or _transformer_engine(config, layer_number)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        """Return [tokens, 1, heads x width], given [tokens, 1, heads, width] with fewer heads in key and value.
-
-        Args:
-            attention_mask: `MicroBatch.segments`.
-        """
+        """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
         layout = row_layout(attention_mask, query.device)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._kernel is None:

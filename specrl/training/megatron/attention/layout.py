@@ -40,7 +40,6 @@ class RowLayout:
 
     segments: tuple[Segment, ...]
     device: torch.device
-    """Where the tensors are."""
 
     @cached_property
     def positions(self) -> Tensor:
@@ -80,12 +79,7 @@ class RowLayout:
 
 
 def row_layout(segments: Tensor, device: torch.device) -> RowLayout:
-    """Return the layout of a row, the same object for the same segments, so that its tensors are made once.
-
-    Args:
-        segments: `MicroBatch.segments`.
-        device: Where its tensors are wanted.
-    """
+    """The layout of a row, the same object for the same segments, so that its tensors are made once."""
     return _row_layout(tuple(Segment(*row) for row in segments.tolist()), device)
 
 

@@ -25,7 +25,7 @@ class Rotary:
 
     @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
     def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
+        """Cosines and sines, [seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
         angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -50,13 +50,7 @@ def rotated(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Return attention's output [groups, group's queries, tokens, width], differentiable.
-
-    Args:
-        q: Rotated queries, [groups, group's queries, tokens, width].
-        k: Rotated keys, [groups, tokens, width].
-        v: Values, [groups, tokens, width].
-    """
+    """Attention [groups, each, tokens, width] of such queries, and keys and values [groups, tokens, width]."""
     if not torch.is_grad_enabled():
         return _attend_without_gradient(q, k, v, segments)
     result: Tensor = _Attention.apply(q, k, v, tuple(segments))  # type: ignore[no-untyped-call]
@@ -69,14 +63,9 @@ def _causal_mask(size: int, device: torch.device) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, each: int) -> Tensor:
-    """Return softmax(q k^T / sqrt(width)) in the type of `q`, with scores in float32.
+    """Softmax(q k^T / sqrt(width)) in the type of `q`, with scores in float32.
 
-    The last query of each query head sees all keys, the one before all but the last key, and so on.
-
-    Args:
-        q: [groups, each x rows, width].
-        k: [groups, keys, width], at least as many as rows.
-        each: The number of query heads in a group.
+    The last query of each of a group's `each` heads sees all keys, the one before all but the last key, and so on.
     """
     groups, rows, keys = q.shape[0], q.shape[1] // each, k.shape[1]
     scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.float().mT)
@@ -175,11 +164,7 @@ class RotaryAttention(torch.nn.Module):
         self._rotary = rotary
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        """Return [tokens, 1, heads x width], given [tokens, 1, heads, width] with fewer heads in key and value.
-
-        Args:
-            attention_mask: `MicroBatch.segments`.
-        """
+        """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
         layout: RowLayout = row_layout(attention_mask, query.device)
         cos, sin = _angles(self._rotary, layout, query.dtype)
         q, k, v = rotated(query, key, value, cos, sin)

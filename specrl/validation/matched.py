@@ -21,19 +21,14 @@ def matched_pair(
     repeats: int,
     give_texts: Callable[[], None] | None = None,
 ) -> SpeedPair:
-    """Generate all requests, `batch` at a time, plain and with `k` draft tokens in turn, `repeats` times each.
+    """Generate all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, in turn.
 
-    Invariant 1 makes both the same work: the same seeds give the same tokens. Which of the two goes first alternates,
-    so that a machine that slows down or speeds up favours neither.
+    The same seeds give the same tokens, so that both are the same work.
 
     Args:
-        batch: The number of requests that are handed to the engine at a time.
-        k: The draft length; None leaves the choice to the engine's cost model. The
-            engine is left with this setting.
-        repeats: The number of generations of each kind.
-        give_texts: A function that gives the engine all text to begin with. It is called before each speculative
-            repeat, and none of its time counts; the repeat then draws on what it has generated itself, too, as the
-            rollouts of a step do. Without it no earlier response is drafted from.
+        k: The draft length, which the engine is left with; None leaves the choice to its cost model.
+        give_texts: Gives the engine all text to begin with, before each speculative repeat and outside of its time; the
+            repeat then draws on its own responses too, as a step does. Without it none is drafted from.
     """
     runs: dict[int | None, list[Run]] = {0: [], k: []}
     for repeat in range(repeats):

@@ -18,26 +18,22 @@ from specrl.processes import become_helper, end_helper, start_helper
 logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = 2
-"""The number of steps whose problems are drawn ahead: in idle time, the next step's are asked for during a step."""
+"""In idle time, the next step's problems are asked for during a step."""
 NICENESS = 10
-"""The niceness of the process, so that the rank, which may run on the same cores, goes first."""
 
 
 class DrawingAhead:
-    """The process of one rank, which leaves what it draws in the files of `ProblemStore`, where all ranks find it.
-
-    If it ends or falls behind, ranks draw a step's problems themselves, and come to the same ones.
-    """
+    """The process of one rank, which leaves what it draws in the files of `ProblemStore`; ranks can do without it."""
 
     def __init__(self, config: Config, begun: tuple[int, int], tokenizer_dir: Path) -> None:
-        """Start nothing yet. The arguments are what the process makes a `PromptSource` of its own from."""
+        """Start nothing yet. The arguments are those of the process's own `PromptSource`."""
         self._arguments = dump_config(config), begun, tokenizer_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._has_ended = False
 
     def reach(self, step: int) -> None:
-        """Take note that the problems of this step are there; the process, started at the first call, goes on."""
+        """Have the problems of the steps after this one drawn, whose own are there."""
         if self._has_ended:
             return
         try:
@@ -60,7 +56,7 @@ class DrawingAhead:
 
 
 def main(rank: Connection) -> None:
-    """Draw the problems of the steps after each that the rank names, until the rank closes the connection."""
+    """Draw the problems of the steps after each that the rank names, until it closes the connection."""
     become_helper(rank.recv())
     _go_last()
     text, begun, tokenizer_dir = rank.recv()
@@ -77,7 +73,7 @@ def main(rank: Connection) -> None:
 
 
 def _go_last() -> None:
-    """Lower the priority of this process; where the kernel groups processes by session, that of its group counts."""
     os.nice(NICENESS)
+    # Where the kernel groups processes by session, the niceness of the group counts.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(NICENESS))

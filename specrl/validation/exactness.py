@@ -1,7 +1,4 @@
-"""Exactness on the real policy, which `validate` measures: speculative responses are the plain ones, token for token.
-
-They come from an engine like the one that made the rollouts, at the run's own sampling settings and greedily.
-"""
+"""Exactness on the real policy: speculative responses are the plain ones, token for token, sampled and greedy."""
 
 from __future__ import annotations
 
@@ -12,11 +9,8 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
-SMALL_BATCH = 4
-"""The smaller of the two batch sizes by which the noise of plain decoding is measured; the larger one has as many rows
-as the verification of drafts."""
-NOISE_REQUESTS = 8
-"""The number of requests on which that noise is measured."""
+SMALL_BATCH, NOISE_REQUESTS = 4, 8
+"""The smaller of the batch sizes by which the noise of plain decoding is measured, and the requests that it takes."""
 Tokens = tuple[int, ...]
 
 
@@ -31,10 +25,10 @@ class Parity:
     comparison: Comparison
     noise: Noise
     drafts: SpeculationStats
-    """The counters of the drafts, of which some must be accepted and some rejected for the comparison to say much."""
+    """Some must be accepted and some rejected for the comparison to say much."""
 
     def counts(self, *, greedy: bool) -> ParityCounts:
-        """Return the figures for a result file, with the limit on near-ties of greedy or of sampled responses."""
+        """The figures for a result file."""
         return ParityCounts(
             num_responses=self.comparison.num_responses,
             num_tokens=self.comparison.num_tokens,
@@ -49,20 +43,18 @@ class Parity:
 
 @dataclass(frozen=True)
 class Exactness:
-    """What was measured, and the gates that it must pass."""
+    """What was measured on the same prompts, and the gates that it must pass."""
 
     sampled: Parity
-    """Responses at the run's own sampling settings."""
     greedy: Parity
-    """Greedy responses to the same prompts."""
 
     @property
     def drafts(self) -> SpeculationStats:
-        """The counters of the drafts in both comparisons."""
+        """Those of both comparisons."""
         return SpeculationStats.merge((self.sampled.drafts, self.greedy.drafts))
 
     def result(self) -> ExactnessResult:
-        """Return the figures for the result file of `validate`."""
+        """The figures for the result file of `validate`."""
         drafts = self.drafts
         return ExactnessResult(
             num_draft_tokens=drafts.num_draft_tokens,
@@ -72,7 +64,7 @@ class Exactness:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures under their names in MLflow, which `specrl/metrics.py` defines."""
+        """The figures under their names in MLflow."""
         parities = (self.sampled.comparison, self.greedy.comparison)
         return {
             "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
@@ -94,12 +86,7 @@ class Exactness:
 
 
 def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactness:
-    """Compare speculative generation, with drafts of up to `k` tokens, with plain generation.
-
-    Args:
-        requests: Requests for held-out prompts at the run's settings; they are answered both ways.
-        k: The longest draft, in tokens.
-    """
+    """Compare speculative generation, with drafts of up to `k` tokens, with plain generation."""
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
     plain = traces(engine, requests, len(requests), 0)
     noise = noise_of_shapes(engine, requests, plain, k)
@@ -115,12 +102,7 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
-    """Measure how far plain decoding differs between batch sizes, up to one with as many rows as verifying `requests`.
-
-    Args:
-        plain: What plain decoding of `requests` in one batch picked.
-        k: The longest draft, in tokens.
-    """
+    """Measure how far `plain` decoding differs between batch sizes, up to one with as many rows as verification."""
     few = requests[:NOISE_REQUESTS]
     small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
     rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
@@ -155,12 +137,12 @@ def against(plain: list[Trace], engine: Engine, requests: list[Request], k: int,
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:
-    """Answer requests, `batch` at a time with drafts of up to `k` tokens; return what was picked for each."""
+    """Answer requests, `batch` at a time with drafts of up to `k` tokens, and record what was picked for each."""
     return recorded(engine, requests, batch, k)[0]
 
 
 def recorded(engine: Engine, requests: list[Request], batch: int, k: int) -> tuple[list[Trace], SpeculationStats]:
-    """Answer requests as `traces` does; return the counters of the drafts, too."""
+    """The same with the counters of the drafts."""
     engine.reset_prefix_cache()
     engine.set_k(k)
     with engine.recorder() as recorder:

@@ -1,0 +1,90 @@
+"""Responses of earlier epochs, which are drafts when their prompt comes again."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Iterable
+from itertools import groupby, islice
+from pathlib import Path
+
+import pyarrow as pa
+
+from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.schemas import Rollout
+
+PER_PROMPT = 4
+"""The responses kept of each group."""
+MOST_TOKENS = 2**24
+"""The tokens kept on each rank: 64 MiB. The prompts that were answered longest ago are dropped first."""
+
+
+class EarlierResponses:
+    """Those of this rank's engine, unless another one has answered their prompt since; the newest to each prompt."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most = most_tokens
+        self._groups: dict[int, list[PregeneratedText]] = {}  # by prompt id, those answered longest ago first
+        self._num_tokens = 0
+
+    def add(self, prompt_ids: Iterable[int], rollouts: Iterable[Rollout]) -> None:
+        """Take in this engine's rollouts of a step, groups together, and drop older ones to any prompt of the step."""
+        for prompt_id in prompt_ids:
+            self._drop(prompt_id)
+        for prompt_id, group in groupby(rollouts, key=lambda rollout: rollout.prompt_id):
+            kept = islice(group, PER_PROMPT)
+            self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in kept])
+
+    def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
+        """List the responses to these prompts."""
+        return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
+
+    def restore(self, rollouts_dir: Path, first_step: int, engine: int, num_engines: int) -> None:
+        """Take in what the steps before `first_step` have left on disk; the engines share the files of each step.
+
+        Reading ends where as many steps in a row have brought no new prompt as have brought some: in an epoch, each
+        prompt is seen once.
+        """
+        seen: set[int] = set()
+        newest: list[list[PregeneratedText]] = []
+        num_tokens = with_news = without = 0
+        for step in reversed(range(first_step)):
+            own, prompt_ids = _read(rollouts_dir / f"step={step:06d}", engine, num_engines, seen)
+            newest += reversed(own)
+            num_tokens += sum(len(text.tokens) for group in own for text in group)
+            with_news, without = (with_news, without + 1) if prompt_ids <= seen else (with_news + 1, 0)
+            seen |= prompt_ids
+            if num_tokens > self._most or without > with_news:
+                break
+        for group in reversed(newest):
+            self._put(group)
+
+    def _put(self, group: list[PregeneratedText]) -> None:
+        prompt_id = group[0].prompt_id
+        self._drop(prompt_id)
+        self._groups[prompt_id] = group
+        self._num_tokens += sum(len(text.tokens) for text in group)
+        while self._num_tokens > self._most:
+            self._drop(next(iter(self._groups)))
+
+    def _drop(self, prompt_id: int) -> None:
+        self._num_tokens -= sum(len(text.tokens) for text in self._groups.pop(prompt_id, ()))
+
+
+def _read(
+    folder: Path, engine: int, num_engines: int, known: Container[int]
+) -> tuple[list[list[PregeneratedText]], set[int]]:
+    """The groups of one engine's files to prompts that are not known yet, and all prompts of the step."""
+    groups: dict[int, list[PregeneratedText]] = {}
+    prompt_ids: set[int] = set()
+    for number, path in enumerate(sorted(folder.glob("rank-*.arrow"))):
+        with pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_file(source).read_all()
+            prompts, seeds = table["prompt_id"].to_pylist(), table["seed"].to_pylist()
+            prompt_ids |= set(prompts)
+            for row, (prompt_id, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                if number % num_engines != engine or prompt_id in known:
+                    continue
+                if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
+                    tokens = table["response_tokens"][row].values.to_numpy()
+                    group.append(PregeneratedText(prompt_id, seed, array("i", tokens.tobytes())))
+    return list(groups.values()), prompt_ids

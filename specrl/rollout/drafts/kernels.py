@@ -1,0 +1,254 @@
+"""`DeviceDrafts` in Triton, for GPUs: one launch to compare drafts and one to choose them, a program per request.
+
+Every value is an integer or is copied, so that the results equal PyTorch's to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specrl.rollout.drafts import device_drafts, text_index
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.text_index import TextIndex
+
+END = tl.constexpr(text_index.END)
+LONGEST = tl.constexpr(text_index.LONGEST)
+SIZES = tl.constexpr(len(text_index.SIZES))
+ANY_PROMPT = tl.constexpr(text_index.ANY_PROMPT)
+STORED = tl.constexpr(text_index.STORED)
+RECENT_TEXT = tl.constexpr(text_index.RECENT_TEXT)
+DRAFTERS = tl.constexpr(text_index.DRAFTERS)
+NOTHING = tl.constexpr(text_index.NOTHING)
+KINDS = tl.constexpr(device_drafts.KINDS)
+CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
+ROW = tl.constexpr(device_drafts.ROW)
+LIMIT = tl.constexpr(device_drafts.LIMIT)
+FACTS = tl.constexpr(3)
+
+
+class TritonDrafts(DeviceDrafts):
+    """Chooses drafts and counts how often each kind is right, by two kernels."""
+
+    def observe(self, requests: Requests, batch: Batch) -> None:
+        """Count what became of the predictions, as `DeviceDrafts.observe` does."""
+        asked = *batch, requests.facts, requests.lengths, requests.tokens, requests.tokens.stride(0)
+        made = self.made_at, self.tokens, self.kinds
+        counted = self.by_kind, self.ended, len(self.ended), self.stop_tokens, len(self.stop_tokens)
+        widths = triton.next_power_of_2(max(len(self.stop_tokens), 1)), triton.next_power_of_2(self.k)
+        compare[(len(batch.slots),)](*asked, *made, *counted, self.k, *widths, num_warps=1)
+
+    def choose(self, requests: Requests, batch: Batch, drafter: Tensor | None, length: int) -> Tensor:
+        """Choose the next drafts, as `DeviceDrafts.choose` does."""
+        drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
+        asked = batch.slots, *requests, requests.tokens.stride(0)
+        made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
+        decides = self.expected, max(length, 1), self.source_of
+        noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter)), len(self.ended)
+        chosen = self.sources, self.lengths, drafts, self.k
+        columns = triton.next_power_of_2(self.k)
+        find_drafts[(len(drafts),)](
+            *asked, *_searched(self.index), *made, *decides, *noted, *chosen, columns, num_warps=1
+        )
+        return drafts
+
+
+def _searched(index: TextIndex) -> tuple[Tensor | int, ...]:
+    of_tokens, of_seeds = len(index.keys), len(index.seed_keys)
+    return (
+        *(index.tokens, len(index.tokens), index.hashing, index.last_of_size),
+        *(index.keys, index.places, of_tokens, (of_tokens - 1).bit_length()),
+        *(index.seed_keys, index.spans, of_seeds, (of_seeds - 1).bit_length()),
+    )
+
+
+@triton.jit(do_not_specialize=["stride", "num_rows", "num_stops"])
+def compare(
+    slots,
+    num_sampled,
+    facts,
+    lengths,
+    all_tokens,
+    stride,
+    made_at,
+    predictions,
+    kinds,
+    by_kind,
+    ended,
+    num_rows,
+    stop_tokens,
+    num_stops,
+    k,
+    all_stops: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Count what became of the predictions for a request."""
+    request = tl.program_id(0)
+    slot = tl.load(slots + request).to(tl.int64)
+    new, length = tl.load(num_sampled + request).to(tl.int64), tl.load(lengths + slot).to(tl.int64)
+    before = length - new
+    row = _row(facts, slot, num_rows)
+    has_ended = tl.load(ended + row).to(tl.int32) != 0
+    is_next = (tl.load(made_at + 2 * slot) == row) & (tl.load(made_at + 2 * slot + 1) == before) & (not has_ended)
+
+    candidate, column = tl.arange(0, CANDIDATES), tl.arange(0, columns)
+    came = is_next & (column < k) & (column < new)
+    sampled = tl.load(all_tokens + slot * stride + before + column, mask=came, other=END).to(tl.int64)
+    at = slot * CANDIDATES + candidate
+    predicted = tl.load(predictions + at[:, None] * k + column, mask=came[None, :], other=END)
+    first_wrong = tl.min(tl.where((predicted != END) & (predicted == sampled[None, :]), columns, column[None, :]), 1)
+    counted = by_kind + tl.load(kinds + at)[:, None] * 2 * k + column
+    one = tl.full((CANDIDATES, columns), 1, tl.int64)
+    tl.atomic_add(counted, one, mask=(predicted != END) & (column[None, :] <= first_wrong[:, None]))
+    tl.atomic_add(counted + k, one, mask=column[None, :] < first_wrong[:, None])
+
+    # A response may be computed for one more iteration before vLLM learns that it has ended.
+    stop = tl.arange(0, all_stops)
+    last = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
+    is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == last)
+    stops = (tl.max(is_stop.to(tl.int32)) > 0) & (new > 0)
+    ends = has_ended | stops | (length >= tl.load(facts + slot * FACTS + LIMIT))
+    tl.store(ended + row, ends, mask=row > 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("stride", "num_tokens", "num_keys", "key_steps", "num_seeds", "seed_steps"),
+        *("drafter_stride", "passes", "draft_length", "offers", "num_rows"),
+    ]
+)
+def find_drafts(
+    slots,
+    facts,
+    seeds,
+    prompt_lengths,
+    lengths,
+    all_tokens,
+    stride,
+    text,
+    num_tokens,
+    hashing,
+    last_of_size,
+    keys,
+    places,
+    num_keys,
+    key_steps,
+    seed_keys,
+    spans,
+    num_seeds,
+    seed_steps,
+    drafter,
+    drafter_stride,
+    passes,
+    expected,
+    draft_length,
+    source_of,
+    made_at,
+    predictions,
+    kinds,
+    offered,
+    offers,
+    num_rows,
+    sources,
+    draft_lengths,
+    drafts,
+    k,
+    columns: tl.constexpr,
+):
+    """Find all candidates of a request, write them down to be compared, and choose one."""
+    request = tl.program_id(0)
+    slot = tl.load(slots + request).to(tl.int64)
+    prompt, seed = tl.load(facts + slot * FACTS), tl.load(seeds + slot)
+    length, first = tl.load(lengths + slot).to(tl.int64), tl.load(prompt_lengths + slot).to(tl.int64)
+    back = tl.arange(0, LONGEST)
+    in_response = length - 1 - back >= first
+    last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)
+    none = num_tokens - 1
+
+    seed_key = _mixed(seed * tl.load(hashing) + prompt * tl.load(hashing + LONGEST))
+    own = _own(seed_keys, spans, num_seeds, seed_steps, seed_key, length - first, text, last, none)
+    candidate = tl.arange(0, CANDIDATES)
+    owner = tl.where(candidate == 1, prompt, ANY_PROMPT)
+    found, best = _by_last(keys, places, num_keys, key_steps, hashing, last_of_size, last, owner, none)
+    found = tl.where(candidate == 0, own, tl.where(candidate == CANDIDATES - 1, none, found))
+    kind = tl.where(candidate == 1, STORED, RECENT_TEXT) + best
+    kind = tl.where(candidate == 0, 0, tl.where(candidate == CANDIDATES - 1, DRAFTERS, kind))
+
+    column = tl.arange(0, columns)
+    ahead = tl.minimum(found[:, None] + column[None, :], none)
+    from_text = tl.load(text + ahead).to(tl.int64)
+    from_drafter = tl.load(drafter + request * drafter_stride + column, mask=column < passes, other=END)
+    tokens = tl.where(candidate[:, None] == CANDIDATES - 1, from_drafter[None, :], from_text)
+    # Verification adds a token after a draft, and that one must fit.
+    room = tl.minimum(tl.load(facts + slot * FACTS + LIMIT) - length - 1, k)
+    ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
+    ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
+    tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
+    kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
+    chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
+
+    tl.store(made_at + 2 * slot, _row(facts, slot, num_rows))
+    tl.store(made_at + 2 * slot + 1, length)
+    noted = slot * CANDIDATES + candidate
+    tl.store(predictions + noted[:, None] * k + column[None, :], tokens, mask=(column < k)[None, :])
+    tl.store(kinds + noted, kind)
+    is_chosen = candidate == chosen
+    of_kind = tl.sum(tl.where(is_chosen, kind, 0))
+    tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=offers != 0)
+    tl.store(sources + slot, tl.load(source_of + of_kind).to(tl.int32))
+    tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
+    draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
+    latest = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
+    tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
+
+
+@triton.jit
+def _own(keys, spans, count, steps, key, length, text, last, none):
+    """The place where the text of a request's own seed goes on; `none` where it has ended or its last tokens differ."""
+    at = _search(keys, count, steps, key)
+    place = tl.load(spans + 2 * at) + length
+    is_there = (tl.load(keys + at) == key) & (place < tl.load(spans + 2 * at + 1))
+    place = tl.where(is_there, place, LONGEST)
+    before = tl.load(text + place - 1 - tl.arange(0, LONGEST)).to(tl.int64)
+    return tl.where(is_there & (tl.sum((before != last).to(tl.int32)) == 0), place, none)
+
+
+@triton.jit
+def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, none):
+    """For each owner of text the place where the most of the last tokens are found, and which of the sizes they are."""
+    back, size = tl.arange(0, LONGEST), tl.arange(0, SIZES)
+    within = back[None, :] <= tl.load(last_of_size + size)[:, None]
+    sums = tl.sum(tl.where(within, (last * tl.load(hashing + back))[None, :], 0), 1)
+    salts = sums + tl.load(hashing + LONGEST + 1 + size)
+    wanted = _mixed(salts[None, :] + (owner * tl.load(hashing + LONGEST))[:, None])
+    at = _search(keys, count, steps, wanted)
+    best = tl.min(tl.where(tl.load(keys + at) == wanted, size[None, :], SIZES), 1)
+    found = tl.sum(tl.where(size[None, :] == best[:, None], tl.load(places + at), 0), 1)
+    return tl.where(best < SIZES, found, none), best
+
+
+@triton.jit
+def _row(facts, slot, num_rows):
+    """The place of a request in the generation; 0 for one that is in none."""
+    row = tl.load(facts + slot * FACTS + ROW)
+    return tl.where(row < num_rows, row, 0)
+
+
+@triton.jit
+def _mixed(keys):
+    return (keys ^ (keys >> 29)) >> 1
+
+
+@triton.jit
+def _search(keys, count, steps, wanted):
+    """The first place in ascending `keys` of one that is not less; the last key is never less."""
+    low = wanted * 0
+    high = low + (count - 1)
+    for _ in range(steps):
+        middle = (low + high) >> 1
+        is_less = tl.load(keys + middle) < wanted
+        low = tl.where(is_less, middle + 1, low)
+        high = tl.where(is_less, high, middle)
+    return low

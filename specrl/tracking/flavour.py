@@ -1,0 +1,51 @@
+"""What lets `mlflow.transformers` load a registered policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specrl.artifacts import read_json
+
+TOKENIZER = "components/tokenizer"
+"""Where below a model's folder MLflow looks for the tokenizer."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether transformers alone can generate with a folder. It cannot with EAGLE-3, which reads a policy's states."""
+    config = read_json(folder / "config.json")
+    named = config.get("architectures") if isinstance(config, dict) else None
+    is_causal = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForCausalLM")
+    return is_causal and (folder / "tokenizer.json").is_file()
+
+
+def mlmodel(folder: Path, weights_at: Path | None) -> str:
+    """Write MLflow's description of a policy, the text of its file `MLmodel`.
+
+    Args:
+        weights_at: The folder of a policy whose weights MLflow does not have; None where they are beside the file.
+    """
+    from mlflow.models import Model
+
+    config: Any = read_json(folder / "config.json")
+    place = {"model_binary": "."} if weights_at is None else {"local_base_model_path": str(weights_at)}
+    model = Model()
+    model.add_flavor(
+        "transformers",
+        task="text-generation",
+        instance_type="TextGenerationPipeline",
+        pipeline_model_type=config["architectures"][0],
+        source_model_name=str(weights_at or folder),
+        components=["tokenizer"],
+        tokenizer_type="AutoTokenizer",
+        **place,
+    )
+    return str(model.to_yaml())
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """List what `AutoTokenizer` may read: all files but the weights."""
+    return [
+        path for path in sorted(folder.iterdir()) if path.is_file() and not any(path.match(name) for name in WEIGHTS)
+    ]

@@ -1,0 +1,63 @@
+"""A layer in vLLM's native block FP8, compared bit for bit with what vLLM makes of the trainer's tensor."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+NAMES = ["model.layers.0.self_attn.q_proj.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")]
+
+
+def differing_after(change: str) -> list[str]:
+    """Load three fused matrices as vLLM does on a GPU, change something, and compare."""
+    import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
+
+    # isort: split
+    import torch
+    from torch import nn
+    from vllm.model_executor.kernels.linear import TritonFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+
+    from specrl.models.families import LLAMA
+    from specrl.rollout.vllm.weights.comparison import Expected, Held
+
+    torch.manual_seed(0)
+    parts = [torch.randn(rows, 256).bfloat16() for rows in (256, 128, 128)]
+    layer = LinearBase.__new__(LinearBase)
+    nn.Module.__init__(layer)
+    layer.weight = nn.Parameter(torch.cat(parts), requires_grad=False)
+    layer.weight_block_size = [128, 128]
+    # Their constructors want an engine's configuration, and choose a kernel that there is on a GPU alone.
+    layer.quant_method = object.__new__(Fp8PerBlockOnlineLinearMethod)
+    layer.quant_method.weight_block_size, layer.quant_method.requantization_source = [128, 128], None
+    layer.quant_method.fp8_linear = object.__new__(TritonFp8BlockScaledMMKernel)
+    layer.quant_method.process_weights_after_loading(layer)
+    model = nn.Module()
+    model.add_module("embed", nn.Embedding(2, 2, dtype=torch.bfloat16))
+    place: nn.Module = model
+    for name in ("model", "layers", "0", "self_attn"):
+        place.add_module(name, nn.Module())
+        place = place.get_submodule(name)
+    place.add_module("qkv_proj", layer)
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.shape == (4, 2)
+    before = layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr()
+    if change == "weight":
+        layer.weight.data.view(torch.uint8)[300, 7] ^= 1
+    if change == "scale":
+        layer.weight_scale_inv.data.view(torch.int32)[1, 1] += 1
+    if change == "stale":
+        parts[0][200] *= 2
+    expected = Expected(model, LLAMA)
+    expected.take(zip(NAMES, parts, strict=True))
+    assert before == (layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr())  # graphs read from there
+    return expected.differing(Held(model))
+
+
+@pytest.mark.engine
+def test_every_bit_of_weights_and_scales_counts() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = [pool.submit(differing_after, change).result() for change in ("nothing", "weight", "scale", "stale")]
+    assert found == [[], NAMES, NAMES, NAMES]

@@ -1,0 +1,44 @@
+"""What vLLM makes of the shipped configurations on a GPU, resolved on a platform that is made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+CONFIGS = sorted(str(path) for path in Path("configs").glob("qwen3-*.toml"))
+
+
+@pytest.fixture(scope="module", params=["plain", "invariant"])
+def resolved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.integration.gpu_config_worker", request.param]
+    done = subprocess.run(
+        [*command, str(tmp_path_factory.mktemp("models")), *CONFIGS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def test_every_shipped_configuration_runs_the_second_runner_asynchronously_with_full_graphs(
+    resolved: dict[str, Any],
+) -> None:
+    assert len(resolved) == len(CONFIGS) == 5
+    for name, answer in resolved.items():
+        assert answer["second_runner"] and answer["asynchronous"], name
+        assert answer["full_graphs"] == "FULL", name
+        assert answer["attention"] == "FLASH_ATTN", name
+
+
+def test_every_decoding_batch_of_every_draft_length_has_a_full_graph(resolved: dict[str, Any]) -> None:
+    assert {name: answer["without_graph"] for name, answer in resolved.items()} == {name: [] for name in resolved}
+    assert all(len(answer["sizes"]) <= 90 for answer in resolved.values())
+
+
+def test_fp8_layers_take_a_kernel_that_multiplies_fp8_activations(resolved: dict[str, Any]) -> None:
+    assert {answer["linear"] for answer in resolved.values()} == {"DeepGemmFp8BlockScaledMMKernel"}
