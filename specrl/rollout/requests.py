@@ -67,7 +67,7 @@ class Response:
     dropped."""
     text: str
     finish_reason: str
-    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""
+    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` by the caller."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
