@@ -113,6 +113,7 @@ def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) ->
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        stop=sampling.stop,
     )
 
 

@@ -21,6 +21,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
+from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
@@ -118,6 +119,7 @@ class Engine:
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
@@ -175,7 +177,7 @@ class Engine:
         with self._generation(requests, recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
-                running[self._vllm.add(asked.prompt_tokens, parameters)] = index
+                running[self._vllm.add(asked.prompt_tokens, parameters, self._stops(asked.stop))] = index
             decode_steps = self._vllm.decode_steps
             while running:
                 finished = self._vllm.step()
@@ -198,6 +200,11 @@ class Engine:
         stats = SpeculationStats.of(drafts, self._vllm.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
+
+    def _stops(self, strings: tuple[str, ...]) -> StopStrings | None:
+        if strings and strings not in self._stop_strings:
+            self._stop_strings[strings] = StopStrings(self.tokenizer, strings)
+        return self._stop_strings.get(strings)
 
     def set_k(self, k: int | None) -> None:
         """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.
@@ -442,6 +449,8 @@ class Engine:
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         if self._drafting is not None:
             self._drafting.remember(request.tokens, asked.prompt_tokens)
+        text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
+        rest = request.stops.rest(request.tokens) if request.stops is not None else ""
         by_source = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
@@ -449,7 +458,7 @@ class Engine:
             request.tokens,
             request.logprobs,
             request.log_kept_mass if truncates and request.tokens else None,
-            self.tokenizer.decode(request.tokens, skip_special_tokens=True),
+            text.removesuffix(rest),
             request.finish_reason or "abort",
             num_drafts=by_source.num_drafts,
             num_draft_tokens=by_source.num_draft_tokens,

@@ -26,6 +26,8 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
+    stop: tuple[str, ...] = ()
+    """The strings that end the response, as in `sampling.stop`."""
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -54,7 +56,8 @@ class SequenceScore:
 
 @dataclass(frozen=True)
 class Response:
-    """A response. Its tokens include the stop token; its text leaves out special tokens."""
+    """A response. Its tokens include the stop token, or the one that completes a stop string; its text ends with that
+    string, and leaves out special tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -64,7 +67,7 @@ class Response:
     dropped."""
     text: str
     finish_reason: str
-    """`stop` after a stop token, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""
+    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped it."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int

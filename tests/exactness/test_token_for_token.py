@@ -95,6 +95,36 @@ def test_the_batch_size_changes_no_token(engine_of: Start, plain: list[Response]
     assert_same(in_batches(engine, REQUESTS[: 4 * size], size), plain)
 
 
+@pytest.mark.parametrize(("method", "k"), [("none", 0), ("eagle3", 5), ("eagle3+replay", 3), ("ngram", 4)])
+def test_stop_strings_hold_inside_accepted_drafts(
+    engine_of: Start, plain: list[Response], texts: Texts, method: str, k: int
+) -> None:
+    """Fails where a string is looked for at the end of what came at once, or what follows it is kept."""
+    engine, strings = engine_of(method), ("aa", "cea", "g", "zzz")
+    if engine.replays:
+        engine.set_replay(texts)
+    engine.set_k(k)
+    generation = engine.generate([replace(request, stop=strings) for request in REQUESTS], recall=True)
+    ends = [min(ended_at(response.text, string) for string in strings) for response in plain]
+    lengths = [min(len(response.tokens), end) for response, end in zip(plain, ends, strict=True)]
+    assert sum(length < len(response.tokens) for response, length in zip(plain, lengths, strict=True)) > 100
+    for response, whole, end, length in zip(generation.responses, plain, ends, lengths, strict=True):
+        assert response.tokens == whole.tokens[:length]
+        assert response.logprobs == pytest.approx(whole.logprobs[:length], abs=LOGPROB_NOISE)
+        assert response.text == whole.text[:length]
+        assert response.finish_reason == ("stop" if end <= len(whole.tokens) else whole.finish_reason)
+        assert sum(draft.accepted for draft in response.drafts) <= len(response.tokens)
+    if k:
+        assert generation.stats.num_accepted_tokens > 20
+    assert_same(engine.generate(REQUESTS[:64]).responses, plain)
+
+
+def ended_at(text: str, string: str) -> int:
+    """Every token of these responses is a character, but the end token."""
+    place = text.find(string)
+    return place + len(string) if place >= 0 else 10**6
+
+
 def test_k_may_change_while_generating(engine_of: Start, plain: list[Response]) -> None:
     engine, generator = engine_of("eagle3"), random.Random(3)
     generation = engine.generate(REQUESTS[:64], on_progress=lambda *_: engine.set_k(generator.randint(0, 5)))

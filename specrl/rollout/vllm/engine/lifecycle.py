@@ -19,6 +19,7 @@ from torch import nn
 
 from specrl.rollout.drafts.acceptance import DRAFTER
 from specrl.rollout.errors import NonFiniteLogitsError, RefitError
+from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
 from specrl.rollout.vllm.engine.running import RunningRequest
@@ -96,14 +97,14 @@ class VllmEngine:
     def _core(self) -> Any:
         return self.llm.engine_core.engine_core
 
-    def add(self, prompt_tokens: list[int], params: Any) -> RunningRequest:
-        """Queue a request with vLLM's `SamplingParams`."""
+    def add(self, prompt_tokens: list[int], params: Any, stops: StopStrings | None = None) -> RunningRequest:
+        """Queue a request with vLLM's `SamplingParams`, and the strings that end it, of which vLLM knows nothing."""
         name = str(self._num_requests)
         self._num_requests += 1
         prompt = {"prompt_token_ids": prompt_tokens}
         request = self.llm.input_processor.process_inputs(name, prompt, params, self.llm.get_supported_tasks())
         self.llm.engine_core.add_request(request)
-        self._running[name] = RunningRequest(name, len(prompt_tokens), params.seed)
+        self._running[name] = RunningRequest(name, len(prompt_tokens), params.seed, stops)
         return self._running[name]
 
     def step(self) -> list[RunningRequest]:
@@ -114,7 +115,7 @@ class VllmEngine:
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
         """
-        finished, errors, decoding, tokens = [], [], 0, 0
+        finished, stopped, errors, decoding, tokens = [], [], [], 0, 0
         outputs = self.llm.engine_core.get_output().outputs
         for output in outputs:
             request = self._running[output.request_id]
@@ -126,6 +127,9 @@ class VllmEngine:
                 errors.append(error)
             if request.finish_reason is not None:
                 finished.append(self._running.pop(request.name))
+                if output.finish_reason is None:
+                    stopped.append(request.name)
+        self.llm.engine_core.abort_requests(stopped)
         self.decode_steps += decoding > 0
         self.last = Iteration(len(outputs), tokens, decoding == len(outputs)) if outputs else None
         if errors:

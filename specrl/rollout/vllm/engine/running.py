@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specrl.rollout.drafts.acceptance import VerifiedDraft
 from specrl.rollout.errors import NonFiniteLogitsError
+from specrl.rollout.stop_strings import StopStrings
 
 
 @dataclass(eq=False)
@@ -22,6 +23,7 @@ class RunningRequest:
     """vLLM's own name of it."""
     prompt_length: int
     seed: int
+    stops: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """The log-probs of the tokens, under the distribution that they were sampled from."""
@@ -72,6 +74,18 @@ class RunningRequest:
             self._routes.append(output.routed_experts)
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
+        if self.stops is not None:
+            self._stop(self.stops, context - self.prompt_length)
+
+    def _stop(self, stops: StopStrings, before: int) -> None:
+        """End with the first of the tokens after `before` that completes a stop string, if one does."""
+        if (length := stops.length(self.tokens, before)) is None:
+            return
+        del self.tokens[length:], self.logprobs[length:], self.log_kept_mass[length:]
+        if self.drafts and self.drafts[-1].context == self.prompt_length + before:
+            draft = self.drafts.pop()
+            self.drafts.append(draft._replace(accepted=min(draft.accepted, length - before - 1)))  # as at a stop token
+        self.finish_reason = "stop"
 
     def routes(self, num_tokens: int) -> NDArray[Any] | None:
         """The experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""

@@ -63,6 +63,7 @@ def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,  # for vLLM, too, 0 stands for all tokens
+        "stop": list(sampling.stop),
     }
 
 
