@@ -69,7 +69,7 @@ class Response:
     dropped."""
     text: str
     finish_reason: str
-    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` if the caller stopped."""
+    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
