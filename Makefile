@@ -1,9 +1,13 @@
-# make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests; make check is
-# what CI runs before the tests, and builds the site, as make docs alone does.
+# make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests but for those of
+# whole runs, and make test-all, as CI does, runs those too; make check is what CI runs before, and builds the site, as make docs
+# alone does.
 PYTHON ?= python3.11
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Whole pipelines and trainings, many of them killed and resumed: half of the time that all tests take.
+LONG := $(patsubst %,tests/integration/test_%.py,bench bubbles kinds mtp_pipeline parallel_runs pipeline) \
+	tests/slurm/test_slurm_sweep.py
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin
 
@@ -28,7 +32,7 @@ lines = /^$(1)==/,/[^\\]$$/
 TE_PIN := $(call pin,transformer-engine-torch)
 TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(call pin,torch))
 
-.PHONY: env quickstart test check docs format lock clean
+.PHONY: env quickstart test test-all check docs format lock clean
 
 env: $(STAMP) $(TE_STAMP)
 	@$(BIN)/python -m specrl.report.package_files
@@ -57,8 +61,11 @@ quickstart: env
 
 test: env
 	$(PYTEST) tests/exactness
-	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security
+	$(PYTEST) tests/integration tests/slurm tests/gpu tests/security $(addprefix --ignore=,$(LONG))
 	$(PYTEST) tests/unit
+
+test-all: LONG :=
+test-all: test
 
 check: env
 	$(BIN)/ruff check .

@@ -104,7 +104,7 @@ def record(config: Config, cell: CellJob, error: str | None) -> None:
 
 
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:
-    """Return the rows of all cells that have finished; that of a baseline, which several have, once."""
+    """The rows of all cells that have finished; that of a baseline, which several have, once."""
     found: dict[Any, dict[str, Any]] = {}
     for row in (row for cell in cells if cell.is_finished for row in cell.rows()):
         found.setdefault((row["cell"], row.get("seed")), row)

@@ -127,7 +127,7 @@ def _run_flow(run_dir: Path) -> None:
 
 
 def command_with_own_code(run_dir: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:
-    """Return the command and the environment that run `specrl ARGUMENTS` with the run's own code.
+    """The command and the environment that run `specrl ARGUMENTS` with the run's own code.
 
     Returns:
         None where this process already has that code, and for a run that has none yet.

@@ -29,7 +29,7 @@ HOLDER_FILE = ".flow.holder"
 
 
 def anchor(config: Config) -> Config:
-    """Return the configuration with all paths absolute, since jobs and later commands run in other folders.
+    """The configuration with all paths absolute, since jobs and later commands run in other folders.
 
     Raises:
         ConfigError: The path of the present folder has what the path of a runs folder may not have.
@@ -76,7 +76,7 @@ def anchor(config: Config) -> Config:
 
 
 def find_own_run(name: str, runs_dir: Path) -> Path:
-    """Return the folder of a run that is the user's alone, so that its code may run and its files may change.
+    """The folder of a run that is the user's alone, so that its code may run and its files may change.
 
     Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
     as the run.
@@ -95,7 +95,7 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
 
 
 def find_run_to_read(name: str, runs_dir: Path) -> Path:
-    """Return the folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written.
+    """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written.
 
     Raises:
         ConfigError: There is no such run; the message lists the existing ones.
@@ -104,7 +104,7 @@ def find_run_to_read(name: str, runs_dir: Path) -> Path:
 
 
 def is_trusted(run_dir: Path) -> bool:
-    """Return whether a run is the user's alone, as `find_own_run` wants it."""
+    """Whether a run is the user's alone, as `find_own_run` wants it."""
     try:
         check_access(run_dir, readable_config(run_dir).cluster)
     except ConfigError:
@@ -121,7 +121,7 @@ def _find_run(name: str, runs_dir: Path) -> Path:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the folders of all runs, whosever they are, the one whose configuration was written last first."""
+    """The folders of all runs, whosever they are, the one whose configuration was written last first."""
     runs = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if is_run(path.parent)]
     return sorted(runs, key=lambda run_dir: (run_dir / CONFIG_FILE).stat().st_mtime, reverse=True)
 
@@ -152,7 +152,7 @@ def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[N
 
 
 def holder_of(run_dir: Path) -> tuple[int, str] | None:
-    """Return the process id and the host of the flow that holds, or last held, the run; None if there was none."""
+    """The process id and the host of the flow that holds, or last held, the run; None if there was none."""
     try:
         found = HOLDER.fullmatch(read_file(run_dir / HOLDER_FILE).decode())
     except (OSError, ValueError):
@@ -161,17 +161,17 @@ def holder_of(run_dir: Path) -> tuple[int, str] | None:
 
 
 def is_worked_on(run_dir: Path) -> bool:
-    """Return whether a flow holds the run."""
+    """Whether a flow holds the run."""
     return is_locked(run_dir / LOCK_FILE)
 
 
 def finished_stages(run_dir: Path) -> list[str]:
-    """Return the names of the stages that have a result, of this configuration or an earlier one."""
+    """The names of the stages that have a result, of this configuration or an earlier one."""
     return sorted({path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob("*/result.json")})
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder, without following links; each file counts once."""
+    """The bytes of a file, or of all files below a folder, without following links; each file counts once."""
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     seen: dict[tuple[int, int], int] = {}
@@ -184,7 +184,7 @@ def size_of(path: Path) -> int:
 
 
 def model_of(run_dir: Path) -> str:
-    """Return the value of `model.source` in a run's configuration, or `?` where it cannot be read."""
+    """The value of `model.source` in a run's configuration, or `?` where it cannot be read."""
     data = read_json(run_dir / CONFIG_FILE)
     model = data.get("model") if isinstance(data, dict) else None
     return str(model.get("source", "?")) if isinstance(model, dict) else "?"

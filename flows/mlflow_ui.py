@@ -56,7 +56,7 @@ async def _answer(send: Any, status: int, headers: dict[str, str], text: str) ->
 
 
 def make_application() -> TokenGuard:
-    """Return MLflow's application behind the token; MLflow calls this in each of its server's processes."""
+    """MLflow's application behind the token; MLflow calls this in each of its server's processes."""
     from mlflow.server.fastapi_app import app
 
     return TokenGuard(app, os.environ[TOKEN])

@@ -43,7 +43,7 @@ class Origin:
 
 
 def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
-    """Return a configuration that starts from `place`, without a warm start, and the checkpoint if it is a run's.
+    """A configuration that starts from `place`, without a warm start, and the checkpoint if it is a run's.
 
     Args:
         place: A run, `RUN@STEP`, or a Hugging Face folder.
@@ -59,7 +59,7 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
 
 
 def own_source(config: Config) -> Config:
-    """Return the configuration with the policy that `Origin.link` puts into the run's folder."""
+    """The configuration with the policy that `Origin.link` puts into the run's folder."""
     return _with_source(config, config.run_dir / ORIGIN / "policy")
 
 
@@ -70,7 +70,7 @@ def _with_source(config: Config, folder: Path) -> Config:
 
 
 def find_origin(place: str, config: Config) -> Origin:
-    """Return a checkpoint of a run, by default its newest.
+    """A checkpoint of a run, by default its newest.
 
     Args:
         place: A run or `RUN@STEP`.

@@ -56,7 +56,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a line for each setting that is allowed and far from what has been of use."""
+    """A line for each setting that is allowed and far from what has been of use."""
     rate, (low, high) = config.drafter.online_lr, SENSIBLE_ONLINE_LR
     if not config.speculation.draft_method.has_weights or not rate or low <= rate <= high:
         return []
@@ -256,7 +256,7 @@ def check_gpu_packages(config: Config) -> list[str]:
 
 
 def check_cluster(config: Config) -> list[str]:
-    """Return why the schedulers that are asked for cannot be used from here."""
+    """Why the schedulers that are asked for cannot be used from here."""
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 

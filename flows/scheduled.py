@@ -55,7 +55,7 @@ def scheduled(config: str) -> None:
 
 
 def config_at(config: str, time: datetime) -> Config:
-    """Return the configuration with the name `NAME-YYYYMMDD-HHMM`.
+    """The configuration with the name `NAME-YYYYMMDD-HHMM`.
 
     Under its own name it would run only once: the second run would find all stages finished.
 

@@ -103,7 +103,7 @@ class PrefectServer:
         return self
 
     def wait(self) -> None:
-        """Return when the server answers.
+        """When the server answers.
 
         Raises:
             ServerError: The server ended, or has not answered for `START_SECONDS`.

@@ -116,7 +116,7 @@ class _Watch:
         return False
 
     def _ended_without_result(self, seconds: float) -> bool:
-        """Return whether another job is needed; False while it is not yet certain that this one, which ended so many
+        """Whether another job is needed; False while it is not yet certain that this one, which ended so many
         seconds ago, has ended for good."""
         context, returning = self.context, self.state.reason in RETURNING
         if self.was_over:

@@ -129,7 +129,7 @@ class SetScore(Artifact):
     """The iterations that a response took, over its tokens, on average over all tokens: 1 without accepted drafts."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the scores under their names in MLflow."""
+        """The scores under their names in MLflow."""
         values = {
             "accuracy": self.accuracy,
             "avg_at_k": self.avg_at_k,
@@ -383,7 +383,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a file of a run, which may be somebody else's.
+    """The contents of a file of a run, which may be somebody else's.
 
     Raises:
         ValueError: It is a link, no file (such as a pipe, from which one would read for ever), or too large.
@@ -408,7 +408,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value in a file of a run, which may be somebody else's; None where nothing can be read."""
+    """The JSON value in a file of a run, which may be somebody else's; None where nothing can be read."""
     try:
         return json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -416,7 +416,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Return the values of a file with one JSON value per line; without such a file, none."""
+    """The values of a file with one JSON value per line; without such a file, none."""
     try:
         lines = read_file(path).splitlines()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -437,7 +437,7 @@ ResultType = TypeVar("ResultType", bound=Artifact)
 
 
 def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
-    """Return the result of a finished stage.
+    """The result of a finished stage.
 
     Raises:
         ValueError: The stage has not finished, or its result was written by another version of specrl.
@@ -471,7 +471,7 @@ def write_scores(train_dir: Path, step: int, scores: Sequence[SetScore]) -> None
 
 
 def read_curve(train_dir: Path) -> list[SetScore]:
-    """Return the scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
+    """The scores of all policy versions, in the order of steps and, within each, of the held-out sets."""
     scores: list[SetScore] = []
     for path in sorted((train_dir / CURVE_FOLDER).glob("step=*.json")):
         with contextlib.suppress(ValidationError):  # of another version of specrl
@@ -480,5 +480,5 @@ def read_curve(train_dir: Path) -> list[SetScore]:
 
 
 def digest(value: Any) -> str:
-    """Return the first 12 hex digits of the SHA-256 of `value` as canonical JSON."""
+    """The first 12 hex digits of the SHA-256 of `value` as canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -40,7 +40,7 @@ class StageContext:
         return self.config.run_dir
 
     def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:
-        """Return the result of an earlier stage.
+        """The result of an earlier stage.
 
         Raises:
             ValueError: The stage has not finished, or its result was written by another version of specrl.

@@ -231,12 +231,12 @@ class Trainer:
         return report
 
     def may_save(self, version: int) -> bool:
-        """Return whether a checkpoint of this version is due, or will be if it turns out to be the best so far."""
+        """Whether a checkpoint of this version is due, or will be if it turns out to be the best so far."""
         last = self.is_last(version)
         return self.is_due(version) or self.validation.is_due(version, last=last)
 
     def is_due(self, version: int) -> bool:
-        """Return whether a checkpoint of this version is due, however good it is."""
+        """Whether a checkpoint of this version is due, however good it is."""
         return version % self.config.train.checkpoint_every == 0 or self.is_last(version)
 
     def validate(self, version: int, timer: Timer) -> bool:
@@ -255,7 +255,7 @@ class Trainer:
         return is_best and self.checkpoints.newest != version
 
     def is_last(self, version: int) -> bool:
-        """Return whether training ends with this version of the policy."""
+        """Whether training ends with this version of the policy."""
         return version >= self.config.train.num_steps or self.early_stop.reason is not None
 
     def store(self, record: StepRecord, rollouts: list[Rollout], *, is_best: bool) -> None:

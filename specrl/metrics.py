@@ -397,7 +397,7 @@ assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the definition of a metric, or None for a name that has no definition.
+    """The definition of a metric, or None for a name that has no definition.
 
     A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the tokens of a source in
     matched pairs by `TOKEN_SHARE`, the scores of a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`,

@@ -98,7 +98,7 @@ class Progress:
 
 
 def read_progress(stage_dir: Path) -> ProgressState | None:
-    """Return what the stage last reported, or None if it has not reported anything that this version can read."""
+    """What the stage last reported, or None if it has not reported anything that this version can read."""
     try:
         return _STATE.validate_python(read_json(stage_dir / PROGRESS_FILE))
     except ValidationError:  # not yet there, or of another version of the code
@@ -106,7 +106,7 @@ def read_progress(stage_dir: Path) -> ProgressState | None:
 
 
 def words(progress: ProgressState) -> str:
-    """Return progress in words, such as `12/160 response  loss 0.41  ETA 1:20`."""
+    """Progress in words, such as `12/160 response  loss 0.41  ETA 1:20`."""
     left = progress.eta_seconds
     parts = [
         f"{progress.done:g}/{progress.total:g} {progress.unit}".rstrip(),
@@ -117,7 +117,7 @@ def words(progress: ProgressState) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as `M:SS`, or as `H:MM:SS` from an hour on."""
+    """A duration as `M:SS`, or as `H:MM:SS` from an hour on."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

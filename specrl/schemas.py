@@ -120,7 +120,7 @@ class Rollout:
 
 
 def as_array(kind: str, values: Sequence[Any] | NDArray[Any]) -> array[Any]:
-    """Return numbers as an array of `kind`, "i" for int32 and "f" for float32; an `array.array` is returned itself."""
+    """Numbers as an array of `kind`, "i" for int32 and "f" for float32; an `array.array` is returned itself."""
     if isinstance(values, array):
         return values
     if isinstance(values, np.ndarray):
@@ -129,7 +129,7 @@ def as_array(kind: str, values: Sequence[Any] | NDArray[Any]) -> array[Any]:
 
 
 def to_table(rollouts: list[Rollout]) -> pa.Table:
-    """Return an Arrow table of `ROLLOUT_SCHEMA` with one row for each rollout."""
+    """An Arrow table of `ROLLOUT_SCHEMA` with one row for each rollout."""
     columns = [_column([getattr(rollout, field.name) for rollout in rollouts], field.type) for field in ROLLOUT_SCHEMA]
     return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)
 
@@ -146,7 +146,7 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Return the rollouts of a table that `to_table` made.
+    """The rollouts of a table that `to_table` made.
 
     Raises:
         ValueError: The table was written with another schema version.

@@ -56,7 +56,7 @@ class StepParts:
     refit: RefitReport
 
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return everything that a step is judged by, under the names in `specrl.metrics`.
+        """Everything that a step is judged by, under the names in `specrl.metrics`.
 
         Args:
             seconds: The wall times so far on this rank, by part.
@@ -221,7 +221,7 @@ class StepRecorder:
         progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")
 
     def measured(self, metric: str | None) -> list[tuple[int, dict[str, float]]]:
-        """Return the values of a metric in all records, each with the number of RL steps done then (collective)."""
+        """The values of a metric in all records, each with the number of RL steps done then (collective)."""
         if metric is None:
             return []
         records = read_steps(self.steps_dir) if self._ranks.is_first else []
@@ -233,12 +233,12 @@ class StepRecorder:
 
 
 def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the wall times of a step's parts under their names in MLflow."""
+    """The wall times of a step's parts under their names in MLflow."""
     return {f"timing/{part}_s": value for part, value in seconds.items()}
 
 
 def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
-    """Return the counters of speculation under their names in MLflow."""
+    """The counters of speculation under their names in MLflow."""
     counters = {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
@@ -266,17 +266,17 @@ def read_steps(steps_dir: Path) -> list[StepRecord]:
 
 
 def step_path(steps_dir: Path, step: int) -> Path:
-    """Return the file of a step's record."""
+    """The file of a step's record."""
     return steps_dir / f"step={step:06d}.json"
 
 
 def recorded_metrics(paths: Iterable[Path]) -> list[dict[str, float]]:
-    """Return the metrics in those records that exist."""
+    """The metrics in those records that exist."""
     return [json.loads(path.read_text())["metrics"] for path in paths if path.exists()]
 
 
 def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[float]]:
-    """Return the wall times of the last steps that have a record, at most `number` of them, in seconds.
+    """The wall times of the last steps that have a record, at most `number` of them, in seconds.
 
     Returns:
         The times of the steps without their validations, and those of the validations.
@@ -293,7 +293,7 @@ def _record(data: dict[str, Any]) -> StepRecord:
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
-    """Return the mean of every metric below `prefix/` over the steps that have it, by its name without the prefix."""
+    """The mean of every metric below `prefix/` over the steps that have it, by its name without the prefix."""
     names = sorted({name for record in records for name in record.metrics if name.startswith(f"{prefix}/")})
     return {
         name.removeprefix(f"{prefix}/"): fmean(r.metrics[name] for r in records if name in r.metrics) for name in names
@@ -301,19 +301,19 @@ def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
 
 
 def timing_share(records: list[StepRecord]) -> dict[str, float]:
-    """Return the share of the steps' wall time that each part took; without the parts that no step had."""
+    """The share of the steps' wall time that each part took; without the parts that no step had."""
     total = sum(record.metrics["timing/step_s"] for record in records)
     seconds = {part: sum(record.metrics.get(f"timing/{part}_s", 0.0) for record in records) for part in TIMED}
     return {part: value / total for part, value in seconds.items() if value}
 
 
 def step_seconds_median(records: list[StepRecord]) -> float:
-    """Return the median time of a step, in seconds."""
+    """The median time of a step, in seconds."""
     return median(record.metrics["timing/step_s"] for record in records)
 
 
 def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
-    """Return the medians of the steps' estimates of what drafts gain; None where no step has any."""
+    """The medians of the steps' estimates of what drafts gain; None where no step has any."""
     found = [record.metrics for record in records if "speedup/step_estimate" in record.metrics]
     if not found:
         return None
@@ -323,7 +323,7 @@ def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
 
 
 def total_stats(records: list[StepRecord]) -> SpeculationStats:
-    """Return the counters of speculation summed over all steps."""
+    """The counters of speculation summed over all steps."""
     return SpeculationStats.merge(
         SpeculationStats(
             num_drafts=record.num_drafts,

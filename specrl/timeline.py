@@ -25,7 +25,7 @@ class Span:
     ended_at: float
 
     def within(self, start: float, end: float) -> float:
-        """Return how many seconds of the span lie between two times."""
+        """How many seconds of the span lie between two times."""
         return max(0.0, min(self.ended_at, end) - max(self.started_at, start))
 
 
@@ -141,7 +141,7 @@ class BubbleTotals:
 
 
 def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
-    """Return the totals of one step.
+    """The totals of one step.
 
     Args:
         bubbles: The bubbles of all ranks.
@@ -159,7 +159,7 @@ def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
 
 
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
-    """Return the totals of a step's bubbles under their names in MLflow."""
+    """The totals of a step's bubbles under their names in MLflow."""
     found = totals(bubbles)
     return {
         "bubble/idle_s": found.idle_s,
@@ -193,13 +193,13 @@ def speedup_estimates(bubbles: Sequence[Bubble], seconds: Mapping[str, float]) -
 
 
 def tail_seconds(finish_times: Sequence[float], share: float = 0.9) -> float:
-    """Return the seconds from when `share` of the responses were finished until the last one was; 0 without any."""
+    """The seconds from when `share` of the responses were finished until the last one was; 0 without any."""
     ordered = sorted(finish_times)
     return ordered[-1] - ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
 def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
-    """Return the spans with those of one name that follow each other within `gap` seconds made one."""
+    """The spans with those of one name that follow each other within `gap` seconds made one."""
     result: list[Span] = []
     for span in spans:
         follows = bool(result) and result[-1].name == span.name and span.started_at - result[-1].ended_at < gap
@@ -208,7 +208,7 @@ def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
 
 
 def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
-    """Return the spans of one rank's step: its generation and bubble, then the parts that came after.
+    """The spans of one rank's step: its generation and bubble, then the parts that came after.
 
     Args:
         bubble: The rank's bubble in the step.
@@ -219,7 +219,7 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
 
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
-    """Return a timeline, given what `json` reads of its `asdict` form."""
+    """A timeline, given what `json` reads of its `asdict` form."""
     bubble = data["bubble"]
     spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
     bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})

@@ -67,17 +67,17 @@ class Run:
     reporter: Reporter = field(repr=False)
 
     def folder(self, stage: StageName) -> Path:
-        """Return the folder of a stage's results."""
+        """The folder of a stage's results."""
         return self.config.run_dir / "stages" / self.record.stage_keys[stage]
 
     def start_of(self, stage: StageName) -> Continuation | None:
-        """Return the checkpoint of another stage that this stage starts from, or None."""
+        """The checkpoint of another stage that this stage starts from, or None."""
         start = self.record.start_of(stage)
         return start and start.in_run(self.config.run_dir)
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """Return the configuration in a run's folder, with the folder's present name and place.
+    """The configuration in a run's folder, with the folder's present name and place.
 
     Raises:
         ConfigError: This version of specrl does not understand the configuration.
@@ -218,7 +218,7 @@ def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
 
 
 def stop_asked(run_dir: Path) -> bool:
-    """Return whether `specrl stop` has asked the run to stop since it was last started."""
+    """Whether `specrl stop` has asked the run to stop since it was last started."""
     return (run_dir / STOP_FILE).exists()
 
 

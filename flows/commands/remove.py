@@ -83,7 +83,7 @@ def _check_jobs(config: Config) -> None:
 
 
 def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
-    """Return the folders of these names in the folders of the train stages.
+    """The folders of these names in the folders of the train stages.
 
     Of checkpoints, the one from which training has yet to go on is left out.
     """
@@ -119,7 +119,7 @@ def _has_trained(run_dir: Path) -> bool:
 
 
 def _everything(run_dir: Path) -> list[Path]:
-    """Return all that lies in the folder but the lock, which is held until the rest is gone.
+    """All that lies in the folder but the lock, which is held until the rest is gone.
 
     What makes it a run comes last, so that a kill leaves one to remove again.
     """
@@ -187,7 +187,7 @@ def _in_one_line() -> Iterator[None]:
 
 
 def in_words(size: float) -> str:
-    """Return a number of bytes in words, such as `1.5 GiB`."""
+    """A number of bytes in words, such as `1.5 GiB`."""
     unit = 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1

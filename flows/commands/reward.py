@@ -50,7 +50,7 @@ def reward(
 
 
 def _read(name: str) -> str:
-    """Return the text of a response.
+    """The text of a response.
 
     Raises:
         ConfigError: It cannot be read, is no text in UTF-8, or is too long.

@@ -88,7 +88,7 @@ def deploy(
 
 
 def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[str] | None) -> Config:
-    """Return the configuration when it and the schedule can run.
+    """The configuration when it and the schedule can run.
 
     Raises:
         ConfigError: One of them cannot.

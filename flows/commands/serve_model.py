@@ -115,7 +115,7 @@ def _acceptance(server: ModelServer, config: Config, exported: ExportResult, cou
 
 
 def _exported(run_dir: Path) -> ExportResult:
-    """Return what a run has exported.
+    """What a run has exported.
 
     Raises:
         ConfigError: It has not finished, has no drafter, or its exported folders are gone.
@@ -138,7 +138,7 @@ def _exported(run_dir: Path) -> ExportResult:
 
 
 def _checked(port: int) -> int:
-    """Return the port if nothing listens on it.
+    """The port if nothing listens on it.
 
     Raises:
         ConfigError: It is in use, or may not be used.

@@ -91,7 +91,7 @@ class Watcher:
         self._asked: dict[str, tuple[float, tuple[str, bool]]] = {}
 
     def look(self) -> RunView:
-        """Return what the files and the scheduler say now."""
+        """What the files and the scheduler say now."""
         has_flow = is_worked_on(self.run_dir)
         keys = readable_keys(self.run_dir) or {}
         folders = {stage: self.run_dir / "stages" / key for stage, key in keys.items()}
@@ -172,7 +172,7 @@ def earlier_jobs(stage_dir: Path) -> str:
 
 
 def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
-    """Return what the records of the last steps say, in words by name; nothing before the first step."""
+    """What the records of the last steps say, in words by name; nothing before the first step."""
     paths = [path for path in (stage_dir / "steps").glob("step=*.json") if path.stem.partition("=")[2].isdecimal()]
     last = [metrics for path in sorted(paths)[-RECENT_STEPS:] if (metrics := _metrics(path)) is not None]
     if not last:
@@ -199,7 +199,7 @@ def _metrics(path: Path) -> Mapping[str, float] | None:
 
 
 def event_line(event: Event, stage: StageName) -> str:
-    """Return an event in one line."""
+    """An event in one line."""
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time if 0 <= event.time < LAST_TIME else 0))
     step = "" if event.step is None else f" step {event.step}"
     return f"{when}  {stage}{step}  {event.kind}: {event.text}"

@@ -17,7 +17,7 @@ MAX_BYTES = 2**20
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
-    """Return the variables that a file of `NAME=VALUE` lines sets; blank lines and those that begin with # set none.
+    """The variables that a file of `NAME=VALUE` lines sets; blank lines and those that begin with # set none.
 
     A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it.
 

@@ -342,7 +342,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """Return a configuration with overrides applied, as `load_config` takes them.
+    """A configuration with overrides applied, as `load_config` takes them.
 
     Raises:
         ConfigError: An override is malformed, or a key, type or combination is wrong.
@@ -370,7 +370,7 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
 
 
 def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
-    """Return the configuration of a run that may be somebody else's, without what this version does not understand.
+    """The configuration of a run that may be somebody else's, without what this version does not understand.
 
     Nothing is imported.
     """
@@ -398,7 +398,7 @@ def _left_out(data: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved configuration as JSON, from which `parse_config(json.loads(...))` makes an equal one."""
+    """The resolved configuration as JSON, from which `parse_config(json.loads(...))` makes an equal one."""
     return config.model_dump_json(indent=2, by_alias=True) + "\n"
 
 

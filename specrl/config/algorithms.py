@@ -78,7 +78,7 @@ class Registry:
     def register(
         self, name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
     ) -> Callable[[Function], Function]:
-        """Return the decorator that registers a function, which is called with its options as the last argument.
+        """The decorator that registers a function, which is called with its options as the last argument.
 
         Args:
             metrics: The names of all metrics that the function returns; None if it does not say.
@@ -97,11 +97,11 @@ class Registry:
         return decorate
 
     def default(self) -> Algorithm:
-        """Return the default function with the default options."""
+        """The default function with the default options."""
         return self.choose(self._default)
 
     def choose(self, value: Any, *, import_own: bool = False) -> Algorithm:
-        """Return the function that a configuration's value chooses, its options checked and completed.
+        """The function that a configuration's value chooses, its options checked and completed.
 
         Args:
             value: A name, a table of `name` and options, or an `Algorithm`.
@@ -124,11 +124,11 @@ class Registry:
         return Algorithm(name=name, options=self._options(name, options).model_dump(mode="json"))
 
     def validate(self, value: Any, info: ValidationInfo) -> Algorithm:
-        """Return what `choose` returns; this is its form as a pydantic validator."""
+        """What `choose` returns; this is its form as a pydantic validator."""
         return self.choose(value, import_own=bool(info.context and info.context.get(IMPORT_OWN)))
 
     def function(self, algorithm: Algorithm) -> Callable[..., Any]:
-        """Return the chosen function with its options bound.
+        """The chosen function with its options bound.
 
         Raises:
             ValueError: There is no such function, or an option is unknown or wrong.
@@ -137,7 +137,7 @@ class Registry:
         return lambda *arguments: found.function(*arguments, options)
 
     def metrics_of(self, algorithm: Algorithm) -> tuple[str, ...] | None:
-        """Return the names of all metrics that the chosen function returns; None if it does not say.
+        """The names of all metrics that the chosen function returns; None if it does not say.
 
         Raises:
             ValueError: There is no such function.

@@ -53,7 +53,7 @@ class Section(BaseModel):
 
 
 def import_function(key: str, path: str) -> Any:
-    """Return what an import path `package.module:function` names, imported from the current folder or `sys.path`.
+    """What an import path `package.module:function` names, imported from the current folder or `sys.path`.
 
     Args:
         key: The configuration key that holds the path, for the message.

@@ -14,7 +14,7 @@ SCALARS = ("int", "float", "str", "bool")
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
-    """Return a line for each different mistake that validating a `root` found.
+    """A line for each different mistake that validating a `root` found.
 
     Args:
         where: The keys that lead to `root` in the configuration.

@@ -167,7 +167,7 @@ class RefitConfig(Section):
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
-    """Return the largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
+    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
 
     Args:
         max_num_seqs: `engine.max_num_seqs`.

@@ -77,17 +77,17 @@ SbatchOptions = Annotated[dict[str, OptionValue], BeforeValidator(_check)]
 
 
 def asks_for_gpus(name: str, value: OptionValue) -> bool:
-    """Return whether an option of sbatch is one that only jobs with GPUs may have."""
+    """Whether an option of sbatch is one that only jobs with GPUs may have."""
     return name in GPU_OPTIONS or (name == "gres" and bool(_gpu_parts(value)))
 
 
 def names_gpus(name: str, value: OptionValue) -> bool:
-    """Return whether an option of sbatch says how many GPUs a job has."""
+    """Whether an option of sbatch says how many GPUs a job has."""
     return name in GPU_NUMBERS or (name == "gres" and bool(_gpu_parts(value)))
 
 
 def gpus_per_node(name: str, value: OptionValue, nodes: int, ranks_per_node: int) -> int | None:
-    """Return how many GPUs of a node an option of sbatch asks for, or None where it does not say."""
+    """How many GPUs of a node an option of sbatch asks for, or None where it does not say."""
     if name == "gres":
         return sum(_count(part) for part in _gpu_parts(value)) or None
     if name not in ("gpus", "gpus-per-node", "gpus-per-task"):

@@ -108,17 +108,17 @@ def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:
 
 
 def is_control(character: str) -> bool:
-    """Return whether a character is not shown, but changes what is shown, read or run."""
+    """Whether a character is not shown, but changes what is shown, read or run."""
     return unicodedata.category(character) in UNPRINTABLE or character in REORDERING
 
 
 def shown(text: str) -> str:
-    """Return a text as one short line, with what cannot be printed escaped."""
+    """A text as one short line, with what cannot be printed escaped."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
 def secret_name(line: str) -> str | None:
-    """Return the name of the secret in a line of a shell or a word of a command, or None where none is seen."""
+    """The name of the secret in a line of a shell or a word of a command, or None where none is seen."""
     if (named := next(_secret_assignments(line), None)) is not None:
         return named[1] or named[2]
     if (option := OPTION.search(line)) is not None:
@@ -127,7 +127,7 @@ def secret_name(line: str) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """Return a text up to its first secret."""
+    """A text up to its first secret."""
     named = (found.end() for found in (*_secret_assignments(text), *OPTION.finditer(text)))
     known = (found.start() for pattern in (SECRET, IN_ADDRESS) for found in pattern.finditer(text))
     first = min((*named, *known), default=None)
@@ -155,7 +155,7 @@ quotes otherwise than a shell does."""
 
 
 def expanded(place: object) -> object:
-    """Return a path with the present values of `$VARIABLES` and `~`, as a shell would have it.
+    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it.
 
     Raises:
         ValueError: A variable is not set.
@@ -208,7 +208,7 @@ SetupLine = Annotated[str, AfterValidator(_setup_line)]
 
 
 def plain(annotation: Any) -> Any:
-    """Return an annotation without its `Annotated[...]` and `| None`."""
+    """An annotation without its `Annotated[...]` and `| None`."""
     if get_origin(annotation) is Annotated:
         return plain(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -164,7 +164,7 @@ class DrafterConfig(Section):
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def keeps_hidden_states(self, hidden_size: int) -> bool:
-        """Return whether EAGLE-3's targets are kept as the policy's last hidden states and the rows of its head.
+        """Whether EAGLE-3's targets are kept as the policy's last hidden states and the rows of its head.
 
         They are where that takes much less memory than its logits on the draft vocabulary, which are then computed
         again where they are needed.

@@ -110,7 +110,7 @@ def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
 
 
 def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:
-    """Return a key that decides it and why no step measures a metric; None if a step may.
+    """A key that decides it and why no step measures a metric; None if a step may.
 
     Names that are made at run time are refused only where all of them are known beforehand.
     """

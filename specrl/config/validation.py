@@ -24,7 +24,7 @@ WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mism
 
 
 def suggest_metric(metric: str, names: Iterable[str] = ()) -> str:
-    """Return the end of a message about a wrong name: the nearest metric that may be watched, if one is near.
+    """The end of a message about a wrong name: the nearest metric that may be watched, if one is near.
 
     Args:
         names: Further metrics beside those that `specrl/metrics.py` names in full.

@@ -59,24 +59,24 @@ _NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3
 
 
 def format_answer(answer: str) -> str:
-    """Return an answer as demonstrations state it, so that `extract_answer` finds it unchanged but for outer spaces."""
+    """An answer as demonstrations state it, so that `extract_answer` finds it unchanged but for outer spaces."""
     return f"<answer>{answer}</answer>" if "\n" in answer else f"Answer: {answer}"
 
 
 def final_part(response: str) -> str:
-    """Return what a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
+    """What a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
     said = after_thoughts(response)
     return next((part for part in _RUN_ON.split(said) if _stated(part) is not None), said)
 
 
 def after_thoughts(response: str) -> str:
-    """Return what a response says after its thoughts; nothing where they do not end."""
+    """What a response says after its thoughts; nothing where they do not end."""
     _, end, after = response.rpartition("</think>")
     return after if end else "" if "<think>" in response else response
 
 
 def extract_answer(response: str) -> str:
-    r"""Return the answer that a response states.
+    r"""The answer that a response states.
 
     It is the text of the last `<answer>...</answer>`; without one it is the last of `\boxed{...}`, `Answer: ...` (also
     as a heading, in Markdown's bold, and in some other languages) and `#### ...`; without these what follows the last
@@ -117,7 +117,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def references(answer: str) -> list[str]:
-    """Return the answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
+    """The answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
     text = bare(extract_answer(answer))
     try:
         items = json.loads(text) if text.startswith("[") else None
@@ -132,7 +132,7 @@ def references(answer: str) -> list[str]:
 
 
 def bare(answer: str) -> str:
-    """Return an answer without what is around it, such as dollar signs and Markdown."""
+    """An answer without what is around it, such as dollar signs and Markdown."""
     text = answer.strip()
     previous = None
     while text != previous:
@@ -147,7 +147,7 @@ def bare(answer: str) -> str:
 
 
 def same(stated: str, reference: str) -> bool:
-    """Return whether an answer is a reference as text or as a plain number, but for what cannot make it wrong.
+    """Whether an answer is a reference as text or as a plain number, but for what cannot make it wrong.
 
     That is case, spacing, thousands separators, a final full stop, a fraction of 0, the unit or the currency of a
     number where only one of both has it, and what follows the letter of a choice, `(B) Paris`.
@@ -163,7 +163,7 @@ def same(stated: str, reference: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer without case, needless spacing, thousands separators, and a final full stop."""
+    """An answer without case, needless spacing, thousands separators, and a final full stop."""
     text = " ".join(answer.split()).casefold().replace("−", "-").rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,\\!)(?=\d{3}\b)", "", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
@@ -178,13 +178,13 @@ def _amount(text: str) -> tuple[Decimal | None, str]:
 
 
 def is_text(answer: str) -> bool:
-    """Return whether a reference is words, such as a name, and no expression: letters would be read as factors."""
+    """Whether a reference is words, such as a name, and no expression: letters would be read as factors."""
     words = re.findall(r"[^\W\d_]{3,}", answer)
     return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
 
 
 def as_latex(answer: str) -> str:
-    """Return an expression with the signs and the numbers that are not LaTeX written as LaTeX."""
+    """An expression with the signs and the numbers that are not LaTeX written as LaTeX."""
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
     return answer

@@ -25,7 +25,7 @@ Request = str | list[Message]
 
 
 def read_problems(place: Path, config: DataConfig, fit: Fit) -> list[Problem]:
-    """Return the rows of a place's files as problems, in the files' order; answers of any type become text.
+    """The rows of a place's files as problems, in the files' order; answers of any type become text.
 
     Raises:
         ConfigError: There is no file, one has another format or lacks a column, no prompt can be made of a row, or
@@ -47,12 +47,12 @@ def read_problems(place: Path, config: DataConfig, fit: Fit) -> list[Problem]:
 
 
 def read_requests(place: Path) -> list[Request]:
-    """Return what the files of a place ask; see `placed_requests`."""
+    """What the files of a place ask; see `placed_requests`."""
     return [request for _, request in placed_requests([place])]
 
 
 def placed_requests(places: Sequence[Path]) -> list[tuple[str, Request]]:
-    """Return what files ask, row by row, with the rows' places: a text, or a chat up to its last request.
+    """What files ask, row by row, with the rows' places: a text, or a chat up to its last request.
 
     A row has `messages` (or `conversations`), of which the assistant's last ones are left out, or a `prompt`.
 
@@ -85,7 +85,7 @@ def _request(place: str, row: dict[str, Any]) -> Request:
 
 
 def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool) -> Problem:
-    """Return a row as a problem.
+    """A row as a problem.
 
     Raises:
         ConfigError: The prompt is neither text nor messages, or the answer is missing or no text either.
@@ -149,7 +149,7 @@ class FileProblems:
         self._drawn = _shares(self._sizes, config.weights)
 
     def notes(self, count: int) -> list[str]:
-        """Return a line for each thing about the rows that a user may not expect.
+        """A line for each thing about the rows that a user may not expect.
 
         Args:
             count: The number of prompts of a step.
@@ -167,7 +167,7 @@ class FileProblems:
         return lines
 
     def trains_on(self, question: str) -> bool:
-        """Return whether a training row asks this question."""
+        """Whether a training row asks this question."""
         return question in self._questions
 
     def _count_repeats(self) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class FileProblems:
         return len(repeated) - len(answers), sum(own != first for own, first in repeated)
 
     def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """Return rows `drawn` to `drawn + count` of the stream's epochs, each of which is shuffled anew.
+        """Rows `drawn` to `drawn + count` of the stream's epochs, each of which is shuffled anew.
 
         Where sets have weights, an epoch has of each as many rows as its weight says, some of them more than once.
         """
@@ -185,7 +185,7 @@ class FileProblems:
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """Return the first `count` distinct held-out rows, which takes no time.
+        """The first `count` distinct held-out rows, which takes no time.
 
         Raises:
             ConfigError: There are fewer.

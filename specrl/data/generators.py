@@ -67,7 +67,7 @@ class ReasoningGym:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
-        """Return an item of a data set; None where the generator fails on it.
+        """An item of a data set; None where the generator fails on it.
 
         Raises:
             ConfigError: It has failed on `MAX_MISSES` items in a row.
@@ -89,7 +89,7 @@ class ReasoningGym:
 
 
 def make_generator(config: GeneratorConfig) -> Generator:
-    """Return the generator of one entry of `data.generators`.
+    """The generator of one entry of `data.generators`.
 
     Raises:
         ConfigError: The name or a parameter is unknown, or the generator refuses a value; the line says what is
@@ -159,7 +159,7 @@ class GeneratorMixture:
             raise ConfigError("data.generators is empty: name at least one generator")
 
     def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """Return problems that are distinct as long as the generators have new ones, and then repeats.
+        """Problems that are distinct as long as the generators have new ones, and then repeats.
 
         They do not depend on how many were drawn before.
 
@@ -175,7 +175,7 @@ class GeneratorMixture:
         return found
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """Return the first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
+        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
 
         Raises:
             ConfigError: The generators have fewer.
@@ -225,7 +225,7 @@ class GeneratorMixture:
                 seen, misses = set(), 0
 
     def _fitted(self, candidate: Problem) -> Problem | None:
-        """Return a problem as it can be asked; None for one that cannot.
+        """A problem as it can be asked; None for one that cannot.
 
         Raises:
             ConfigError: Its prompt is too long, and `data.overlong` refuses that.

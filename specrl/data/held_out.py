@@ -12,7 +12,7 @@ from specrl.data.problems import Fit, Problem, ProblemSource
 
 
 def make_problems(config: DataConfig, seed: int, fit: Fit) -> ProblemSource:
-    """Return the run's problems, from generators or a file.
+    """The run's problems, from generators or a file.
 
     Args:
         fit: What becomes of problems whose prompts are too long.
@@ -24,7 +24,7 @@ def make_problems(config: DataConfig, seed: int, fit: Fit) -> ProblemSource:
 
 
 def config_of_set(config: Config, name: str) -> Config:
-    """Return the configuration under which a held-out set is answered: the run's, with the set's own settings."""
+    """The configuration under which a held-out set is answered: the run's, with the set's own settings."""
     chosen = config.validate_.held_out_sets[name]
     data: dict[str, Any] = {}
     if chosen.path is not None:
@@ -41,7 +41,7 @@ def config_of_set(config: Config, name: str) -> Config:
 
 
 def held_out_problems(config: Config, name: str, fit: Fit, patience_s: float = math.inf) -> list[Problem]:
-    """Return the distinct problems of a held-out set, of generators those that were found within `patience_s` seconds.
+    """The distinct problems of a held-out set, of generators those that were found within `patience_s` seconds.
 
     Args:
         fit: What becomes of problems whose prompts are too long.

@@ -75,7 +75,7 @@ Fit = Callable[[Sequence[Problem]], list[Problem | Misfit]]
 
 
 def fit_all(problems: Sequence[Problem]) -> list[Problem | Misfit]:
-    """Return all problems as they are, for checks that are made without a tokenizer."""
+    """All problems as they are, for checks that are made without a tokenizer."""
     return list(problems)
 
 
@@ -87,7 +87,7 @@ class Generator(Protocol):
         ...
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """Return the reward of a response, 0 to 1.
+        """The reward of a response, 0 to 1.
 
         Args:
             answer: `Problem.answer`.
@@ -110,7 +110,7 @@ class ProblemSource(Protocol):
         ...
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """Return the first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
+        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
 
         Raises:
             ConfigError: There are fewer.
@@ -118,22 +118,22 @@ class ProblemSource(Protocol):
         ...
 
     def notes(self, count: int) -> list[str]:
-        """Return a line for each thing about the problems that a user may not expect, where a step asks `count`."""
+        """A line for each thing about the problems that a user may not expect, where a step asks `count`."""
         ...
 
     def trains_on(self, question: str) -> bool:
-        """Return whether this question is known to be among those that are trained on."""
+        """Whether this question is known to be among those that are trained on."""
         ...
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed for numbers and names; being made by SHA-256, the seeds of similar inputs are unrelated."""
+    """A 63-bit seed for numbers and names; being made by SHA-256, the seeds of similar inputs are unrelated."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def is_held_out(question: str, fraction: float) -> bool:
-    """Return whether a generated problem is held out, which its text alone decides, whatever stream drew it.
+    """Whether a generated problem is held out, which its text alone decides, whatever stream drew it.
 
     Args:
         fraction: `data.validation_fraction`, the share of all questions that is held out.

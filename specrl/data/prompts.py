@@ -77,7 +77,7 @@ class PromptSource:
         return ProblemStore.of(self._problems_dir, config, self.tokenizer, reads=not self._draws_anew)
 
     def batch(self, step: int) -> list[Prompt]:
-        """Return the `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
+        """The `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
         if step not in self._recent:
             self._recent[step] = self._draw(step)
             for earliest in list(self._recent)[:-RECENT]:
@@ -97,7 +97,7 @@ class PromptSource:
         return self._prompts("train", problems)
 
     def held_out(self, count: int) -> list[Prompt]:
-        """Return distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
+        """Distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
 
         Raises:
             ConfigError: There are fewer held-out problems.
@@ -105,7 +105,7 @@ class PromptSource:
         return self._prompts("held-out", self._store.take("held-out", count, self._problems.held_out)[0])
 
     def validation(self, name: str) -> list[Prompt]:
-        """Return the prompts of the held-out set of this name.
+        """The prompts of the held-out set of this name.
 
         Raises:
             ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
@@ -122,7 +122,7 @@ class PromptSource:
         return self._prompts(f"held-out/{name}", store.take("held-out", count, draw)[0])
 
     def pretraining(self, count: int) -> list[Prompt]:
-        """Return the prompts whose responses the drafter is pretrained on."""
+        """The prompts whose responses the drafter is pretrained on."""
 
         def draw(count: int) -> list[Problem]:
             return self._problems.draw("pretraining", 0, count, 0)
@@ -130,7 +130,7 @@ class PromptSource:
         return self._prompts("pretraining", self._store.take("pretraining", count, draw)[0])
 
     def drafter_data(self, count: int) -> list[Prompt]:
-        """Return prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
+        """Prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
 
         One that leaves no room for a response is cut at its beginning.
 

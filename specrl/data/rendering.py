@@ -68,7 +68,7 @@ class Rendering:
                 raise ConfigError(f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it")
 
     def text(self, question: str, context: Sequence[Message] = ()) -> str:
-        """Return the question with the template applied; in a format string it stands below the messages before it."""
+        """The question with the template applied; in a format string it stands below the messages before it."""
         if self._template != CHAT:
             return self._template.format(prompt="\n".join([*(message["content"] for message in context), question]))
         has_system = any(message["role"] in ("system", "developer") for message in context)
@@ -76,7 +76,7 @@ class Rendering:
         return self._of_chat([*system, *context, {"role": "user", "content": question}])
 
     def chat(self, request: str | list[Message]) -> str:
-        """Return the text of a request: as the tokenizer's chat template has it, or its messages one after another.
+        """The text of a request: as the tokenizer's chat template has it, or its messages one after another.
 
         Raises:
             ConfigError: The chat template refuses it.
@@ -97,7 +97,7 @@ class Rendering:
             raise ConfigError(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}") from error
 
     def tokens(self, text: str, *, of_chat: bool = False) -> list[int]:
-        """Return the tokens of a prompt's text.
+        """The tokens of a prompt's text.
 
         Args:
             of_chat: Whether the text is what `chat` has returned.
@@ -105,7 +105,7 @@ class Rendering:
         return self._encode([text], of_chat=of_chat)[0]
 
     def fit(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
-        """Return the problems as they can be asked, and a `Misfit` in place of each that cannot.
+        """The problems as they can be asked, and a `Misfit` in place of each that cannot.
 
         A problem whose prompt has more than `limit` tokens is treated as `data.overlong` says.
         """

@@ -47,7 +47,7 @@ class ProblemStore:
 
     @classmethod
     def of(cls, problems_dir: Path | None, config: Config, tokenizer: Any, *, reads: bool = True) -> ProblemStore:
-        """Return the store for what this configuration and tokenizer draw.
+        """The store for what this configuration and tokenizer draw.
 
         It keeps no problems of a file, which are read quickly, and none with a tokenizer that has no known state.
 
@@ -66,7 +66,7 @@ class ProblemStore:
         return cls(problems_dir / digest(drawn_by), reads=reads)
 
     def take(self, name: str, count: int, draw: Callable[[int], list[Problem]]) -> tuple[list[Problem], bool]:
-        """Return the first `count` problems of a stream, and whether drawing them takes long, so that they are kept.
+        """The first `count` problems of a stream, and whether drawing them takes long, so that they are kept.
 
         Args:
             name: The name of the stream, or of a step of one, which becomes that of the file.

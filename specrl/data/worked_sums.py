@@ -57,7 +57,7 @@ class WorkedSums(Section):
 
 
 def worked_sum(terms: list[int]) -> Problem:
-    """Return the problem of adding these terms, two or more, one after the other."""
+    """The problem of adding these terms, two or more, one after the other."""
     total, steps = terms[0], []
     for term in terms[1:]:
         steps.append(f"{total} + {term} = {total + term}")

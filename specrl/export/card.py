@@ -24,7 +24,7 @@ def serve_arguments(
     *,
     files: Path | None = None,
 ) -> list[str]:
-    """Return the words of the `vllm serve` command that uses the drafter.
+    """The words of the `vllm serve` command that uses the drafter.
 
     With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
     without GPUs is then served as its engine generated, with a KV cache of the same size; vLLM would take nearly all
@@ -47,7 +47,7 @@ def serve_arguments(
 
 
 def window_options(directory: Path) -> list[str]:
-    """Return what `vllm serve` must be told about a drafter with a sliding window; nothing for any other one.
+    """What `vllm serve` must be told about a drafter with a sliding window; nothing for any other one.
 
     vLLM would divide the policy's layers into groups as small as the drafter, each with a table of blocks of its own.
     """
@@ -66,7 +66,7 @@ def _options(config: Config) -> list[str]:
 
 
 def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config, *, files: Path | None = None) -> str:
-    """Return the same as one line for a shell, for the drafter of a run."""
+    """The same as one line for a shell, for the drafter of a run."""
     return shlex.join(serve_arguments(policy, drafter_dir, k, config, files=files))
 
 
@@ -78,7 +78,7 @@ def model_card(
     command: str,
     about: str = "",
 ) -> str:
-    """Return the card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
+    """The card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
 
     Every figure in it was measured by this run.
 

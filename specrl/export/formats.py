@@ -50,7 +50,7 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(name: str) -> Format:
-    """Return a format.
+    """A format.
 
     Raises:
         ConfigError: There is no such format.

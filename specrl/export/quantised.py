@@ -48,7 +48,7 @@ SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e
 
 
 def find_scheme(name: str) -> Scheme:
-    """Return a scheme.
+    """A scheme.
 
     Raises:
         ConfigError: There is no such scheme.
@@ -86,7 +86,7 @@ def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def quantisation_config(scheme: Scheme) -> dict[str, Any]:
-    """Return what `config.json` says of the quantisation."""
+    """What `config.json` says of the quantisation."""
     numbers = {"num_bits": 8, "type": scheme.kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -105,7 +105,7 @@ def quantisation_config(scheme: Scheme) -> dict[str, Any]:
 
 
 def quantisation_paragraph(scheme: Scheme, original: Path) -> str:
-    """Return what the model card says of the quantisation.
+    """What the model card says of the quantisation.
 
     Args:
         original: The folder of the drafter that was quantised.

@@ -18,7 +18,7 @@ from specrl.models.hf_io import TensorReader, write_tensors
 
 
 def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
-    """Return the command with which SGLang serves the policy with what `write_sglang` wrote."""
+    """The command with which SGLang serves the policy with what `write_sglang` wrote."""
     options = {
         "--model-path": drafter.policy,
         "--speculative-algorithm": "EAGLE3",
@@ -48,7 +48,7 @@ def write_sglang(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def sglang_name(name: str) -> str:
-    """Return the name that SGLang has for a tensor of the EAGLE-3 directory.
+    """The name that SGLang has for a tensor of the EAGLE-3 directory.
 
     The norm before the attention is called `hidden_norm` in all of its layers.
     """
@@ -57,7 +57,7 @@ def sglang_name(name: str) -> str:
 
 
 def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the contents of SGLang's `config.json`, given those of the EAGLE-3 directory's.
+    """The contents of SGLang's `config.json`, given those of the EAGLE-3 directory's.
 
     SGLang names a feature by the layer that it leaves, in `eagle_config`, and not by the one that it enters.
 

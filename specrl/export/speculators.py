@@ -63,7 +63,7 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
-    """Return the contents of the library's `config.json`; the errors are those of `write_speculators`."""
+    """The contents of the library's `config.json`; the errors are those of `write_speculators`."""
     eagle3 = drafter.config
     if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
         raise ValueError(

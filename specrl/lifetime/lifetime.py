@@ -164,7 +164,7 @@ class Lifetime:
         return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
 
     def _too_late(self, now: float, validates: bool) -> Stop | None:
-        """Return a request to leave, or None if the next step and a checkpoint fit into the time left.
+        """A request to leave, or None if the next step and a checkpoint fit into the time left.
 
         The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
         """

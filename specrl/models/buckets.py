@@ -12,7 +12,7 @@ BUCKET_BYTES = 2**28
 
 
 def buckets(sizes: Sequence[int]) -> list[range]:
-    """Return the indices of the tensors in each message, in order.
+    """The indices of the tensors in each message, in order.
 
     A message holds about a quarter of the layer, so that a layer takes few messages and no more than its own memory
     while it travels. It is larger where one tensor alone is, and not above `BUCKET_BYTES` otherwise.

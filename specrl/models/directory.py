@@ -21,7 +21,7 @@ LFS_POINTER = "version https://git-lfs"
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Return the names of the files that hold the weights of a Hugging Face directory, whether they exist or not.
+    """The names of the files that hold the weights of a Hugging Face directory, whether they exist or not.
 
     Raises:
         ConfigError: There is an index that is none.
@@ -38,7 +38,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """The object in a JSON file.
 
     Raises:
         ConfigError: It is none, or cannot be read; the line begins with what is wrong with the file's folder.
@@ -58,7 +58,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """Return the contents of a Hugging Face directory's `config.json`.
+    """The contents of a Hugging Face directory's `config.json`.
 
     Raises:
         ConfigError: The directory or the file does not exist, or the file is no JSON object.
@@ -74,7 +74,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Return whether a Hugging Face directory has a chat template, in any of the places where transformers looks."""
+    """Whether a Hugging Face directory has a chat template, in any of the places where transformers looks."""
     names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     settings = directory / "tokenizer_config.json"
     return any((directory / name).exists() for name in names) or (

@@ -78,7 +78,7 @@ class PublishedDrafter:
 
 
 def find_source(config: Config) -> Path | None:
-    """Return the folder of `drafter.source`, or None where it is a hub id.
+    """The folder of `drafter.source`, or None where it is a hub id.
 
     Raises:
         ConfigError: It is neither an existing folder nor a hub id.
@@ -93,7 +93,7 @@ def find_source(config: Config) -> Path | None:
 
 
 def fetch_source(config: Config) -> Path:
-    """Return the folder of `drafter.source`, downloaded from the hub if need be.
+    """The folder of `drafter.source`, downloaded from the hub if need be.
 
     Raises:
         ConfigError: It does not exist, or cannot be downloaded.
@@ -111,7 +111,7 @@ def _known_source(config: Config) -> dict[str, Any] | None:
 
 
 def with_source_sizes(config: Config) -> Config:
-    """Return a configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
+    """A configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
     found = _known_source(config)
     if found is None:
         return config
@@ -125,7 +125,7 @@ def with_source_sizes(config: Config) -> Config:
 
 
 def with_source_heads(config: Config, policy: ModelShape) -> ModelShape:
-    """Return the policy's shape with the attention heads of the drafter: its own where it is that of `drafter.source`.
+    """The policy's shape with the attention heads of the drafter: its own where it is that of `drafter.source`.
 
     A new drafter, and one that cannot be read from here, has the policy's.
     """
@@ -141,7 +141,7 @@ def with_source_heads(config: Config, policy: ModelShape) -> ModelShape:
 
 
 def has_window(directory: Path) -> bool:
-    """Return whether the drafter in a folder, of any layout, sees a sliding window of positions."""
+    """Whether the drafter in a folder, of any layout, sees a sliding window of positions."""
     config = read_model_config(directory)
     config = {**config, **(config.get("transformer_layer_config") or {})}
     return "sliding_attention" in (config.get("layer_types") or ())
@@ -260,7 +260,7 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
 
 
 def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Path) -> PublishedDrafter:
-    """Return a drafter with feature layers, positions and rotary embedding that suit a policy.
+    """A drafter with feature layers, positions and rotary embedding that suit a policy.
 
     vLLM lets a drafter read sequences as long as the policy's, whatever its own `max_position_embeddings`. A drafter
     without YaRN drafts nothing useful beyond the original context of a policy with it, so it gets the policy's.

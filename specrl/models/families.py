@@ -251,7 +251,7 @@ UNSUPPORTED = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the row of a checkpoint, given the contents of its `config.json`.
+    """The row of a checkpoint, given the contents of its `config.json`.
 
     Raises:
         ConfigError: No row has its architecture; the line names those that are supported.
@@ -267,7 +267,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def num_mtp_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`.
+    """The number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`.
 
     Raises:
         ConfigError: No row has its architecture.
@@ -276,7 +276,7 @@ def num_mtp_layers(config: Mapping[str, Any]) -> int:
 
 
 def family_of_model(hf: Any) -> Family:
-    """Return the row of a model, given transformers' configuration object.
+    """The row of a model, given transformers' configuration object.
 
     An object that was made in code names no architecture; its `model_type` decides.
 
@@ -288,7 +288,7 @@ def family_of_model(hf: Any) -> Family:
 
 
 def tiny_family(tiny: TinyModelConfig) -> Family:
-    """Return the row of the random model that `model.tiny` describes.
+    """The row of the random model that `model.tiny` describes.
 
     Raises:
         ConfigError: There is no such family, or it cannot have tied embeddings.
@@ -305,7 +305,7 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
 
 
 def tiny_expert_shape(tiny: TinyModelConfig) -> ExpertShape | None:
-    """Return the dimensions of the random model's experts; None where its family has none.
+    """The dimensions of the random model's experts; None where its family has none.
 
     Raises:
         ConfigError: There is no such family.
@@ -316,7 +316,7 @@ def tiny_expert_shape(tiny: TinyModelConfig) -> ExpertShape | None:
 
 
 def ties_embeddings(tiny: TinyModelConfig) -> bool:
-    """Return whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can.
+    """Whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can.
 
     Raises:
         ConfigError: There is no such family, or it cannot have tied embeddings.
@@ -325,12 +325,12 @@ def ties_embeddings(tiny: TinyModelConfig) -> bool:
 
 
 def head_dim(hf: Any) -> int:
-    """Return the number of channels of one attention head, given transformers' configuration object of a model."""
+    """The number of channels of one attention head, given transformers' configuration object of a model."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Return the dimensions of a checkpoint's experts, given the contents of its `config.json`; None without experts.
+    """The dimensions of a checkpoint's experts, given the contents of its `config.json`; None without experts.
 
     Raises:
         ConfigError: Some layers have no experts, or the dimensions are missing or make no sense.
@@ -355,7 +355,7 @@ def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def expert_shape_of_model(hf: Any) -> ExpertShape | None:
-    """Return the dimensions of a model's experts, given transformers' configuration object; None without experts.
+    """The dimensions of a model's experts, given transformers' configuration object; None without experts.
 
     Raises:
         ConfigError: As in `expert_shape`.

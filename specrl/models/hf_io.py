@@ -48,7 +48,7 @@ class TensorReader:
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading the tensor.
+        """A tensor's shape without reading the tensor.
 
         Raises:
             ValueError: There is no such tensor.
@@ -56,7 +56,7 @@ class TensorReader:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in the type it has on disk.
+        """A tensor on the CPU, in the type it has on disk.
 
         Raises:
             ValueError: There is no such tensor.
@@ -65,7 +65,7 @@ class TensorReader:
         return tensor
 
     def read_slice(self, name: str, start: int, stop: int, *, dim: int = 0) -> Tensor:
-        """Return the part of a tensor with indices `start` to `stop - 1` along dimension `dim`, which is 0 or 1.
+        """The part of a tensor with indices `start` to `stop - 1` along dimension `dim`, which is 0 or 1.
 
         Raises:
             ValueError: There is no such tensor.

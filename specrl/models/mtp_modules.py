@@ -48,7 +48,7 @@ class MtpModule:
     """Whether vLLM loads a checkpoint with several layers."""
 
     def name_on_disk(self, own: str, layer: int = 0) -> str:
-        """Return the name of a layer's tensor on disk, given its name in `training/drafter/kinds/mtp.py`."""
+        """The name of a layer's tensor on disk, given its name in `training/drafter/kinds/mtp.py`."""
         module, _, kind = own.rpartition(".")
         beside = {
             "token_layernorm": self.token_norm,
@@ -59,7 +59,7 @@ class MtpModule:
         return (f"{beside[module]}.{kind}" if module in beside else self.block + own).format(layer=layer)
 
     def name_in_engine(self, name: str, first: int) -> str:
-        """Return vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices.
+        """vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices.
 
         Args:
             first: The first layer's number in vLLM, which is the number of layers in the drafter's configuration.
@@ -70,7 +70,7 @@ class MtpModule:
         return name
 
     def drafts(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint, by its name, belongs to the first layer or to all of them."""
+        """Whether a tensor of the checkpoint, by its name, belongs to the first layer or to all of them."""
         modules = (self.block, self.token_norm, self.hidden_norm, self.projection, self.final_norm)
         beginnings = tuple(module.format(layer=0) for module in modules if module is not None)
         return name.startswith(beginnings)

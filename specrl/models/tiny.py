@@ -85,7 +85,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
 
 
 def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a model with each expert's matrices by themselves, as checkpoints have them.
+    """The tensors of a model with each expert's matrices by themselves, as checkpoints have them.
 
     In memory transformers stacks the experts of a layer: gates above up projections [experts, 2 x width, hidden], and
     down projections [experts, hidden, width].
@@ -114,7 +114,7 @@ def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dic
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable ASCII character and newline; anything else is `<unk>`.
+    """A tokenizer with one token per printable ASCII character and newline; anything else is `<unk>`.
 
     It adds no tokens to a text. It is a byte-level BPE without merges, because that is what transformers makes of the
     tokenizer in a Qwen2 directory.

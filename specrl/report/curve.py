@@ -11,12 +11,12 @@ from specrl.report.results import StageRecord
 
 
 def curve_of(stages: Mapping[str, StageRecord]) -> list[SetScore]:
-    """Return the scores of all policy versions that a run has validated so far, in the order of steps."""
+    """The scores of all policy versions that a run has validated so far, in the order of steps."""
     return read_curve(stages["train"].stage_dir) if "train" in stages else []
 
 
 def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
-    """Return the scores of each held-out set."""
+    """The scores of each held-out set."""
     found: dict[str, list[SetScore]] = {}
     for score in curve:
         found.setdefault(score.set, []).append(score)
@@ -24,7 +24,7 @@ def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
 
 
 def curve_rows(curve: Sequence[SetScore]) -> list[tuple[str, str]]:
-    """Return a row for each set, such as `23.4% -> 50.8% at step 8 (42.2% to 59.3%; best 52.3% at step 6)`."""
+    """A row for each set, such as `23.4% -> 50.8% at step 8 (42.2% to 59.3%; best 52.3% at step 6)`."""
     rows = []
     for name, scores in by_set(curve).items():
         first, last = scores[0], scores[-1]

@@ -15,7 +15,7 @@ FIRST = ("accuracy, held out", "reward, training", "acceptance length")
 
 
 def describe(run_dir: Path) -> str:
-    """Return what a run is, what it has reached so far, and where to look further."""
+    """What a run is, what it has reached so far, and where to look further."""
     config = read_config(run_dir)
     lines = [headline(config), ""]
     try:
@@ -42,7 +42,7 @@ def describe(run_dir: Path) -> str:
 
 
 def headline(config: Config) -> str:
-    """Return one sentence about what is trained on what."""
+    """One sentence about what is trained on what."""
     path = config.data.path
     source = (
         ", ".join(place.name for place in path)

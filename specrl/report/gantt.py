@@ -29,7 +29,7 @@ BOX = 0.65
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
-    """Return a step of all ranks, drawn to scale, as SVG text. Its axis is in seconds since the first rank began."""
+    """A step of all ranks, drawn to scale, as SVG text. Its axis is in seconds since the first rank began."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -117,7 +117,7 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """Return the step, the reward and the response length in tokens of every rollout, each as an array [rollouts]."""
+    """The step, the reward and the response length in tokens of every rollout, each as an array [rollouts]."""
     parts = [_read_file(path) for path in sorted(rollouts_dir.glob("step=*/*.arrow"))]
     if not parts:
         return np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)

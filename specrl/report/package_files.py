@@ -28,7 +28,7 @@ class Collision:
 
 
 def collisions(site_packages: Path) -> list[Collision]:
-    """Return the paths that two or more packages own with different contents, read from their RECORD files.
+    """The paths that two or more packages own with different contents, read from their RECORD files.
 
     Equal copies are left out: it makes no difference which of them is there (mlflow and mlflow-skinny share theirs).
     """
@@ -46,7 +46,7 @@ def collisions(site_packages: Path) -> list[Collision]:
 
 
 def wrong_torch(site_packages: Path) -> str | None:
-    """Return a line on torch's build if it is the wrong one, or None.
+    """A line on torch's build if it is the wrong one, or None.
 
     An environment with the package `cuda-toolkit`, which only the GPU lock names, needs torch for that CUDA version.
     """
@@ -63,7 +63,7 @@ def wrong_torch(site_packages: Path) -> str | None:
 
 
 def problems(site_packages: Path) -> list[str]:
-    """Return one line for torch's build and one for each set of packages that collide; an empty list if all is well."""
+    """One line for torch's build and one for each set of packages that collide; an empty list if all is well."""
     build = wrong_torch(site_packages)
     paths: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for collision in collisions(site_packages):

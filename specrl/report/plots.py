@@ -142,7 +142,7 @@ def share_bar(shares: Mapping[str, float], x_label: str) -> str:
 
 
 def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
-    """Return what `paint` draws on new matplotlib axes as the text of an SVG element.
+    """What `paint` draws on new matplotlib axes as the text of an SVG element.
 
     Args:
         size: The width and height in pixels, without the legend.
@@ -164,7 +164,7 @@ def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[st
 
 
 def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
-    """Return a matplotlib figure as an SVG element, without date, program name or document type.
+    """A matplotlib figure as an SVG element, without date, program name or document type.
 
     Args:
         titles: The tooltip of each artist that has one, by the artist's `gid`.
@@ -185,7 +185,7 @@ def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
 
 
 def embedded(svg: str) -> str:
-    """Return an SVG element as it stands inside an HTML page, which needs no names of XML name spaces."""
+    """An SVG element as it stands inside an HTML page, which needs no names of XML name spaces."""
     head, mark, body = svg.partition(">")
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", head) + mark + body
 

@@ -9,12 +9,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name as Linux reports it, or the architecture where it reports none."""
+    """The processor's name as Linux reports it, or the architecture where it reports none."""
     return _field("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the instruction sets that Linux reports; empty where it reports none."""
+    """The instruction sets that Linux reports; empty where it reports none."""
     return frozenset(_field("flags", cpuinfo).split())
 
 

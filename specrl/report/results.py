@@ -28,7 +28,7 @@ class StageRecord:
 
 
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """Return the folder of each stage that has one, for a reader that is not the run's flow.
+    """The folder of each stage that has one, for a reader that is not the run's flow.
 
     It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record. A link is
     none: the run may be somebody else's.
@@ -47,7 +47,7 @@ def find_stages(run_dir: Path) -> dict[str, StageRecord]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """Return the configuration that a run was started with.
+    """The configuration that a run was started with.
 
     Raises:
         ValueError: The folder is not a run's.
@@ -59,7 +59,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def readable_config(run_dir: Path) -> Config:
-    """Return the configuration of a run that may be somebody else's or of another version, as far as it is understood.
+    """The configuration of a run that may be somebody else's or of another version, as far as it is understood.
 
     What is not understood has its default.
     """
@@ -70,7 +70,7 @@ def readable_config(run_dir: Path) -> Config:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's. A model's folder has a file of the name `config.json`, too."""
+    """Whether a folder is a run's. A model's folder has a file of the name `config.json`, too."""
     if not (folder / CONFIG_FILE).is_file():
         return False
     if (folder / RUN_FILE).is_file():
@@ -80,7 +80,7 @@ def is_run(folder: Path) -> bool:
 
 
 def readable(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
-    """Return the stage's result, or None if it has not finished or is of another version of specrl."""
+    """The stage's result, or None if it has not finished or is of another version of specrl."""
     try:
         return finished(stages, stage, kind)
     except ValueError:
@@ -88,7 +88,7 @@ def readable(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultTyp
 
 
 def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
-    """Return the stage's result, or None if it has not finished."""
+    """The stage's result, or None if it has not finished."""
     record = stages.get(stage)
     if record is None or not (record.stage_dir / RESULT_FILE).exists():
         return None
@@ -96,7 +96,7 @@ def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultTyp
 
 
 def seconds_of(record: StageRecord) -> float | None:
-    """Return the wall-clock time of a stage, or None if it has not finished."""
+    """The wall-clock time of a stage, or None if it has not finished."""
     if record.seconds is not None:
         return record.seconds
     found = read_json(record.stage_dir / RESULT_FILE)
@@ -105,7 +105,7 @@ def seconds_of(record: StageRecord) -> float | None:
 
 
 def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
-    """Return the Slurm job or the local process of a stage, or None if it is not known."""
+    """The Slurm job or the local process of a stage, or None if it is not known."""
     if record.job_id is not None:
         return record.job_id
     found = read_json(run_dir / "jobs" / f"{record.key}.json")
@@ -114,7 +114,7 @@ def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
 
 
 def finished_steps(stages: Mapping[str, StageRecord]) -> int:
-    """Return the number of RL steps whose rollouts are written."""
+    """The number of RL steps whose rollouts are written."""
     if "train" not in stages:
         return 0
     return sum(1 for _ in (stages["train"].stage_dir / "rollouts").glob("step=*"))

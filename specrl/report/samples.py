@@ -83,7 +83,7 @@ class SampleReader:
         return sorted(int(name) for name in names if name.isdecimal() and len(name) == len("000000"))
 
     def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
-        """Return the best, the worst and the longest responses of a step, as many as are asked for of each."""
+        """The best, the worst and the longest responses of a step, as many as are asked for of each."""
         table = self._read(step)
         lengths = pc.list_value_length(table["response_tokens"]).to_pylist()
         rewards = table["reward"].to_pylist()
@@ -139,7 +139,7 @@ class SampleReader:
 
 
 def _read_rollouts(path: Path) -> pa.Table:
-    """Return what is shown of a file of rollouts, which may be somebody else's.
+    """What is shown of a file of rollouts, which may be somebody else's.
 
     Raises:
         ConfigError: It is no such file.
@@ -155,7 +155,7 @@ def _read_rollouts(path: Path) -> pa.Table:
 
 
 def page_samples(run_dir: Path) -> list[StepSamples]:
-    """Return what the report page shows: some steps, evenly spread, with their best, worst and longest responses."""
+    """What the report page shows: some steps, evenly spread, with their best, worst and longest responses."""
     reader = SampleReader(run_dir)
     steps = reader.steps
     if len(steps) > PAGE_STEPS:
@@ -180,7 +180,7 @@ def response_rows(run_dir: Path) -> list[dict[str, str | int | float]]:
 
 
 def clipped(text: str) -> str:
-    """Return a text for the page, without its middle where it is too long."""
+    """A text for the page, without its middle where it is too long."""
     if len(text) <= PAGE_CHARACTERS:
         return text
     half = PAGE_CHARACTERS // 2

@@ -52,7 +52,7 @@ def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
 
 
 def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
-    """Return the contents of `summary.json`. Other tools read it, so that the names below must stay.
+    """The contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
@@ -157,7 +157,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
-    """Return what a run has reached, as pairs of a name and a result."""
+    """What a run has reached, as pairs of a name and a result."""
     stages = find_stages(run_dir)
     return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
 

@@ -21,7 +21,7 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows
 
 
 def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
-    """Return the rows as a table for a terminal."""
+    """The rows as a table for a terminal."""
     table = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -32,7 +32,7 @@ def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
-    """Return the rows as aligned lines below their title."""
+    """The rows as aligned lines below their title."""
     names = [column.removeprefix(">") for column in columns]
     lines = [names, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
@@ -55,7 +55,7 @@ def print_line(console: Console, text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
+    """A text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text

@@ -56,8 +56,10 @@ class SequenceScore:
 
 @dataclass(frozen=True)
 class Response:
-    """A response. Its tokens include the stop token, or the one that completes a stop string; its text ends with that
-    string, and leaves out special tokens."""
+    """A response. Its tokens include the stop token, or the one that completes a stop string.
+
+    Its text ends with that string, and leaves out special tokens.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -67,7 +69,7 @@ class Response:
     dropped."""
     text: str
     finish_reason: str
-    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, `abort` by the caller."""
+    """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int

@@ -64,7 +64,7 @@ def main(context: StageContext) -> None:
 
 
 def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
-    """Return the exported drafter's folder: the policy's for a multi-token-prediction layer, None without a drafter."""
+    """The exported drafter's folder: the policy's for a multi-token-prediction layer, None without a drafter."""
     if trained.drafter_dir is None:
         return None
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
@@ -82,7 +82,7 @@ def copy_directory(source: Path, target: Path) -> None:
 
 
 def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:
-    """Return what a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
+    """What a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
 
     Drafts have full length.
     """
@@ -149,7 +149,7 @@ def register(
 
 
 def lineage_tags(context: StageContext) -> dict[str, str]:
-    """Return what a stage's results come from: run, stages, code, revision and data; for model versions."""
+    """What a stage's results come from: run, stages, code, revision and data; for model versions."""
     source = read_source(context.run_dir)
     kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
     return {

@@ -68,7 +68,7 @@ def main(context: StageContext) -> None:
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
-    """Return the responses of this rank's engine, on its first rank alone (collective).
+    """The responses of this rank's engine, on its first rank alone (collective).
 
     They are generated now, or read if a killed job of as many engines had finished all of them.
     """
@@ -91,7 +91,7 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
 
 
 def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Rollout]:
-    """Return the responses of this rank's engine to its share of the prompts, with rewards on its first rank."""
+    """The responses of this rank's engine to its share of the prompts, with rewards on its first rank."""
     config = context.config
     rewards = start_rewards(config, ranks.rank)
     policy_dir = context.input("prepare", PrepareResult).policy_dir
@@ -145,7 +145,7 @@ def _answer_data(context: StageContext, ranks: Ranks, engine: Engine, source: Pr
 
 
 def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:
-    """Return the responses of this rank's engine to prompts of `drafter.data`, on its first rank alone."""
+    """The responses of this rank's engine to prompts of `drafter.data`, on its first rank alone."""
     path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
     return read_rollouts(path) if context.config.drafter.data is not None and path.exists() else []
 

@@ -134,7 +134,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
 def open_prompts(
     context: StageContext, ranks: Ranks, tokenizer: Any, policy_dir: Path
 ) -> tuple[PromptSource, DrawingAhead | None]:
-    """Return the source of the prompts and, on the first rank, what draws those of the next steps meanwhile."""
+    """The source of the prompts and, on the first rank, what draws those of the next steps meanwhile."""
     config, start, begun = context.config, context.continues, (0, 0)
     if start is not None and start.counts_on:
         begun = (start.step, start.num_prompts)
@@ -144,7 +144,7 @@ def open_prompts(
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:
-    """Return the refit with its checks, whose probes come from the pretraining's responses."""
+    """The refit with its checks, whose probes come from the pretraining's responses."""
     config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
     place = EngineRank.of(ranks, config.engine.tensor_parallel)
     own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
@@ -190,7 +190,7 @@ def precision_recipe(context: StageContext, prepared: PrepareResult, ranks: Rank
 
 
 def training_precision(config: Config, recipe: Recipe | None) -> LinearPrecision | None:
-    """Return the FP8 arithmetic of the trainer's linear layers; None where they compute in the model's own type."""
+    """The FP8 arithmetic of the trainer's linear layers; None where they compute in the model's own type."""
     if recipe is None or config.precision.training == "bf16":
         return None
     return LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)

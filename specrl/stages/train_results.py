@@ -123,7 +123,7 @@ def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tra
 
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:
-    """Return what `TrainResult` says of all steps, by the names of its fields."""
+    """What `TrainResult` says of all steps, by the names of its fields."""
     stats = total_stats(records)
     return {
         "step_seconds_median": step_seconds_median(records),
@@ -140,7 +140,7 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def precision_report(trainer: Trainer) -> PrecisionReport:
-    """Return the precision that each engine was asked for, and how it really computed."""
+    """The precision that each engine was asked for, and how it really computed."""
     recipe, config = trainer.engine.precision.recipe, trainer.config.precision
     unquantised = {"bfloat16": "bf16", "float32": "fp32"}[trainer.config.model.dtype]
 

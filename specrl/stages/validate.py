@@ -87,7 +87,7 @@ def answer_all(
     progress: Progress,
     phase: str,
 ) -> tuple[list[SetScore], SpeculationStats]:
-    """Return the scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
+    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
 
     Args:
         step: The number of RL steps that the policy has been trained for.

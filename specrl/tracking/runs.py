@@ -215,19 +215,19 @@ def log_cell(
 
 
 def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row by the names of their metrics."""
+    """The numbers of a row by the names of their metrics."""
     numbers = {column: value for column, value in row.items() if isinstance(value, int | float)}
     return {f"bench/{ODD.sub('_', column)}": float(value) for column, value in numbers.items()}
 
 
 def stage_folders(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's stages. A link is none."""
+    """The folders of a run's stages. A link is none."""
     stages = run_dir / "stages"
     return sorted(path for path in stages.glob("*") if not path.is_symlink()) if not stages.is_symlink() else []
 
 
 def unended(run_dir: Path) -> list[Log]:
-    """Return the logs of the stages that have started and could not say how they ended.
+    """The logs of the stages that have started and could not say how they ended.
 
     Left out are those of earlier stages whose MLflow run a present stage goes on with: how it ended is for that to say.
     """
@@ -244,7 +244,7 @@ def _run_id(folder: Path) -> str | None:
 
 
 def last_of(log: Log) -> Entry | None:
-    """Return the last start or end of a log's run."""
+    """The last start or end of a log's run."""
     return next(reversed([entry for entry in log.entries() if entry.kind in ("start", "end")]), None)
 
 
@@ -295,7 +295,7 @@ def node_of(context: StageContext, ranks: Ranks) -> int | None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by their dotted names, such as `train.num_steps`."""
+    """Nested values by their dotted names, such as `train.num_steps`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}

@@ -225,5 +225,5 @@ SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
 
 
 def registered_version(stage_dir: Path, name: str) -> str | None:
-    """Return the version of the model `name` that a stage has registered, or None where it has none (yet)."""
+    """The version of the model `name` that a stage has registered, or None where it has none (yet)."""
     return Sent(Log(stage_dir)).now.versions.get(name)

@@ -57,7 +57,7 @@ class DeletedError(ConfigError):
 
 
 def tracking_uri(config: Config) -> str:
-    """Return where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
+    """Where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
 
     For a run that has not begun, MLFLOW_TRACKING_URI stands for what the configuration does not say.
     """
@@ -66,7 +66,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def own_uri(config: Config) -> str:
-    """Return the address of the sqlite file in the runs folder."""
+    """The address of the sqlite file in the runs folder."""
     return f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
 
 
@@ -127,7 +127,7 @@ def why_silent(uri: str, seconds: float) -> str | None:
 
 
 def experiment_id(client: Any, config: Config) -> str:
-    """Return the id of the experiment `tracking.experiment`, which is created where it does not exist."""
+    """The id of the experiment `tracking.experiment`, which is created where it does not exist."""
     name = config.tracking.experiment
     found = client.get_experiment_by_name(name)
     if found is None:
@@ -154,12 +154,12 @@ def _describe(client: Any, experiment: Any) -> None:
 
 
 def is_headline(name: str) -> bool:
-    """Return whether a metric belongs to what a run is judged by."""
+    """Whether a metric belongs to what a run is judged by."""
     return name in HEADLINES or SCORES.fullmatch(name) is not None
 
 
 def saved_view() -> dict[str, Any]:
-    """Return a view of an experiment's run table whose first columns are those that matter, as MLflow's pages save one.
+    """A view of an experiment's run table whose first columns are those that matter, as MLflow's pages save one.
 
     Without it the table shows no metric, and metrics that are chosen are in the order of the alphabet.
     """
@@ -173,7 +173,7 @@ def saved_view() -> dict[str, Any]:
 
 
 def table_address(config: Config) -> str:
-    """Return the part from # on of MLflow's address of the runs in that view; empty where nothing is recorded yet."""
+    """The part from # on of MLflow's address of the runs in that view; empty where nothing is recorded yet."""
     import_mlflow()
     from mlflow import MlflowClient
 
@@ -182,7 +182,7 @@ def table_address(config: Config) -> str:
 
 
 def exists(client: Any, run_id: str) -> bool:
-    """Return whether the store has this run and nobody has deleted it."""
+    """Whether the store has this run and nobody has deleted it."""
     from mlflow.exceptions import MlflowException
 
     try:

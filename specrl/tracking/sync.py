@@ -206,5 +206,5 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
 
 
 def refusals(folders: Sequence[Path]) -> list[str]:
-    """Return why MLflow refuses entries of these folders, a reason for each."""
+    """Why MLflow refuses entries of these folders, a reason for each."""
     return [reason for folder in folders for reason in Sent(Log(folder)).now.missing.values() if reason]

@@ -18,7 +18,7 @@ GREEDY = 0.0
 def measure_acceptance(
     engine: Engine, sets: Sequence[HeldOutSet], on_progress: Callable[[int, int], None] | None = None
 ) -> list[Acceptance]:
-    """Return the acceptance on each set, at its own temperature first and then greedily, in all and by context length.
+    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
 
     Each prompt is answered once, with the seed that validation gives its first response.
 

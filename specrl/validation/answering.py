@@ -37,7 +37,7 @@ class HeldOutSet:
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
-    """Return the sets of `validate.sets` in their order.
+    """The sets of `validate.sets` in their order.
 
     Raises:
         ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
@@ -104,7 +104,7 @@ def answer(
 
 
 def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
-    """Return what the scores need of all responses, prompts in the order of the set (collective).
+    """What the scores need of all responses, prompts in the order of the set (collective).
 
     Args:
         rollouts: The responses of this rank's engine, of which each `samples` belong to one prompt; the ranks of an

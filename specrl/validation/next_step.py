@@ -59,7 +59,7 @@ class NextStep:
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, tokenizer: Any) -> NextStep:
-        """Return the step that follows a policy of the train stage in `train_dir`.
+        """The step that follows a policy of the train stage in `train_dir`.
 
         There is pre-generated text only for a policy after the last step, in the job that ended with that step.
 
@@ -99,7 +99,7 @@ class NextStep:
             store_texts(engine, self.prompts, self.stored)
 
     def text(self) -> NextStepText:
-        """Return how much text there is, for the result file of `validate`."""
+        """How much text there is, for the result file of `validate`."""
         stored = [text for prompt in self.prompts for text in self.stored.get(prompt.id, ())]
         responses = [response for generation in self.recent for response in generation]
         return NextStepText(
@@ -113,7 +113,7 @@ class NextStep:
 
 
 def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[list[list[int]]]:
-    """Return the responses of the first engine in the steps before `step`, as many as have `most_tokens` tokens.
+    """The responses of the first engine in the steps before `step`, as many as have `most_tokens` tokens.
 
     Returns:
         The responses of each step in the order in which they were finished; the oldest step first.

@@ -40,7 +40,7 @@ def score_set(
     seconds: float,
     decode_steps_per_token: float,
 ) -> SetScore:
-    """Return the scores of one policy version on one set.
+    """The scores of one policy version on one set.
 
     Args:
         step: The number of RL steps that the policy has been trained for.
@@ -85,7 +85,7 @@ def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Fl
 
 
 def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """Return the confidence interval of each mean over prompts.
+    """The confidence interval of each mean over prompts.
 
     Prompts are the sample: the responses to one prompt depend on each other. Where every prompt has 0 or 1, it is
     Wilson's interval, which does not vanish where all are equal; otherwise it is the bootstrap's, with a fixed seed.
@@ -98,12 +98,12 @@ def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
 
 
 def is_binary(values: Floats) -> bool:
-    """Return whether all values are 0 or 1."""
+    """Whether all values are 0 or 1."""
     return bool(np.isin(values, (0.0, 1.0)).all())
 
 
 def wilson(num_right: int, num_prompts: int) -> Interval:
-    """Return Wilson's interval of a share."""
+    """Wilson's interval of a share."""
     from scipy.stats import binomtest
 
     interval = binomtest(num_right, num_prompts).proportion_ci(CONFIDENCE, method="wilson")
@@ -111,7 +111,7 @@ def wilson(num_right: int, num_prompts: int) -> Interval:
 
 
 def bootstrap(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """Return percentile intervals of the means over resampled prompts."""
+    """Percentile intervals of the means over resampled prompts."""
     if not of_prompts:
         return {}
     values = np.stack(list(of_prompts.values()))

@@ -17,7 +17,7 @@ Metrics = Mapping[str, float]
 
 
 def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> list[str]:
-    """Return a line for each reason to doubt the run that has now held for `PATIENCE` steps, or for all of a short run.
+    """A line for each reason to doubt the run that has now held for `PATIENCE` steps, or for all of a short run.
 
     Args:
         history: The metrics of the latest steps, the present one last: `PATIENCE` + 1 of them, unless there are fewer.

@@ -48,7 +48,7 @@ class EarlyStop:
 
 
 def stop_reason(condition: StopConfig, values: Values) -> str | None:
-    """Return why the latest value ends training, or None if it does not. A value that is no number ends nothing."""
+    """Why the latest value ends training, or None if it does not. A value that is no number ends nothing."""
     step, value = values[-1]
     found = f"{condition.metric} = {value:.4g} after step {step}"
     if condition.above is not None and value > condition.above:
@@ -66,7 +66,7 @@ def stop_reason(condition: StopConfig, values: Values) -> str | None:
 
 
 def best_of(metric: str, values: Values) -> tuple[int, float] | None:
-    """Return the best of the values, the first of equal ones; None if none is a number.
+    """The best of the values, the first of equal ones; None if none is a number.
 
     Args:
         metric: The metric's name, whose definition says whether higher or lower values are better.

@@ -62,7 +62,7 @@ class Validation:
         self.curve = self._ranks.gather(curve)[0]
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether the policy after `step` RL steps is to be validated, and has not been yet.
+        """Whether the policy after `step` RL steps is to be validated, and has not been yet.
 
         Args:
             last: Whether it is the policy after the last step.
@@ -93,7 +93,7 @@ class Validation:
         return best is not None and best[0] == step
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return all metrics of the policy after `step` RL steps."""
+        """All metrics of the policy after `step` RL steps."""
         return {name: value for score in self.curve if score.step == step for name, value in score.metrics().items()}
 
     @property
@@ -102,7 +102,7 @@ class Validation:
         return [(step, self.metrics_of(step)) for step in sorted({score.step for score in self.curve})]
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
-        """Return the number of RL steps and the value of the version that is best by `best_metric`, or None.
+        """The number of RL steps and the value of the version that is best by `best_metric`, or None.
 
         Args:
             among: The numbers of RL steps to choose from; by default all that have been validated.

@@ -78,7 +78,7 @@ def _answer(engine: Engine, prompts: list[Prompt], config: Config) -> list[Rollo
 
 
 def cells_of(drafters: dict[str, Path]) -> tuple[Cell, ...]:
-    """Return the trainings: plain decoding, and with each drafter frozen and trained online."""
+    """The trainings: plain decoding, and with each drafter frozen and trained online."""
     return (
         PLAIN,
         *(

@@ -65,7 +65,7 @@ def compare(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
 
 
 def mixed_requests(count: int) -> list[Request]:
-    """Return requests with random prompts of likely tokens, at several temperatures, top-p and top-k."""
+    """Requests with random prompts of likely tokens, at several temperatures, top-p and top-k."""
     generator = random.Random(0)
     settings = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.0, 1.0, 0), (1.0, 1.0, 5), (1.3, 0.8, 8))
     return [

@@ -68,7 +68,7 @@ FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
-    """Return a run's configuration for a model in a directory."""
+    """A run's configuration for a model in a directory."""
     gpus = int(torch.cuda.is_available())
     gib = torch.cuda.mem_get_info()[1] / GIB if gpus else 80.0
     return Config.model_validate(

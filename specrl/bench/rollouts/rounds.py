@@ -112,7 +112,7 @@ def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
 
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
-    """Return the columns of acceptance and equal tokens, and of the speed beside plain decoding in the same rounds."""
+    """The columns of acceptance and equal tokens, and of the speed beside plain decoding in the same rounds."""
     speedup, stats = ratios(own.rates, plain.rates), own.stats
     return {
         "tokens_per_s": Spread.of(own.rates).median,

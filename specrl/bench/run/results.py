@@ -70,12 +70,12 @@ class Results:
         return {key: fmean(rewards) for key, rewards in groups.items()}
 
     def same_responses(self, baseline: Results) -> float:
-        """Return the share of the baseline's responses that have the same tokens here."""
+        """The share of the baseline's responses that have the same tokens here."""
         own, plain = self.responses, baseline.responses
         return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
 
     def row(self, baseline: Results) -> dict[str, Any]:
-        """Return all figures; ratios are above 1 where this training is faster than the baseline."""
+        """All figures; ratios are above 1 where this training is faster than the baseline."""
         generation = _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])
         step = _ratios(self, baseline, step_seconds)
         decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
@@ -108,7 +108,7 @@ class Results:
 
 
 def step_seconds(metrics: Metrics) -> float:
-    """Return the time of a step without its validation."""
+    """The time of a step without its validation."""
     return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
 
 

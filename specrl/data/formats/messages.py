@@ -17,7 +17,7 @@ CHATS = ("messages", "conversations", "conversation")
 
 
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the messages up to the last one that is not the assistant's; None where a value is no conversation.
+    """The messages up to the last one that is not the assistant's; None where a value is no conversation.
 
     Args:
         row: The row of the value; in ShareGPT's layout it may have the text `system`.

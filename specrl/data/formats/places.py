@@ -17,7 +17,7 @@ HUB_FOLDER = ".datasets"
 
 
 def files_of(places: Iterable[Path]) -> list[Path]:
-    """Return the data files that places name: each a file, a folder with all below it, or a pattern such as `*.jsonl`.
+    """The data files that places name: each a file, a folder with all below it, or a pattern such as `*.jsonl`.
 
     Of a folder and a pattern they come in the order of their names; hidden ones are left out.
     """
@@ -35,7 +35,7 @@ def files_of(places: Iterable[Path]) -> list[Path]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return how a file's name ends, with nothing of its compression."""
+    """How a file's name ends, with nothing of its compression."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
@@ -44,7 +44,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def absolute_place(place: Path, runs_dir: Path) -> Path:
-    """Return a place by its absolute path; a data set of the hub becomes a file beside the runs, once and for all.
+    """A place by its absolute path; a data set of the hub becomes a file beside the runs, once and for all.
 
     It is fetched through `datasets`, where this process runs: the nodes of a cluster may have no network.
 

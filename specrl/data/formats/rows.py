@@ -64,7 +64,7 @@ def read_objects(path: Path) -> Rows:
 
 
 def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Sequence[str] = ()) -> Any:
-    """Return a column's value; of a dotted name that is none, what lies within a column, as `extra_info.answer`.
+    """A column's value; of a dotted name that is none, what lies within a column, as `extra_info.answer`.
 
     Args:
         key: The setting that names the column.
@@ -94,7 +94,7 @@ def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Seq
 
 
 def structured(value: Any) -> Any:
-    """Return the object or list that a text stands for, as some data sets write theirs; anything else as it is."""
+    """The object or list that a text stands for, as some data sets write theirs; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)

@@ -32,7 +32,7 @@ _REGISTERED: dict[str, RewardFunction] = {}
 
 
 def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Return the decorator that registers a reward under `name` for `data.reward`.
+    """The decorator that registers a reward under `name` for `data.reward`.
 
     Raises:
         ValueError: Another reward is registered under the name.
@@ -48,7 +48,7 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def make_reward(config: DataConfig) -> Reward:
-    """Return the reward of `data.reward`, which may raise, return anything, hang or end its process.
+    """The reward of `data.reward`, which may raise, return anything, hang or end its process.
 
     Raises:
         ConfigError: There is no such reward, or it does not fit the source of the data.
@@ -90,12 +90,12 @@ def _task_reward(config: DataConfig) -> Reward:
 
 
 def is_built_in(config: DataConfig) -> bool:
-    """Return whether `data.reward` is one of specrl's, not a function that the user has written."""
+    """Whether `data.reward` is one of specrl's, not a function that the user has written."""
     return ":" not in config.reward
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
-    """Return the reward of a response, None where it leaves that out or, where it fails, one line that says why.
+    """The reward of a response, None where it leaves that out or, where it fails, one line that says why.
 
     It fails where it raises or returns what is neither a finite number nor a table with one as `score`.
     """
@@ -122,7 +122,7 @@ def _text(thing: object) -> str:
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """Return a text on one line, with its middle left out where it has more than `limit` characters.
+    """A text on one line, with its middle left out where it has more than `limit` characters.
 
     What is not printable, and could act on a terminal, is written as its escape sequence.
     """
@@ -166,7 +166,7 @@ def exact_match(_: str, response: str, answer: str) -> float:
 
 
 def _imported(config: DataConfig) -> Reward:
-    """Return the function behind an import path, called as its parameters say: as specrl's, TRL's or verl's rewards.
+    """The function behind an import path, called as its parameters say: as specrl's, TRL's or verl's rewards.
 
     Raises:
         ConfigError: It is no import path, nothing is there, or it is not callable with (prompt, response, answer).

@@ -115,7 +115,7 @@ class Scores:
     """The time that was waited for them, in seconds."""
 
     def in_groups(self, groups: Sequence[int]) -> list[float]:
-        """Return the rewards with the mean of a response's group in place of one that is left out, so that it has no
+        """The rewards with the mean of a response's group in place of one that is left out, so that it has no
         advantage; 0 where the whole group is.
 
         Args:
@@ -168,7 +168,7 @@ class RewardPool:
         self.grow()
 
     def begin(self, data: DataConfig) -> Scoring:
-        """Return the scoring of one generation's responses by the reward of one of the pool's sections."""
+        """The scoring of one generation's responses by the reward of one of the pool's sections."""
         return Scoring(self, data)
 
     def grow(self) -> None:
@@ -400,7 +400,7 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
 
 
 def describe(failures: FailureTally, num_responses: int) -> str:
-    """Return one line about the failures, of which there is one at least, among the responses of a generation."""
+    """One line about the failures, of which there is one at least, among the responses of a generation."""
     assert failures.first is not None, "there is a failure to describe"
     counted = "; ".join(f"{count} x it {reason}" for reason, count in failures.reasons)
     return (
@@ -427,5 +427,5 @@ def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfi
 
 
 def how_ended(code: int) -> str:
-    """Return how a process ended, by the return code that `subprocess` gives it."""
+    """How a process ended, by the return code that `subprocess` gives it."""
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -131,7 +131,7 @@ def available(network: bool = False) -> Confinement:
 
 
 def environment(named: tuple[str, ...], scratch: Path) -> dict[str, str]:
-    """Return the environment of a reward's process.
+    """The environment of a reward's process.
 
     Args:
         named: `data.reward_environment`.
@@ -203,7 +203,7 @@ def limit_resources(timeout: float, base: int) -> None:
 
 
 def address_space() -> int:
-    """Return the address space that this process takes, in bytes."""
+    """The address space that this process takes, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -231,7 +231,7 @@ def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool)
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock's interface, and 0 where the kernel has none."""
+    """The version of Landlock's interface, and 0 where the kernel has none."""
     return max(0, _call("landlock_create_ruleset", None, 0, 1))
 
 

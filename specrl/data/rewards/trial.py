@@ -34,11 +34,11 @@ class Trial:
     """The time that scoring took, after the reward was imported."""
 
     def values(self) -> dict[str, Any]:
-        """Return all fields by name."""
+        """All fields by name."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return what a terminal shows; nothing in it is taken as a control character."""
+        """What a terminal shows; nothing in it is taken as a control character."""
         failed = [] if self.error is None else [f"failed: the reward {self.error}"]
         return [
             f"problem {self.problem}: {shortened(self.question, SHOWN)}",
@@ -71,7 +71,7 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
 
 
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
-    """Return a line if references do not earn 1 when a response states them word by word."""
+    """A line if references do not earn 1 when a response states them word by word."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
     pool = RewardPool(config.data)
     try:

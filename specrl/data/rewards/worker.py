@@ -72,7 +72,7 @@ class Outcome:
         return outcome
 
     def json(self) -> bytes:
-        """Return the outcome as JSON."""
+        """The outcome as JSON."""
         return json.dumps(asdict(self)).encode()
 
 

@@ -57,7 +57,7 @@ class NotAnAnswerError(ValueError):
 
 
 def bounded_expression(text: str, names: Collection[str] = ()) -> str:
-    """Return an arithmetic expression, written anew; its numbers as they were, since some scorers look for digits.
+    """An arithmetic expression, written anew; its numbers as they were, since some scorers look for digits.
 
     Args:
         names: The variables that it may hold. With none it consists of numbers and operators alone.
@@ -85,7 +85,7 @@ class _AsWritten(ast.NodeTransformer):
 
 
 def bounded_listing(text: str) -> str:
-    """Return a list, or a list of lists, of numbers and texts, written anew.
+    """A list, or a list of lists, of numbers and texts, written anew.
 
     Raises:
         NotAnAnswerError: The text is no such list.
@@ -121,7 +121,7 @@ def _parsed(text: str, longest: int) -> ast.Expression:
 
 
 def nesting(text: str) -> int:
-    """Return how many brackets of any kind are open at once, at most."""
+    """How many brackets of any kind are open at once, at most."""
     deepest = depth = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth = max(0, depth + (1 if bracket in "([{" else -1))
@@ -185,7 +185,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def bounded_latex(text: str) -> str:
-    """Return an answer in LaTeX as it is.
+    """An answer in LaTeX as it is.
 
     Raises:
         NotAnAnswerError: It is longer or nested more deeply than any answer, or asks for a power or a factorial that

@@ -191,7 +191,7 @@ def refuse_unreviewed(name: str, dataset: type) -> None:
 
 
 def dangerous_calls(dataset: type) -> frozenset[str]:
-    """Return the functions of `DANGEROUS` that a data set's `score_answer`, or what it uses of the package, calls."""
+    """The functions of `DANGEROUS` that a data set's `score_answer`, or what it uses of the package, calls."""
     found: set[str] = set()
     seen: set[Any] = set()
     waiting: list[tuple[Any, type]] = [(vars_of(dataset)["score_answer"], dataset)]
@@ -213,7 +213,7 @@ def dangerous_calls(dataset: type) -> frozenset[str]:
 
 
 def vars_of(dataset: type) -> dict[str, Any]:
-    """Return the attributes of a class and its bases, by name."""
+    """The attributes of a class and its bases, by name."""
     return {name: value for base in reversed(dataset.__mro__) for name, value in vars(base).items()}
 
 

@@ -43,7 +43,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def check_config(config: Mapping[str, Any]) -> Family:
-    """Return the family of a model, given the contents of its `config.json`.
+    """The family of a model, given the contents of its `config.json`.
 
     Raises:
         ConfigError: Trainer, engine or exporter would refuse the model or compute something else; the line names the
@@ -130,7 +130,7 @@ def _json(value: object) -> str:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's rotary embedding as transformers 5 writes it in `rope_parameters`.
+    """A model's rotary embedding as transformers 5 writes it in `rope_parameters`.
 
     Args:
         config: The contents of the model's `config.json`, of any version of transformers.
@@ -145,7 +145,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that a `config.json` says of rotary embeddings in tables; where both speak, the older one counts."""
+    """All that a `config.json` says of rotary embeddings in tables; where both speak, the older one counts."""
     older = config.get("rope_scaling") or {}
     kind = {"rope_type": older["type"]} if older.get("type") else {}
     return {**(config.get("rope_parameters") or {}), **kind, **older}
@@ -157,7 +157,7 @@ def _rope_key(config: Mapping[str, Any]) -> str:
 
 
 def llama3_factor(config: Mapping[str, Any]) -> float | None:
-    """Return the factor of Llama 3's rotary scaling, or None for a model without scaling.
+    """The factor of Llama 3's rotary scaling, or None for a model without scaling.
 
     Raises:
         ConfigError: The model scales in another way, or with other constants than Megatron-core has built in.

@@ -81,7 +81,7 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def _token_ids(directory: Path) -> list[tuple[int, str]]:
-    """Return all tokens with their ids, as far as they can be known without transformers.
+    """All tokens with their ids, as far as they can be known without transformers.
 
     Raises:
         ConfigError: No tokenizer can be made of the files; the line begins with what is wrong.

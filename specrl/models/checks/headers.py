@@ -166,7 +166,7 @@ def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """Return all tensors in the files of weights of a folder, by name.
+    """All tensors in the files of weights of a folder, by name.
 
     Raises:
         ConfigError: A file is missing, not whole, or not in the index; the line begins with what is wrong.
@@ -199,7 +199,7 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
 
 
 def remedy(directory: Path, *, has_config: bool = True) -> str:
-    """Return how a model comes of a folder that has no weights, or no `config.json`."""
+    """How a model comes of a folder that has no weights, or no `config.json`."""
     rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
     return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 

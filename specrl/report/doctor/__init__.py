@@ -15,7 +15,7 @@ from specrl.report.tables import print_line, print_table
 
 
 def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> list[Check]:
-    """Return all findings in the order in which they are shown. This takes a few seconds and leaves no file behind.
+    """All findings in the order in which they are shown. This takes a few seconds and leaves no file behind.
 
     Args:
         runs_dir: The folder that will hold the runs.

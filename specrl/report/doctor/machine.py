@@ -25,7 +25,7 @@ PROBE_SECONDS = 10
 
 
 def checks(runs_dir: Path) -> list[Check]:
-    """Return the findings about this machine."""
+    """The findings about this machine."""
     return [
         check_python(),
         check_cores(),
@@ -106,7 +106,7 @@ def check_sandbox() -> Check:
 
 
 def has_gpu() -> bool:
-    """Return whether nvidia-smi lists a GPU."""
+    """Whether nvidia-smi lists a GPU."""
     return bool(_gpus())
 
 

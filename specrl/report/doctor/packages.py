@@ -35,7 +35,7 @@ GPU_PACKAGES = {"vllm": "vllm", "transformer-engine": "transformer_engine"}
 
 
 def checks(*, gpu: bool) -> list[Check]:
-    """Return the findings about the packages, compared with the lock for GPUs or with the one for CPUs."""
+    """The findings about the packages, compared with the lock for GPUs or with the one for CPUs."""
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
     pins = read_pins(lock)
     packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)
@@ -48,7 +48,7 @@ def checks(*, gpu: bool) -> list[Check]:
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """Return the version of each `name==version` or `name===version` line of a lock.
+    """The version of each `name==version` or `name===version` line of a lock.
 
     The result is empty when there is no lock, as in an installation without the project's folder.
     """

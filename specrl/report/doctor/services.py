@@ -22,12 +22,12 @@ PROBE_SECONDS = 5
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
-    """Return the findings about Slurm, MLflow and Prefect."""
+    """The findings about Slurm, MLflow and Prefect."""
     return [*check_slurm(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
 def missing(commands: Iterable[str]) -> list[str]:
-    """Return the commands that are neither on PATH nor in the folders of system daemons."""
+    """The commands that are neither on PATH nor in the folders of system daemons."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATHS}"
     return [command for command in commands if not shutil.which(command, path=path)]
 

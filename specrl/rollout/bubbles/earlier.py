@@ -75,14 +75,15 @@ def _read(
 ) -> tuple[list[list[PregeneratedText]], set[int]]:
     """The groups of one engine's files to prompts that are not known yet, and all prompts of the step."""
     groups: dict[int, list[PregeneratedText]] = {}
+    dealt: dict[int, int] = {}  # the engine of each rank that wrote, in turn: there may have been another number
     prompt_ids: set[int] = set()
-    for number, path in enumerate(sorted(folder.glob("rank-*.arrow"))):
+    for path in sorted(folder.glob("rank-*.arrow")):
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all()
-            prompts, seeds = table["prompt_id"].to_pylist(), table["seed"].to_pylist()
-            prompt_ids |= set(prompts)
-            for row, (prompt_id, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                if number % num_engines != engine or prompt_id in known:
+            columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "seed")]
+            for row, (rank, prompt_id, seed) in enumerate(zip(*columns, strict=True)):
+                prompt_ids.add(prompt_id)
+                if dealt.setdefault(rank, len(dealt) % num_engines) != engine or prompt_id in known:
                     continue
                 if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
                     tokens = table["response_tokens"][row].values.to_numpy()

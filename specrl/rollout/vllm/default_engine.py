@@ -191,7 +191,7 @@ class GpuShare:
 
     @classmethod
     def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
-        """Return the share that the GPUs of this rank's engine have free at the moment; None on a CPU.
+        """The share that the GPUs of this rank's engine have free at the moment; None on a CPU.
 
         Raises:
             DefaultEngineError: This rank does not see all GPUs of its engine.
@@ -207,7 +207,7 @@ class GpuShare:
 
 
 def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
-    """Return the GPUs of the engine that this rank belongs to, as CUDA_VISIBLE_DEVICES wants them.
+    """The GPUs of the engine that this rank belongs to, as CUDA_VISIBLE_DEVICES wants them.
 
     Args:
         visible: The GPUs that this rank sees.
@@ -227,7 +227,7 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 
 def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a default engine: this process's, without those that are meant for its own engine."""
+    """The variables of a default engine: this process's, without those that are meant for its own engine."""
     own = ENVIRONMENT | KERNELS | {BATCH_INVARIANT: "1"}
     ours = {name: value for name, value in own.items() if name not in KEPT_VARIABLES}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
@@ -236,7 +236,7 @@ def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
+    """The arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": config.model.dtype,

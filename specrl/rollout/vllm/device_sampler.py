@@ -89,14 +89,14 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         return self.sampling.pick(logits, *(values.gpu[requests] for values in settings), positions + 1)
 
     def remaining(self, requests: Tensor) -> Tensor:
-        """Return how many tokens each request may still get, at least 1: of one that has ended they are thrown away."""
+        """How many tokens each request may still get, at least 1: of one that has ended they are thrown away."""
         found: Tensor = self.longest.gpu[requests] - self.req_states.total_len.gpu[requests]
         return found.clamp(min=1)
 
     def output(
         self, input_batch: InputBatch, positions: Tensor, picked: Picked, verified: Verified, drafts: Tensor
     ) -> SamplerOutput:
-        """Return vLLM's output for a batch.
+        """vLLM's output for a batch.
 
         Args:
             positions: [rows], the positions of the tokens before those that were picked.
@@ -172,7 +172,7 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
 
 
 def score(logits: Tensor, num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:
-    """Return the log-probs of the tokens of a prompt, given the logits before each, without their ranks."""
+    """The log-probs of the tokens of a prompt, given the logits before each, without their ranks."""
     assert num_logprobs == 0, "a prompt is scored by its own tokens alone"
     ranks = torch.zeros(len(token_ids), dtype=torch.int64, device=logits.device)
     return LogprobsTensors(token_ids[:, None], logprobs_of(logits, token_ids)[:, None], ranks)

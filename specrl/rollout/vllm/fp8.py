@@ -35,7 +35,7 @@ NATIVE = "fp8_per_block"
 
 
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return arguments of vLLM's `EngineArgs` for the recipe's layers to be in FP8, native on GPUs, else emulated.
+    """Arguments of vLLM's `EngineArgs` for the recipe's layers to be in FP8, native on GPUs, else emulated.
 
     To vLLM a router is a linear layer like any other, so that those of the policy must be left out by name.
     """
@@ -48,7 +48,7 @@ def linear_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def hf_updates(recipe: Recipe) -> dict[str, Any]:
-    """Return the entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
+    """The entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
     if torch.cuda.is_available():
         return {}
     settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
@@ -137,7 +137,7 @@ EMULATED = (EmulatedFp8Linear, experts.EmulatedFp8Experts)
 
 
 def mode_of(model: nn.Module) -> Mode:
-    """Return how the policy's module inside the engine computes FP8; "off" if no layer does."""
+    """How the policy's module inside the engine computes FP8; "off" if no layer does."""
     layers = dict(_layers(model)).values()
     if any(isinstance(layer.quant_method, EMULATED) for layer in layers):
         return "emulated"
@@ -159,7 +159,7 @@ def _is_native(layer: Any) -> bool:
 
 
 def _flaw(layer: Any) -> str | None:
-    """Return why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
+    """Why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
 
     Kernels for older devices keep only the weights in FP8.
     """

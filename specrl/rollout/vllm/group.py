@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 def is_first() -> bool:
-    """Return whether this is the first rank of its engine."""
+    """Whether this is the first rank of its engine."""
     return int(_group().rank_in_group) == 0
 
 
 def agreed(*values: float) -> list[float]:
-    """Return the first rank's values on all ranks of this engine, which must decide alike (collective)."""
+    """The first rank's values on all ranks of this engine, which must decide alike (collective)."""
     group = _group()
     if group.world_size == 1:
         return list(values)
@@ -26,7 +26,7 @@ def agreed(*values: float) -> list[float]:
 
 
 def true_on_any(flag: bool) -> bool:
-    """Return whether `flag` is true on any rank of this engine (collective)."""
+    """Whether `flag` is true on any rank of this engine (collective)."""
     group = _group()
     if group.world_size == 1:
         return flag

@@ -30,7 +30,7 @@ class EnginePrecision:
         """How often the engine was given weights, the start included."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's `EngineArgs` for this precision.
+        """The arguments of vLLM's `EngineArgs` for this precision.
 
         The layer of a drafter keeps its KV cache in the compute type.
         """
@@ -44,7 +44,7 @@ class EnginePrecision:
         return found
 
     def hf_updates(self) -> dict[str, Any]:
-        """Return the entries that the model's configuration needs for this precision."""
+        """The entries that the model's configuration needs for this precision."""
         if self.recipe is None or not self.has_fp8_linears:
             return {}
         from specrl.rollout.vllm import fp8
@@ -62,7 +62,7 @@ class EnginePrecision:
             self.recipe = self.recipe.with_kv_scales(kv_scales)
 
     def mode(self, model: nn.Module) -> Mode:
-        """Return how the policy's module computes FP8; "off" if no layer does."""
+        """How the policy's module computes FP8; "off" if no layer does."""
         if not self.has_fp8_linears:
             return "off"
         from specrl.rollout.vllm import fp8
@@ -117,7 +117,7 @@ def _check_linears(config: PrecisionConfig) -> None:
 
 
 def has_fp8_kv_cache() -> bool:
-    """Return whether vLLM stores keys and values in FP8 on this device."""
+    """Whether vLLM stores keys and values in FP8 on this device."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY
     return bool(torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())

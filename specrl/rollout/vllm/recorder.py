@@ -99,7 +99,7 @@ class SyntheticAcceptance:
 
 
 def rate_for(acceptance_length: float, k: int) -> float:
-    """Return the rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length.
+    """The rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length.
 
     Raises:
         ValueError: The acceptance length is not in [1, k + 1].

@@ -38,11 +38,11 @@ class CraftedInputs:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
 
     def requests(self) -> list[Request]:
-        """Return the requests of the test."""
+        """The requests of the test."""
         return crafted_requests(self.support)
 
     def every_pair(self) -> list[int]:
-        """Return text with every pair of tokens of the support, so that something in it agrees with any response."""
+        """Text with every pair of tokens of the support, so that something in it agrees with any response."""
         return [token for first in self.support for second in self.support for token in (first, second)]
 
     def __enter__(self) -> CraftedInputs:
@@ -113,5 +113,5 @@ class CraftedInputs:
 
 
 def is_right(position: int) -> bool:
-    """Return whether the crafted draft for a position is right: at two of three they are."""
+    """Whether the crafted draft for a position is right: at two of three they are."""
     return position % 3 != 0

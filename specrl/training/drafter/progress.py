@@ -28,7 +28,7 @@ class Boundaries(Protocol):
         """Restore the drafter of an interrupted training, if any, and say how far that was (collective)."""
 
     def wanted(self) -> bool:
-        """Return whether this rank wants `reached` to be called after the present step."""
+        """Whether this rank wants `reached` to be called after the present step."""
 
     def reached(self, drafter: Any, progress: TrainingProgress) -> None:
         """Do what is to be done between two steps (collective); called on all ranks if any of them wants it."""

@@ -71,7 +71,7 @@ def engine_arguments(
     alone: bool,
     keeps_routes: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
+    """The arguments of vLLM's `EngineArgs` for drafts of up to `longest` tokens; 0 decodes plainly.
 
     The engine's context is longer than `model.max_length`, if the model allows it: sequences of that length are scored,
     and vLLM would stop drafting for the whole batch once a draft under verification and the next one do not fit.
@@ -132,7 +132,7 @@ def _drafting(config: Config, policy_dir: Path, drafter_dir: Path | None, length
 
 
 def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return a schedule of vLLM's that names these draft lengths in turn, as (first batch, last batch, length).
+    """A schedule of vLLM's that names these draft lengths in turn, as (first batch, last batch, length).
 
     vLLM captures full CUDA graphs for the lengths that it finds there. Which one a batch has is decided while the
     engine runs.
@@ -150,7 +150,7 @@ def capture_sizes(max_num_seqs: int, lengths: Sequence[int]) -> list[int]:
 
 
 def without_weights(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an engine that does not read the policy's weights; it reads those of a drafter."""
+    """The arguments of an engine that does not read the policy's weights; it reads those of a drafter."""
     from vllm.config import LoadConfig
 
     found = {**arguments, "load_format": "dummy"}
@@ -188,7 +188,7 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """Return vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
+    """vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
 
     Raises:
         ValueError: The prompt leaves no room for a token within `max_length`.
@@ -219,7 +219,7 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
 
 
 def scoring_params() -> Any:
-    """Return vLLM's `SamplingParams` for scoring a sequence given as a prompt; its one new token is thrown away."""
+    """vLLM's `SamplingParams` for scoring a sequence given as a prompt; its one new token is thrown away."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -233,7 +233,7 @@ def scoring_params() -> Any:
 
 
 def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
-    """Return the end tokens that the model's configuration, its generation configuration and the tokenizer name."""
+    """The end tokens that the model's configuration, its generation configuration and the tokenizer name."""
     ids: set[int] = {tokenizer.eos_token_id} - {None}
     for name in ("config.json", "generation_config.json"):
         path = policy_dir / name
@@ -269,7 +269,7 @@ def _updated(updates: dict[str, Any], hf_config: Any) -> Any:
 
 
 def gpu_memory(share: float) -> dict[str, Any]:
-    """Return the argument by which an engine takes this share of a GPU's memory; none on CPUs."""
+    """The argument by which an engine takes this share of a GPU's memory; none on CPUs."""
     return {"gpu_memory_utilization": share} if torch.cuda.is_available() else {}
 
 

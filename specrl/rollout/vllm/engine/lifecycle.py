@@ -284,7 +284,7 @@ def stop(llm_engine: Any) -> None:
 
 
 def model_runner(llm_engine: Any) -> Any:
-    """Return the model runner of an in-process engine.
+    """The model runner of an in-process engine.
 
     Raises:
         RuntimeError: It is not vLLM's second one.
@@ -296,6 +296,6 @@ def model_runner(llm_engine: Any) -> Any:
 
 
 def draft_model(runner: Any) -> nn.Module | None:
-    """Return the drafter's module inside the engine; None if no model drafts."""
+    """The drafter's module inside the engine; None if no model drafts."""
     model: nn.Module | None = runner.get_draft_model()
     return model

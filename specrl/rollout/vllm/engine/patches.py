@@ -49,7 +49,7 @@ class FirstOfItsGroup:
 
 
 def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a check of vLLM's configuration that leaves scheduling as it was asked for."""
+    """A check of vLLM's configuration that leaves scheduling as it was asked for."""
 
     def check_and_keep(config: Any) -> None:
         wanted = config.scheduler_config.async_scheduling
@@ -60,7 +60,7 @@ def keeping_asynchronous(check: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def with_larger_graphs(init_candidates: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return what lists a runner's graphs by the rows of a batch, the next larger one of every draft length in each."""
+    """What lists a runner's graphs by the rows of a batch, the next larger one of every draft length in each."""
 
     def init_all(manager: Any) -> None:
         init_candidates(manager)
@@ -82,7 +82,7 @@ def _ascending(manager: Any) -> list[Any]:
 
 
 def once(register: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that registers copies of kernels the first time that it is called."""
+    """A function that registers copies of kernels the first time that it is called."""
     done: list[bool] = []
 
     def register_once() -> None:
@@ -94,7 +94,7 @@ def once(register: Callable[[], None]) -> Callable[[], None]:
 
 
 def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that compiles DeepGEMM's kernels on the node's first rank before the others look for them."""
+    """A function that compiles DeepGEMM's kernels on the node's first rank before the others look for them."""
     starts = count()
 
     def warm_up_in_turn(*arguments: Any) -> None:
@@ -115,7 +115,7 @@ def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_group_name(communicator: Any) -> str:
-    """Return a name for the memory that the ranks of a communicator share, which nobody else uses (collective)."""
+    """A name for the memory that the ranks of a communicator share, which nobody else uses (collective)."""
     if communicator not in _names:
         name = [f"specrl-{uuid4().hex}"]
         dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
@@ -124,7 +124,7 @@ def make_group_name(communicator: Any) -> str:
 
 
 def unlinked(init_shared_memory: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Return a function that makes the shared memory, which then has no name and ends with its last rank."""
+    """A function that makes the shared memory, which then has no name and ends with its last rank."""
 
     def init_and_unlink(communicator: Any) -> int:
         handle = int(init_shared_memory(communicator))

@@ -88,5 +88,5 @@ class RunningRequest:
         self.finish_reason = "stop"
 
     def routes(self, num_tokens: int) -> NDArray[Any] | None:
-        """Return the experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
+        """The experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
         return np.concatenate(self._routes)[:num_tokens] if self._routes else None

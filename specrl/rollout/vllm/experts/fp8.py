@@ -69,7 +69,7 @@ class EmulatedFp8Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         return total.to(x.dtype)
 
     def _expert(self, layer: Any, expert: int, inputs: Tensor, gates: Tensor) -> Tensor:
-        """Return one expert's weighted outputs [rows, hidden] for rounded inputs and their weights; rows are added.
+        """One expert's weighted outputs [rows, hidden] for rounded inputs and their weights; rows are added.
 
         As in the trainer, inner activations are weighted before they are rounded.
         """
@@ -89,7 +89,7 @@ class EmulatedFp8Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
 
 def native_flaw(layer: Any) -> str | None:
-    """Return why experts for which vLLM was asked for native FP8 do not compute in it; None if they do."""
+    """Why experts for which vLLM was asked for native FP8 do not compute in it; None if they do."""
     backend = layer.quant_method.fp8_backend.name
     if backend in WEIGHT_ONLY:
         return f"computes with {backend}: its activations are not in FP8"

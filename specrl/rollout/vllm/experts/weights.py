@@ -69,7 +69,7 @@ def _outputs(layer: Any, numbers: Tensor, inputs: Tensor) -> Tensor:
 
 
 def expected_output(layer: Any, matrices: Sequence[Tensor], inputs: Tensor) -> Tensor:
-    """Return what an expert of the engine should make of inputs: [n, hidden] -> float32 [n, hidden].
+    """What an expert of the engine should make of inputs: [n, hidden] -> float32 [n, hidden].
 
     With tensor parallelism it is this rank's part of a sum.
 

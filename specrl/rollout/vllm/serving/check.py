@@ -52,7 +52,7 @@ def send(server: ModelServer, prompts: Sequence[Prompt], config: Config) -> Chec
 
 
 def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
-    """Return a request to complete a prompt, as OpenAI's API and vLLM's additions to it have it.
+    """A request to complete a prompt, as OpenAI's API and vLLM's additions to it have it.
 
     It has no seed: on CPUs, vLLM cannot rewind a request's own random numbers.
     """
@@ -68,7 +68,7 @@ def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
 
 
 def difference(later: SpeculationStats, earlier: SpeculationStats) -> SpeculationStats:
-    """Return the counters of what happened between two moments."""
+    """The counters of what happened between two moments."""
     drafts = later.num_drafts - earlier.num_drafts
     per_pos = tuple(a - b for a, b in zip(later.accepted_per_pos, earlier.accepted_per_pos, strict=True))
     return SpeculationStats(

@@ -84,7 +84,7 @@ class ModelServer:
         self._process.wait()
 
     def wait_until_it_answers(self) -> None:
-        """Return when the server can take requests.
+        """When the server can take requests.
 
         Raises:
             ServerEndedError: It ended instead.
@@ -118,7 +118,7 @@ class ModelServer:
             )
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request for a completion.
+        """The answer to a request for a completion.
 
         Args:
             body: The fields of OpenAI's API, without the model, which is the one that the server has.
@@ -131,7 +131,7 @@ class ModelServer:
         return answer
 
     def counters(self) -> tuple[int, SpeculationStats]:
-        """Return the tokens that were generated since the start, and the counters of drafts, from the page /metrics.
+        """The tokens that were generated since the start, and the counters of drafts, from the page /metrics.
 
         Raises:
             ServerEndedError: The server has ended.
@@ -157,7 +157,7 @@ class ModelServer:
 
 
 def parse_metrics(page: str) -> tuple[int, SpeculationStats]:
-    """Return the number of generated tokens and the counters of drafts that vLLM's page /metrics shows.
+    """The number of generated tokens and the counters of drafts that vLLM's page /metrics shows.
 
     The page does not say how many drafts reached each position. Nearly all of them have full length, so every position
     counts as drafted in all of them. Engines of the same server are added up.

@@ -51,19 +51,19 @@ class Held:
         self._values: dict[tuple[nn.Module, str], Tensor] = {}
 
     def products(self, layer: nn.Module) -> Tensor:
-        """Return what a linear layer or head makes of the fixed rows, without bias: [PROBE_ROWS, out]."""
+        """What a linear layer or head makes of the fixed rows, without bias: [PROBE_ROWS, out]."""
         if layer not in self._products:
             self._products[layer] = linear_output(layer, probe_rows(_width(layer), self._like.dtype).to(self._like))
         return self._products[layer]
 
     def expert(self, layer: nn.Module, number: int, hidden: int) -> Tensor:
-        """Return what one of a layer's experts makes of the fixed rows: [PROBE_ROWS, hidden]."""
+        """What one of a layer's experts makes of the fixed rows: [PROBE_ROWS, hidden]."""
         if self._experts is None or self._experts[0] is not layer:
             self._experts = layer, outputs_of_experts(layer, probe_rows(hidden, self._like.dtype).to(self._like))
         return self._experts[1][number]
 
     def value(self, layer: nn.Module, kind: str) -> Tensor:
-        """Return a parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
+        """A parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
         if (layer, kind) not in self._values:
             self._values[layer, kind] = _summed(getattr(layer, kind))
         return self._values[layer, kind]
@@ -117,7 +117,7 @@ class Expected:
 
     @torch.inference_mode()
     def differing(self, held: Held) -> list[str]:
-        """Return the names of those of the trainer's tensors that the model does not compute with."""
+        """The names of those of the trainer's tensors that the model does not compute with."""
         differs = (note.names for place, note in self._notes.items() if not _is_held(held, place, note))
         return [name for names in differs for name in names]
 
@@ -167,7 +167,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
-    """Return where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
+    """Where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
 
     All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
     """
@@ -222,7 +222,7 @@ def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtyp
 
 
 def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
-    """Return the products of the fixed rows with a weight [out, in] of these parts along `out`: [PROBE_ROWS, out].
+    """The products of the fixed rows with a weight [out, in] of these parts along `out`: [PROBE_ROWS, out].
 
     For a layer in emulated FP8 they are quantised too: rounding moves products by more than the tolerance.
     """
@@ -237,7 +237,7 @@ def _is_in_fp8(layer: Any) -> bool:
 
 
 def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
-    """Return a copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
+    """A copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
     made = copy(layer)
     # What the copy sets must not show in the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
@@ -248,7 +248,7 @@ def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
 
 
 def _bits(layer: Any) -> Tensor:
-    """Return exact sums of the rows of an FP8 weight and of its scales, int64 [rows + rows of blocks]."""
+    """Exact sums of the rows of an FP8 weight and of its scales, int64 [rows + rows of blocks]."""
     return torch.cat([_summed(layer.weight), _summed(layer.weight_scale_inv)])
 
 
@@ -275,12 +275,12 @@ def _are_equal(actual: Tensor, expected: Tensor) -> bool:
 
 @cache
 def probe_rows(width: int, dtype: torch.dtype) -> Tensor:
-    """Return the fixed random inputs of a matrix with `width` inputs, on the CPU: [PROBE_ROWS, width]."""
+    """The fixed random inputs of a matrix with `width` inputs, on the CPU: [PROBE_ROWS, width]."""
     return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
+    """What a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
     method: Any = layer.quant_method
     with torch.inference_mode():
         output: Tensor = method.apply(layer, inputs, None)
@@ -288,7 +288,7 @@ def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _summed(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor; of a matrix [rows, columns] a sum for each row, int64 [rows].
+    """A copy of a tensor; of a matrix [rows, columns] a sum for each row, int64 [rows].
 
     It is the sum of the row's bits, in words of 64, times fixed random odd numbers, modulo 2^64: it is exact, whatever
     the order of additions, and shows every change of a single word.

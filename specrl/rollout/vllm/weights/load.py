@@ -23,13 +23,13 @@ MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is 
 
 
 def policy_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of the policy's tensors in its directory; multi-token-prediction layers are left out."""
+    """The names of the policy's tensors in its directory; multi-token-prediction layers are left out."""
     prefixes = tuple(module.prefix for module in MTP_MODULES)
     return frozenset(name for name in TensorReader(directory).names if not name.startswith(prefixes))
 
 
 def drafter_weight_names(directory: Path) -> frozenset[str]:
-    """Return the names of a drafter's tensors: of the multi-token-prediction layer that drafts, if there is one."""
+    """The names of a drafter's tensors: of the multi-token-prediction layer that drafts, if there is one."""
     names = TensorReader(directory).names
     return frozenset(name for name in names if any(module.drafts(name) for module in MTP_MODULES)) or names
 

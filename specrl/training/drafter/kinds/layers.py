@@ -121,11 +121,11 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the normed embeddings `[n, hidden]` of tokens `[n]` in the slots `positions` `[n]`."""
+        """The normed embeddings `[n, hidden]` of tokens `[n]` in the slots `positions` `[n]`."""
 
     @abstractmethod
     def feed(self, features: Tensor) -> Tensor:
-        """Return what stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
+        """What stands for the module's own output, `[n, hidden]`, given features `[n, layers * hidden]`."""
 
     @abstractmethod
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,11 +139,11 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
-        """Return a layer's output `[n, hidden]`, given its attention's result `[n, heads, head_dim]`."""
+        """A layer's output `[n, hidden]`, given its attention's result `[n, heads, head_dim]`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[n, draft_vocab]`, given the last layer's output `[n, hidden]`."""
+        """The logits `[n, draft_vocab]`, given the last layer's output `[n, hidden]`."""
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
