@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_S = 0.5
 """The least time that problems took which are kept, in seconds; others are drawn again."""
-DECIDING = {"generators", "validation_fraction", "template", "overlong"}
+DECIDING = {"generators", "validation_fraction", "template", "system_prompt", "chat_template_kwargs", "overlong"}
 """The fields of `[data]` that decide what generators draw and what is left out of it."""
 TUPLE, FRACTION, PAIRS = "$tuple", "$fraction", "$pairs"
 """The keys of objects that stand for what JSON does not know and generators put into entries: tuples, fractions, and

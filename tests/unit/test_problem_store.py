@@ -117,6 +117,21 @@ def test_problems_are_kept_for_what_decides_them(tmp_path: Path, monkeypatch: py
     assert len(files_of(config)) == 7
 
 
+@pytest.mark.usefixtures("keeps_all")
+def test_problems_are_kept_for_the_chat_that_decides_whether_they_fit(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(512)
+    tokenizer.chat_template = "{{ enable_thinking }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    chats: list[dict[str, Any]] = [
+        {},
+        {"system_prompt": "Be brief."},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ]
+    for chat in chats:
+        config = config_of(tmp_path, data={"generators": [QUICK], "template": "chat", **chat})
+        assert source_of(config, tokenizer).batch(0) == PromptSource(config, tokenizer).batch(0)
+    assert len(files_of(config_of(tmp_path))) == len(chats)
+
+
 def test_quick_problems_and_those_of_files_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SLOW_S", math.inf)
     config = config_of(tmp_path)
