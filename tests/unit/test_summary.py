@@ -196,7 +196,7 @@ def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: 
     run_dir, stages = make_run(tmp_path, STAGES[:3])
     for step, rewards in ((0, [[0.0, 0.0], [1.0, 0.0]]), (4, [[1.0, 1.0], [1.0, 0.0]])):
         lengths = np.ones((2, 2), np.int64)
-        found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), [1, 2], 1.0, 2.0)
+        found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), [1, 2], 1.0, 2.0, 1.0)
         write_scores(run_dir / "stages" / TRAIN_KEY, step, [found])
     assert "25.0% -> 75.0% at step 4 (50.0% to 100.0%; best 75.0% at step 4), pass@2 50.0% -> 100.0%" in shown(run_dir)
     stages["train"] = StageRecord(TRAIN_KEY, run_dir / "stages" / TRAIN_KEY)
@@ -225,7 +225,7 @@ def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
     lengths = np.ones((2, 1), np.int64)
     found = [
-        score_set(8, name, SetResponses(np.array([[1.0], [reward]]), lengths, lengths < 0), [1], 1.0, 2.0)
+        score_set(8, name, SetResponses(np.array([[1.0], [reward]]), lengths, lengths < 0), [1], 1.0, 2.0, 1.0)
         for name, reward in (("first", 0.0), ("second", 0.0), ("second", 1.0))
     ]
     result = read_result(stages["validate"].stage_dir, ValidateResult)
