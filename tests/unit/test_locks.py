@@ -214,3 +214,19 @@ def test_a_machine_without_a_compiler_is_told_in_one_line(project: Path) -> None
     assert "there is no no-such-compiler: install g++" in told.stdout
     assert len(told.stdout.splitlines()) == 1
     assert not (project / stamp).exists()
+
+
+def test_both_images_have_the_packages_of_the_gpu_lock_and_the_python_that_it_is_for() -> None:
+    lines = []
+    for name in ("Dockerfile", "apptainer.def"):
+        text = (ROOT / "requirements/images" / name).read_text()
+        lines.append(
+            {line.removeprefix("RUN ").strip() for line in text.splitlines() if "make" in line and "#" not in line}
+        )
+        assert "==" not in text and "pip" not in text, "versions are the lock's alone"
+        assert re.search(r"^(FROM|From:) python:3\.11-", text, re.M)
+        for copied in ("Makefile", "pyproject.toml", "requirements", "specrl"):
+            assert copied in text and (ROOT / copied).exists()
+    assert lines[0] == lines[1]
+    assert "make env LOCK=requirements/gpu.lock PYTHON=python3.11" in lines[0]
+    assert "PYTHON ?= python3.11" in (ROOT / "Makefile").read_text()
