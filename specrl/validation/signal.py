@@ -75,4 +75,4 @@ def _why_cut_off(metrics: Metrics, first: Metrics, config: Config) -> str:
 
 def _why_collapsed(metrics: Metrics, first: Metrics, config: Config) -> str:
     entropy = f"{metrics['policy/entropy']:.2g} nats a token, after {first.get('policy/entropy', 0.0):.2g} in the first"
-    return f"the policy has hardly explored: its entropy was {entropy}; likely train.lr is too high"
+    return f"the policy has hardly explored: its entropy was {entropy}; likely policy.lr is too high"

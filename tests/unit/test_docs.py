@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import tomllib
@@ -141,3 +142,27 @@ def test_each_benchmark_has_one_undated_page_with_its_date_and_is_in_the_index()
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+def test_every_message_that_troubleshooting_quotes_is_one_that_the_code_gives() -> None:
+    sources = [path.read_text() for root in ("flows", "slurm", "specrl") for path in (ROOT / root).rglob("*.py")]
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) > 10
+    for message in quoted:
+        assert any(message in source for source in sources), message
+
+
+def test_messages_name_settings_that_exist() -> None:
+    fields = {field.alias or name: field.annotation for name, field in Config.model_fields.items()}
+    sections = "|".join(name for name, kind in fields.items() if kind in Section.__subclasses__())
+    for path in [path for root in ("flows", "slurm", "specrl") for path in (ROOT / root).rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+        docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                for section, key in re.findall(rf"(?<![\w./])({sections})\.([a-z_]+)\b(?![./(])", node.value):
+                    assert " " not in node.value or exists((section, key)), (
+                        f"{named(path)}:{node.lineno}: {section}.{key}"
+                    )

@@ -46,7 +46,7 @@ def said(changes: dict[str, float], steps: int = 5) -> list[str]:
         (SAME | {"reward/std": 0.5}, ["in each group all responses earned the same reward", "always or never"]),
         ({"policy/grad_norm": 0.0}, ["the gradient of the policy was 0"]),
         ({"rollout/truncated_fraction": 1.0}, ["all responses were cut off at sampling.max_response_tokens = "]),
-        ({"policy/entropy": 0.04}, ["its entropy was 0.04 nats a token, after 1 in the first; likely train.lr"]),
+        ({"policy/entropy": 0.04}, ["its entropy was 0.04 nats a token, after 1 in the first; likely policy.lr"]),
         ({"policy/entropy": 0.004}, ["its entropy was 0.004"]),
     ],
 )

@@ -105,7 +105,7 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
         f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
         "measured (--published)",
-        "each drafted position is a pass of the drafter (one that drafts in parallel, drafter.parallel, has only one)",
+        "each drafted position is a pass of the drafter",
         f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text; training the drafter makes no draft better",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),
