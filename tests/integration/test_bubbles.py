@@ -383,7 +383,8 @@ def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs
 
 
 def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -> None:
-    columns = ["response_tokens", "own_stored_tokens", "num_draft_tokens", "num_accepted_tokens"]
+    columns = ["response_tokens", "own_stored_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"]
+    columns.append("finish_reason")
     tables = (
         pyarrow.dataset.dataset(runs / name / "train-toy" / "rollouts", format="ipc").to_table(columns=columns)
         for name in ("pregenerate", "both", "both-long-killed")
@@ -391,7 +392,9 @@ def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -
     rows = [row for table in tables for row in table.to_pylist()]
     whole = [row for row in rows if row["own_stored_tokens"] >= len(row["response_tokens"])]
     drafted = sum(row["num_draft_tokens"] for row in whole)
-    assert sum(row["num_accepted_tokens"] for row in whole) > 0.8 * drafted > 0
+    # A stop token within a draft ends the response and counts as sampled; responses of two tokens have nothing else.
+    stopped = sum(row["finish_reason"] == "stop" and row["num_drafts"] > 0 for row in whole)
+    assert sum(row["num_accepted_tokens"] for row in whole) + stopped > 0.85 * drafted > 0
 
 
 def test_the_simulator_needs_as_many_decoding_steps(runs: Path) -> None:
