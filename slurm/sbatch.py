@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def _taught(option: str) -> str | None:
     return os.environ.get(f"SBATCH_{option.upper().replace('-', '_')}")
 
 
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as the words of a command."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
+
 def srun_options(config: Config, stage: StageName) -> list[str]:
     """The options of srun, which starts the ranks of the job."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
@@ -98,9 +103,7 @@ def parameters(request: StageRequest, environment: dict[str, str], without: Sequ
 
 def describe(config: Config, stage: StageName) -> str:
     """How a stage's job will be submitted and how its ranks are started, as two commands in one line."""
-    flags = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in sbatch_options(config, stage).items()
-    ]
+    flags = as_flags(sbatch_options(config, stage))
     ranks = ["srun", *srun_options(config, stage), *python_command(config, stage)]
     return f"{shlex.join(['sbatch', *flags])}; {shlex.join(ranks)}"
 

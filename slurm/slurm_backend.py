@@ -42,7 +42,7 @@ from slurm.environment import (
 from slurm.failures import first_error
 from slurm.queue import COMMAND_SECONDS, PRESENT_SECONDS, ask, forget, listed
 from slurm.ranks.supervisor import ATTEMPT
-from slurm.sbatch import describe, parameters, python_command
+from slurm.sbatch import as_flags, describe, parameters, python_command, sbatch_options
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
@@ -196,10 +196,9 @@ class SlurmBackend:
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
         failed = failed_nodes(request.context.run_dir)
-        try:
-            job_id = _sbatch(request, environment, sorted(failed))
-        except _NoNodesError:
-            failed, job_id = {}, _sbatch(request, environment, [])
+        if failed and not _fits(request, sorted(failed)):
+            failed = {}
+        job_id = _sbatch(request, environment, sorted(failed))
         for node, how in failed.items():
             text = f"{node} is left out of job {job_id}: {how} in the last 24 hours"
             record_event(request.context.stage_dir, "node", text)
@@ -249,8 +248,14 @@ class SlurmBackend:
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
 
 
-class _NoNodesError(JobError):
-    """The partition has too few nodes without those that are left out."""
+def _fits(request: StageRequest, without: list[str]) -> bool:
+    """Whether there are nodes enough without these. Slurm's accounting would keep a job that it refuses."""
+    options = sbatch_options(request.context.config, request.context.stage, without)
+    try:
+        ask("sbatch", "--test-only", *as_flags(options), "--wrap=true")
+    except SilentSchedulerError as error:
+        return not any(words in str(error) for words in NO_SUCH_NODES)
+    return True
 
 
 def _sbatch(request: StageRequest, environment: dict[str, str], without: list[str]) -> str:
@@ -266,8 +271,7 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
             raise FullQueueError(reason) from error
         if any(words in reason for words in TRANSIENT):
             raise SilentSchedulerError(reason) from error
-        kind = _NoNodesError if without and any(words in reason for words in NO_SUCH_NODES) else JobError
-        raise kind(f"Slurm refuses the job: {reason}") from error
+        raise JobError(f"Slurm refuses the job: {reason}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
 
