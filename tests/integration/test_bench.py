@@ -177,7 +177,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     finish(specrl("bench", "gpu", *paths, "--short"), seconds=1200)
     rows = json.loads(path.read_text())
     states = {row["section"]: row["status"] for row in rows if "status" in row}
-    assert set(states) == {"sampler", "exactness", "generation", "training"}
+    assert set(states) == {"sampler", "exactness", "invariance", "generation", "training"}
     assert all(state.startswith("done") for state in states.values())
     by_section = {name: [row for row in rows if row["section"] == name and "status" not in row] for name in states}
     assert [row["unexplained"] for row in by_section["exactness"]] == [0] * len(by_section["exactness"])
