@@ -68,7 +68,7 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
 
 
 def differences(run_dir: Path, config: Config, origin: Continuation | None) -> list[str]:
-    """Return in words how a configuration and the present code differ from those that a run was started with."""
+    """How a configuration and the present code differ from those that a run was started with."""
     record = read_record(run_dir)
     if record is None:
         return []

@@ -81,7 +81,7 @@ class Pace:
         self._since, self._batch = now, min(self._left, self._most_running)
 
     def rows(self) -> list[tuple[int, int, float]]:
-        """Return (running requests, iterations, seconds), without the iteration that finished the last request."""
+        """(running requests, iterations, seconds), without the iteration that finished the last request."""
         return [(batch, int(count), seconds) for batch, (count, seconds) in sorted(self._found.items())]
 
 
@@ -171,7 +171,7 @@ def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
 
 
 def speedup_estimates(bubbles: Sequence[Bubble], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much plain decoding would have made a step longer, under the names in MLflow; no matched pair.
+    """By how much plain decoding would have made a step longer, under the names in MLflow; no matched pair.
 
     Plain decoding trains no drafter, and validations do not count. What else a drafter costs, its share of the refit,
     is left out.

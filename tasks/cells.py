@@ -101,7 +101,7 @@ def measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
 
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
-    """Return `bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
+    """`bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
     package = Path(specrl.__file__).parent
     code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
     own = files_digest((path, str(path.relative_to(package))) for path in code)

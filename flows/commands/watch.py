@@ -165,7 +165,7 @@ def _ask_about_recorded(key: JobKey) -> tuple[str, bool]:
 
 
 def earlier_jobs(stage_dir: Path) -> str:
-    """Return in words how the jobs before the last one ended; nothing for a stage of one job."""
+    """How the jobs before the last one ended; nothing for a stage of one job."""
     reasons = [segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1]]
     counted = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
     return f"  (job {len(reasons) + 1}; before it: {counted})" if reasons else ""

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,11 +232,10 @@ def gather_facts(*, use_torch: bool) -> GpuFacts:
         "nvcc_path": nvcc_path if own_cuda_home() not in (None, os.environ.get("CUDA_HOME")) else None,
         "compiles_flashinfer": bool(find_spec("flashinfer")) and not find_spec("flashinfer_jit_cache"),
     }
-    if use_torch:
-        facts |= _facts_of_torch()
-        if nvcc_path is not None and facts.get("capability") is not None:
-            facts["compile_problem"] = compile_problem(nvcc_path, facts["capability"])  # type: ignore[arg-type]
-    return GpuFacts(**facts)  # type: ignore[arg-type]
+    found = GpuFacts(**{**facts, **(_facts_of_torch() if use_torch else {})})  # type: ignore[arg-type]
+    if nvcc_path is None or found.capability is None:
+        return found
+    return replace(found, compile_problem=compile_problem(nvcc_path, found.capability))
 
 
 def _facts_of_torch() -> dict[str, object]:

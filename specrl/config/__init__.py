@@ -152,11 +152,11 @@ class Config(Section):
         ]
 
     def resources_of(self, stage: StageName) -> Resources:
-        """Return `[resources]` with the stage's own overrides applied."""
+        """`[resources]` with the stage's own overrides applied."""
         return self.resources.model_copy(update=self._own(stage, Resources))
 
     def cluster_of(self, stage: StageName) -> ClusterConfig:
-        """Return `[cluster]` with the stage's own overrides applied.
+        """`[cluster]` with the stage's own overrides applied.
 
         The options of sbatch that ask for GPUs, and those that are `false`, are left out where they do not apply.
         """

@@ -78,7 +78,7 @@ METHODS: dict[str, DraftMethod] = {
 
 
 def check_method(name: str) -> str:
-    """Return `name` if it is a method.
+    """Check that `name` is a method, and return it.
 
     Raises:
         ValueError: There is no such method.

@@ -52,7 +52,7 @@ class ReasoningGym:
             chunk += 1
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """Return reasoning-gym's own score, 0 to 1, of the answer that the response states.
+        """Reasoning-gym's own score, 0 to 1, of the answer that the response states.
 
         What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes
         it safe; 0 is for what is no answer.
@@ -190,11 +190,11 @@ class GeneratorMixture:
         return problems
 
     def notes(self, count: int) -> list[str]:
-        """Return nothing: what generators give is known only as it is drawn."""
+        """Nothing: what generators give is known only as it is drawn."""
         return []
 
     def trains_on(self, question: str) -> bool:
-        """Return False: what generators give is known only as it is drawn."""
+        """False: what generators give is known only as it is drawn."""
         return False
 
     def _distinct(

@@ -100,7 +100,7 @@ class ProblemSource(Protocol):
     """The source of a run's problems: a mixture of generators, or a file."""
 
     def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """Return `count` problems for a step of a stream, none of them held out.
+        """`count` problems for a step of a stream, none of them held out.
 
         They are a pure function of the run's seed and the arguments.
 

@@ -153,7 +153,7 @@ class PromptSource:
         return prompts
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
-        """Return prompts, each with a response that earns full reward, with worked steps if there are any."""
+        """Prompts, each with a response that earns full reward, with worked steps if there are any."""
         problems = self._problems.draw("demonstrations", 0, count, 0)
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]

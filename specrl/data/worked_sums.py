@@ -48,7 +48,7 @@ class WorkedSums(Section):
                 yield worked_sum([self._term(rng) for _ in range(size)])
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """Return 1 if the last `Answer: N` of the response states the sum, else 0."""
+        """1 if the last `Answer: N` of the response states the sum, else 0."""
         stated = ANSWER.findall(response)
         return float(bool(stated) and stated[-1].lstrip("0") == answer.lstrip("0"))
 

@@ -19,7 +19,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def bf16_support(flags: frozenset[str]) -> str:
-    """Return in words which of the instructions for matrix products a processor with these flags has."""
+    """Which of the instructions for matrix products a processor with these flags has."""
     if "amx_bf16" in flags:
         return "AMX BF16"
     if "avx512f" not in flags:

@@ -236,7 +236,7 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
-    """Return, say, `1 difference in 996 tokens, all near-ties: largest distance 0.002 of the CDF, limit 0.03`.
+    """Such as `1 difference in 996 tokens, all near-ties: largest distance 0.002 of the CDF, limit 0.03`.
 
     Args:
         unit: The unit of the largest distance and of the limit.

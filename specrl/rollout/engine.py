@@ -119,7 +119,6 @@ class Engine:
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
@@ -176,8 +175,9 @@ class Engine:
         responses: dict[int, Response] = {}
         with self._generation(requests, recall=recall, learn=learn) as running:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
+            stops = {asked.stop: StopStrings(self.tokenizer, asked.stop) for asked in requests if asked.stop}
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
-                running[self._vllm.add(asked.prompt_tokens, parameters, self._stops(asked.stop))] = index
+                running[self._vllm.add(asked.prompt_tokens, parameters, stops.get(asked.stop))] = index
             decode_steps = self._vllm.decode_steps
             while running:
                 finished = self._vllm.step()
@@ -200,11 +200,6 @@ class Engine:
         stats = SpeculationStats.of(drafts, self._vllm.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
-
-    def _stops(self, strings: tuple[str, ...]) -> StopStrings | None:
-        if strings and strings not in self._stop_strings:
-            self._stop_strings[strings] = StopStrings(self.tokenizer, strings)
-        return self._stop_strings.get(strings)
 
     def set_k(self, k: int | None) -> None:
         """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.

@@ -36,7 +36,7 @@ class StopStrings:
         return text[min(ends) :] if ends else ""
 
     def _completes(self, token: int) -> bool:
-        """Whether the token may: decoding the text before it for each token would take as long as small models do."""
+        # Asked once for each id, because decoding the last tokens again for every new one is slow beside a small model.
         if token not in self._may_end:
             text, ends = self._text([token]), {string[-1] for string in self._strings}
             # A space may get lost where a text begins with it, and a token may be a part of a character.

@@ -36,8 +36,10 @@ class LastAnswers:
         if name not in self._texts:
             self._texts[name] = self._read(name)
         store_texts(self._engine, prompts, self._texts[name])
-        yield
-        self._engine.set_replay({})
+        try:
+            yield
+        finally:
+            self._engine.set_replay({})
 
     def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
         """Keep the responses to the set `name` in the place of those before."""

@@ -88,7 +88,7 @@ class NextStep:
         )
 
     def requests(self, count: int, config: Config) -> list[Request]:
-        """Return `count` requests of the step, of as many prompts as there are; more ask for further responses."""
+        """`count` requests of the step, of as many prompts as there are; more ask for further responses."""
         origin, prompts = Origin(config.seed, self.step), self.prompts
         return [make_request(prompts[i % len(prompts)], i // len(prompts), config, origin) for i in range(count)]
 

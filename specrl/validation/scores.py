@@ -72,7 +72,7 @@ def score_set(
 
 
 def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Floats:
-    """Return, for each prompt, the probability that one of `size` of its samples at least is right.
+    """The probability, for each prompt, that one of `size` of its samples at least is right.
 
     It is the unbiased estimator 1 - C(n - c, size) / C(n, size) of Chen et al., 2021 (arXiv:2107.03374).
 

@@ -385,12 +385,17 @@ def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs
 def test_a_response_that_has_the_text_of_its_own_seed_is_that_text(runs: Path) -> None:
     columns = ["response_tokens", "own_stored_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"]
     columns.append("finish_reason")
-    tables = (
-        pyarrow.dataset.dataset(runs / name / "train-toy" / "rollouts", format="ipc").to_table(columns=columns)
-        for name in ("pregenerate", "both", "both-long-killed")
-    )
-    rows = [row for table in tables for row in table.to_pylist()]
-    whole = [row for row in rows if row["own_stored_tokens"] >= len(row["response_tokens"])]
+
+    def whole_rows(*names: str) -> list[dict[str, Any]]:
+        folders = [runs / name / "train-toy" / "rollouts" for name in names]
+        tables = [pyarrow.dataset.dataset(folder, format="ipc").to_table(columns=columns) for folder in folders]
+        rows = [row for table in tables for row in table.to_pylist()]
+        return [row for row in rows if row["own_stored_tokens"] >= len(row["response_tokens"])]
+
+    drafting = whole_rows("pregenerate", "both")
+    accepted = sum(row["num_accepted_tokens"] for row in drafting)
+    assert accepted > 0.8 * sum(row["num_draft_tokens"] for row in drafting) > 0
+    whole = [*drafting, *whole_rows("both-long-killed")]
     drafted = sum(row["num_draft_tokens"] for row in whole)
     # A stop token within a draft ends the response and counts as sampled; responses of two tokens have nothing else.
     stopped = sum(row["finish_reason"] == "stop" and row["num_drafts"] > 0 for row in whole)

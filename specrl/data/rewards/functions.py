@@ -133,7 +133,7 @@ def shortened(text: str, limit: int = 120) -> str:
 
 @register_reward("math_verify")
 def math_verify(_: str, response: str, answer: str) -> float:
-    """Return 1 if the stated answer equals the true one as text or as a mathematical expression, else 0.
+    """1 if the stated answer equals the true one as text or as a mathematical expression, else 0.
 
     Only the stated answer is judged, so that numbers on the way to it do not count. Both are read as LaTeX, in a box; a
     sentence without LaTeX is read for its last number too. A reference in words is compared as text alone.
@@ -160,7 +160,7 @@ def math_verify(_: str, response: str, answer: str) -> float:
 
 @register_reward("exact_match")
 def exact_match(_: str, response: str, answer: str) -> float:
-    """Return 1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0."""
+    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0."""
     stated = references(extract_answer(response))[0]
     return float(any(same(stated, reference) for reference in references(answer)))
 

@@ -109,7 +109,7 @@ class Confinement:
     """A seccomp filter on system calls."""
 
     def gaps(self, network: bool) -> str:
-        """Return in one line what is not held here; an empty text where nothing is missing."""
+        """What is not held here, in one line; an empty text where nothing is missing."""
         missing = []
         if not (self.landlock or self.read_only):
             missing.append("write files of yours")

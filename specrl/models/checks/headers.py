@@ -127,7 +127,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor that a checkpoint has, given the contents of its `config.json`."""
+    """Name and shape of every tensor that a checkpoint has, given the contents of its `config.json`."""
     hidden, vocabulary = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
     shapes: dict[str, tuple[int, ...]] = {EMBEDDINGS: vocabulary, "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings"):

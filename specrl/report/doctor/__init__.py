@@ -32,7 +32,7 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """Return 1 when a check failed, and 0 otherwise. Warnings do not count."""
+    """1 when a check failed, and 0 otherwise. Warnings do not count."""
     return int(any(check.status == "fail" for check in found))
 
 

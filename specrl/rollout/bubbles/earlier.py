@@ -19,7 +19,7 @@ MOST_TOKENS = 2**24
 
 
 class EarlierResponses:
-    """Those of this rank's engine, unless another one has answered their prompt since; the newest to each prompt."""
+    """The newest responses of this rank's engine to each prompt, unless another engine has answered it since."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens

@@ -29,7 +29,8 @@ from specrl.rollout.drafts.text_index import (
 CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
 KINDS = NOTHING + 1
-PROMPT, ROW, LIMIT = range(3)
+FACTS = 3
+PROMPT, ROW, LIMIT = range(FACTS)
 """The columns of `Requests.facts`."""
 
 

@@ -26,7 +26,7 @@ KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
 ROW = tl.constexpr(device_drafts.ROW)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
-FACTS = tl.constexpr(3)
+FACTS = tl.constexpr(device_drafts.FACTS)
 
 
 class TritonDrafts(DeviceDrafts):

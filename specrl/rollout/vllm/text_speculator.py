@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -39,7 +39,7 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         self.texts = TextStore(0)
         self.rows: dict[str, int] = {}
         """The places of the requests in this generation by vLLM's names, from 1 in the order in which they start."""
-        self.facts = UvaBackedTensor((self.max_num_reqs, 3), torch.int64)
+        self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
 
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
