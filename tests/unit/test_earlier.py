@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from specrl.rollout.bubbles.earlier import PER_PROMPT, EarlierResponses
-from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.schemas import Rollout, merge_ranks, rollout_path, write_rollouts
 
 
-def rollouts(step: int, prompt_ids: list[int], samples: int = 2, length: int = 3) -> list[Rollout]:
+def rollouts(step: int, prompt_ids: list[int], samples: int = 2, length: int = 3, rank: int = 0) -> list[Rollout]:
     return [
-        Rollout(step, 0, prompt, sample, step, 0, 100 * step + sample, [1], [step] * length, [0.0] * length, "", "", "")
+        Rollout(
+            step, rank, prompt, sample, step, 0, 100 * step + sample, [1], [step] * length, [0.0] * length, "", "", ""
+        )
         for prompt in prompt_ids
         for sample in range(samples)
     ]
@@ -57,11 +61,14 @@ def test_a_restart_finds_what_an_undisturbed_run_holds(tmp_path: Path) -> None:
         assert kept(restored) == kept(undisturbed)
 
 
-def test_engines_share_the_files_and_hold_what_none_has_answered_since(tmp_path: Path) -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_engines_share_the_files_and_hold_what_none_has_answered_since(tmp_path: Path, merged: bool) -> None:
     answered = [{0: [0], 1: [1], 2: [2]}, {0: [3], 1: [0]}, {0: [4], 1: [1]}]
     for step, by_rank in enumerate(answered):
         for rank, prompts in by_rank.items():
-            write_rollouts(rollout_path(tmp_path, step, rank), rollouts(step, prompts))
+            write_rollouts(rollout_path(tmp_path, step, rank), rollouts(step, prompts, rank=rank))
+        if merged:
+            merge_ranks(rollout_path(tmp_path, step, 0).parent)
     engines = [EarlierResponses(), EarlierResponses()]
     for number, engine in enumerate(engines):
         engine.restore(tmp_path, 3, number, 2)
