@@ -74,7 +74,7 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
     restrict(of_jobs.cluster)
     if problems := backend.problems(of_jobs):
         raise ConfigError("\n".join(problems))
-    reporter = PlainReporter(Console(highlight=False, soft_wrap=True))
+    reporter = PlainReporter(Console(stderr=True, highlight=False, soft_wrap=True))
     errors: dict[str, str] = {}
     with only_flow(of_jobs.run_dir), ThreadPoolExecutor(at_once) as threads:
         forget_stop(of_jobs.run_dir)

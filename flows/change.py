@@ -44,7 +44,7 @@ class ChangeRequest:
     """Whether jobs of stages that change may be cancelled."""
 
 
-def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> None:
+def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:
     """Print what a change means for each stage and, unless this is a dry run, write it.
 
     Raises:
@@ -57,7 +57,7 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
         _print(run_dir, revision, console)
         for job in _in_the_way(run_dir, revision).values():
             print_line(console, _say_in_the_way(run_dir, job))
-        return
+        return revision
     with only_flow(run_dir, cluster):
         revision = _plan(run_dir, request)
         _print(run_dir, revision, console)
@@ -65,6 +65,7 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
             revision = _plan(run_dir, request)  # they may have written checkpoints
             _print(run_dir, revision, console)
         _write(run_dir, revision)
+    return revision
 
 
 def differences(run_dir: Path, config: Config, origin: Continuation | None) -> list[str]:

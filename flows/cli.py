@@ -40,17 +40,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-run.register(app)
-inspect.register(app)
-samples.register(app)
-reward.register(app)
-watch.register(app)
-remove.register(app)
-export.register(app)
-bench.register(app)
-serve.register(app)
-serve_model.register(app)
-project.register(app)
+for command in (
+    *(run.run, run.resume, run.stop, run.cancel, run.sync),
+    *(inspect.ls, inspect.show, watch.watch, inspect.logs, samples.samples, reward.reward),
+    *(export.export, serve_model.serve_model, remove.rm, inspect.ui, inspect.doctor),
+    *(serve.serve, serve.deploy, project.project),
+):
+    app.command()(command)
+app.add_typer(bench.group, name="bench")
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or of a user whose share of it is."""
@@ -106,7 +103,7 @@ def invoke(arguments: list[str]) -> int:
     except OSError as error:
         _complain(_said(error, arguments))
     except StoppedError as error:
-        print(error)
+        _complain(str(error))
         return EXIT_STOPPED
     except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")

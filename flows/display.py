@@ -24,43 +24,53 @@ WIDTH = max(len(stage) for stage in STAGES)
 
 
 @contextmanager
-def make_reporter(console: Console | None = None) -> Iterator[Reporter]:
-    """Yield the reporter that suits the console.
-
-    Args:
-        console: Where to print; standard output by default.
-    """
-    console = console or Console(highlight=False, soft_wrap=True)
+def make_reporter() -> Iterator[Reporter]:
+    """Yield the reporter that suits standard error, where progress goes: standard output is for results."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield PlainReporter(console)
         return
     columns = TextColumn(f"{{task.description:{WIDTH}}}"), BarColumn(24), TextColumn("{task.fields[words]}")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        yield BarReporter(console, bars)
+        yield PlainReporter(console, bars)
 
 
 class PlainReporter:
-    """Prints one line per event, and one every `LINE_SECONDS` while something moves."""
+    """Prints a line per event and, for the stage that runs, a bar or a line every `LINE_SECONDS` while it moves."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._artifacts = _ProgressArtifacts()
-        self._said = ("", 0.0)
-        self._said_at = 0.0
+    def __init__(self, console: Console, bars: Progress | None = None) -> None:
+        self.console, self._bars = console, bars
+        self._bar: TaskID | None = None
+        self._said, self._said_at = ("", 0.0), 0.0
+        self._artifact: object = None
+        self._artifact_at = 0.0
 
     def submitted(self, stage: str, job: Job) -> None:
         verb = "attached to" if job.attached else "submitted"
         self._line(stage, f"{verb} {job.backend} job {job.job_id}; log {job.log(0)}")
+        if self._bars is not None and self._bar is None:
+            self._bar = self._bars.add_task(stage, total=None, words="")
 
     def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
         if state.phase == "pending":
-            self._say_sometimes(stage, (state.detail, 0.0), f"in the queue ({state.detail})")
+            what, text = (state.detail, 0.0), f"in the queue ({state.detail})"
         elif progress is not None:
-            self._artifacts.update(stage, progress)
-            self._say_sometimes(stage, (progress.message, progress.done), words(progress))
+            what, text = (progress.message, progress.done), words(progress)
+            self._show_in_prefect(stage, progress)
+        else:
+            return
+        if self._bars is not None and self._bar is not None:
+            total, done = (progress.total, progress.done) if progress is not None else (None, 0.0)
+            self._bars.update(self._bar, total=total, completed=done, words=text)
+        elif what != self._said and time.monotonic() - self._said_at >= LINE_SECONDS:
+            self._said, self._said_at = what, time.monotonic()
+            self._line(stage, text)
 
     def finished(self, stage: str, done: Finished) -> None:
-        self._artifacts.finish()
+        self._artifact = None
+        if self._bars is not None and self._bar is not None:
+            self._bars.remove_task(self._bar)
+            self._bar = None
         how = "finished before" if done.cached else "done"
         job = f", job {done.job_id}" if done.job_id else ""
         self._line(stage, f"{how}: {clock(done.seconds)}{job}")
@@ -68,60 +78,16 @@ class PlainReporter:
     def note(self, text: str) -> None:
         self.console.print(text, markup=False)
 
-    def _say_sometimes(self, stage: str, what: tuple[str, float], text: str) -> None:
-        now = time.monotonic()
-        if what != self._said and now - self._said_at >= LINE_SECONDS:
-            self._said, self._said_at = what, now
-            self._line(stage, text)
-
     def _line(self, stage: str, text: str) -> None:
         self.console.print(f"{stage:{WIDTH}}  {text}", markup=False)
 
-
-class BarReporter(PlainReporter):
-    """Shows a bar for the stage that runs; the lines about finished stages stay above it."""
-
-    def __init__(self, console: Console, bars: Progress) -> None:
-        super().__init__(console)
-        self._bars = bars
-        self._bar: TaskID | None = None
-
-    def submitted(self, stage: str, job: Job) -> None:
-        super().submitted(stage, job)
-        self._bar = self._bars.add_task(stage, total=None, words="")
-
-    def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
-        assert self._bar is not None
-        if progress is None or state.phase == "pending":
-            self._bars.update(self._bar, words=f"[dim]{state.detail.lower()}")
-            return
-        self._artifacts.update(stage, progress)
-        self._bars.update(self._bar, total=progress.total, completed=progress.done, words=words(progress))
-
-    def finished(self, stage: str, done: Finished) -> None:
-        if self._bar is not None:
-            self._bars.remove_task(self._bar)
-            self._bar = None
-        super().finished(stage, done)
-
-
-class _ProgressArtifacts:
-    """The progress of the running stage in Prefect, updated at most every `ARTIFACT_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._artifact: object = None
-        self._updated_at = 0.0
-
-    def update(self, stage: str, progress: ProgressState) -> None:
+    def _show_in_prefect(self, stage: str, progress: ProgressState) -> None:
         now = time.monotonic()
-        if now - self._updated_at < ARTIFACT_SECONDS or not progress.total:
+        if now - self._artifact_at < ARTIFACT_SECONDS or not progress.total:
             return
-        self._updated_at = now
+        self._artifact_at = now
         percent = 100.0 * progress.done / progress.total
         if self._artifact is None:
             self._artifact = create_progress_artifact(percent, key=f"{stage}-progress", description=progress.message)
         else:
             update_progress_artifact(self._artifact, percent, description=progress.message)  # type: ignore[arg-type]
-
-    def finish(self) -> None:
-        self._artifact = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.change import note_edited_files, refuse_other
-from flows.folder import only_flow, write_config
+from flows.folder import OUTCOME_FILE, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
@@ -19,32 +19,37 @@ from slurm.access import check_access, check_code, restrict
 from slurm.backend import JobError, StoppedError, UnseenError
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
+from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
 from specrl.lifetime.segments import SEGMENTS_FILE
-from specrl.lineage.record import CODE_DIR, code_of, read_record
+from specrl.lineage.record import CODE_DIR, RunRecord, code_of, read_record
 from specrl.report.description import describe, headline
 from specrl.report.results import readable_config
 from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
-from tasks.run import begin, forget_stop
+from tasks.detached import IN_JOB, submit_flow
+from tasks.run import begin, forget_stop, stop_asked
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
+OUTCOMES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
+ERRORS = Console(stderr=True, soft_wrap=True)
 LOG_BYTES = 32 * 2**20
 """The size up to which MLflow gets a job's log; larger ones stay in the run's folder alone."""
 
 
-def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False) -> None:
-    """Run all stages of a configuration.
+def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False, detached: bool = False) -> None:
+    """Run all stages of a configuration, with progress on standard error and the results on standard output.
 
     Args:
         config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
         origin: The checkpoint of another run that a new run starts from.
         resumed: Whether the run goes on as its record says. If not, the folder must hold no run, or one that was
             started with this configuration and this code.
+        detached: Whether a job is submitted that does it, for which nobody waits.
 
     Raises:
         ConfigError: The run cannot start; nothing has been written.
@@ -52,23 +57,19 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         StoppedError: `specrl stop` asked the run to stop.
     """
     restrict(config.cluster)
-    console = Console(soft_wrap=True)
     for line in check_access(config.run_dir, config.cluster):
-        print_line(console, line)
+        print_line(ERRORS, line)
     check(config)
     if origin is not None:
         config = own_source(config)
+    if detached:
+        _submit(config, origin, resumed=resumed)
+        return
     with only_flow(config.run_dir, config.cluster), PrefectServer(config.runs_dir) as server:
-        forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
-        if resumed:
-            note_edited_files(config, console)
-        else:
-            refuse_other(config.run_dir, config, origin.start if origin is not None else None)
-        if read_record(config.run_dir) is None:
-            begin_run(config, origin)
-        else:
-            write_config(config)
-        console.print(f"run {config.name} in {config.run_dir}", markup=False)
+        if IN_JOB not in os.environ:  # or else the flow has begun when its job was submitted
+            forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
+        _open(config, origin, resumed=resumed)
+        print(f"run {config.name} in {config.run_dir}", file=sys.stderr)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
         start_parent_run(config, headline(config))
         server.wait()
@@ -76,22 +77,46 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             _run_flow(config.run_dir)
         except UnseenError:  # the jobs go on, and so does the run in MLflow
             raise
-        except (KeyboardInterrupt, StoppedError):
-            finish(config, "KILLED")
+        except (KeyboardInterrupt, StoppedError) as error:
+            finish(config, "KILLED", error)
             raise
-        except Exception:  # A signal that ends the flow is not an Exception: the jobs go on, and so does the run.
-            finish(config, "FAILED")
+        except Exception as error:  # A signal that ends the flow is none: the jobs go on, and so does the run.
+            finish(config, "KILLED" if stop_asked(config.run_dir) else "FAILED", error)
             raise
         finish(config, "FINISHED")
-    render_summary(config.run_dir, console)
+    render_summary(config.run_dir, Console(soft_wrap=True))
 
 
-def finish(config: Config, status: Status) -> None:
-    """End the run in MLflow, with its results, the logs of its jobs, and the events and segments of its stages."""
+def _submit(config: Config, origin: Origin | None, *, resumed: bool) -> None:
+    with only_flow(config.run_dir, config.cluster):
+        forget_stop(config.run_dir)
+        code = _open(config, origin, resumed=resumed).code_dir(config.run_dir)
+        job = submit_flow(config, code)
+    print(f"{job.backend} job {job.job_id} is the flow of run {config.name}: specrl watch {config.name}")
+
+
+def _open(config: Config, origin: Origin | None, *, resumed: bool) -> RunRecord:
+    """Begin a run, or go on with the one in the folder, which must be this one."""
+    if resumed:
+        note_edited_files(config, ERRORS)
+    else:
+        refuse_other(config.run_dir, config, origin.start if origin is not None else None)
+    record = read_record(config.run_dir)
+    if record is None:
+        record = begin_run(config, origin)
+    else:
+        write_config(config)
+    (config.run_dir / OUTCOME_FILE).unlink(missing_ok=True)
+    return record
+
+
+def finish(config: Config, status: Status, error: BaseException | None = None) -> None:
+    """Say how the run ended, and end it in MLflow, with its results, its logs, and its stages' events and segments."""
     from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
     from specrl.report.samples import response_rows
 
     run_dir = config.run_dir
+    write_json(run_dir / OUTCOME_FILE, {"state": OUTCOMES[status], "error": str(error or "")})
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
     for folder in sorted((run_dir / "jobs").glob("*/")):
         files[f"logs/{folder.name}"] = [log for log in telling_logs(folder) if log.stat().st_size <= LOG_BYTES]
@@ -101,7 +126,7 @@ def finish(config: Config, status: Status) -> None:
     finish_parent_run(config, status, describe(run_dir), files, response_rows(run_dir))
 
 
-def begin_run(config: Config, origin: Origin | None) -> None:
+def begin_run(config: Config, origin: Origin | None) -> RunRecord:
     """Write what a new run starts with, the record last.
 
     Raises:
@@ -115,7 +140,7 @@ def begin_run(config: Config, origin: Origin | None) -> None:
             "RUN[@STEP]"
         )
     write_config(config)
-    begin(config, origin.start if origin is not None else None)
+    return begin(config, origin.start if origin is not None else None)
 
 
 def _run_flow(run_dir: Path) -> None:
@@ -126,11 +151,8 @@ def _run_flow(run_dir: Path) -> None:
     pipeline(str(run_dir))
 
 
-def command_with_own_code(run_dir: Path, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:
-    """The command and the environment that run `specrl ARGUMENTS` with the run's own code.
-
-    Returns:
-        None where this process already has that code, and for a run that has none yet.
+def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that, or the run has none yet.
 
     Raises:
         ConfigError: The copy of the run's code is gone or is not what was copied, Python does not import it, or
@@ -139,41 +161,25 @@ def command_with_own_code(run_dir: Path, arguments: Sequence[str]) -> tuple[list
     check_access(run_dir, readable_config(run_dir).cluster)
     code = code_of(run_dir)
     if code is None:
-        return None
+        return
     folder = run_dir / CODE_DIR / code
     if folder.resolve() == ROOT.resolve() or code == present_code():
-        return None
+        return
     check_code(folder)
     if os.environ.get(GUARD) == code:
         raise ConfigError(f"run {run_dir.name}: Python imports {ROOT} in place of {folder}; look at PYTHONPATH")
-    return [sys.executable, "-m", "flows.cli", *arguments], {**os.environ, **job_environment(folder), GUARD: code}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    os.execve(command[0], command, {**os.environ, **job_environment(folder), GUARD: code})
 
 
-def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that already.
-
-    Raises:
-        ConfigError: See `command_with_own_code`.
-    """
-    found = command_with_own_code(run_dir, arguments)
-    if found is not None:
-        command, environment = found
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(command[0], command, environment)
-
-
-def resume_with_own_code(run_dir: Path) -> None:
-    """Resume a run in a process of its own, with the run's code.
+def resume_in_process(run_dir: Path) -> None:
+    """Resume a run in a process of its own, which goes on with the run's code.
 
     Raises:
         JobError: The process failed; its own line about that is on standard error.
     """
-    arguments = ["resume", str(run_dir)]
-    command, environment = command_with_own_code(run_dir, arguments) or (
-        [sys.executable, "-m", "flows.cli", *arguments],
-        dict(os.environ),
-    )
-    code = subprocess.run(command, env=environment, check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "flows.cli", "resume", str(run_dir)], check=False).returncode
     if code:
         raise JobError(f"specrl resume {run_dir} failed with exit code {code}")

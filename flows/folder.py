@@ -23,6 +23,8 @@ from specrl.tracking.store import URI_VARIABLE
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1
 """How long a flow tries to take the lock, which `specrl watch` and `specrl ls` hold for an instant when they look."""
+OUTCOME_FILE = "outcome.json"
+"""A file that says how the last flow of a run ended; there is none while one works, or if it was killed."""
 HOLDER = re.compile(r"process (\d+) on (\S+)")
 HOLDER_FILE = ".flow.holder"
 """A file that names the process that holds the lock, for the error message of another process."""
@@ -163,6 +165,12 @@ def holder_of(run_dir: Path) -> tuple[int, str] | None:
 def is_worked_on(run_dir: Path) -> bool:
     """Whether a flow holds the run."""
     return is_locked(run_dir / LOCK_FILE)
+
+
+def outcome_of(run_dir: Path) -> dict[str, str]:
+    """The contents of `outcome.json`: the `state` in which the last flow left the run, and its `error`."""
+    found = read_json(run_dir / OUTCOME_FILE)
+    return {name: str(found.get(name, "")) for name in ("state", "error")} if isinstance(found, dict) else {}
 
 
 def finished_stages(run_dir: Path) -> list[str]:

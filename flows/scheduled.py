@@ -17,7 +17,7 @@ from prefect.flows import Flow
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 
-from flows.execute import execute, resume_with_own_code
+from flows.execute import execute, resume_in_process
 from flows.server import ServerError
 from slurm.access import check_access
 from specrl.config import Config, ConfigError, dump_config, parse_config
@@ -51,7 +51,7 @@ def scheduled(config: str) -> None:
     if code_of(named.run_dir) is None:
         execute(named)
     else:
-        resume_with_own_code(named.run_dir)
+        resume_in_process(named.run_dir)
 
 
 def config_at(config: str, time: datetime) -> Config:

@@ -25,6 +25,8 @@ from specrl.lineage.record import run_id
 logger = logging.getLogger(__name__)
 
 CONTEXT_FILE = "context.json"
+FLOW_KEY = "flow-0"
+"""The key of the job that is a run's flow, where `specrl run --detach` has made it one."""
 STOP_FILE = "stop"
 """A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
 

@@ -38,10 +38,10 @@ RETRY_SECONDS = 5
 """The pause before a scheduler that did not answer is asked again."""
 
 
-def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | None:
+def attach_or_submit(context: StageContext, entry: str, code: Path, **variables: str) -> Job | None:
     """The one job of a stage: the one that is pending or running, or else a new one; None if the stage has finished.
 
-    `StageRequest` describes the arguments.
+    `StageRequest` describes the arguments; `variables` are those of the environment that only this job is to have.
     """
     request, begun = StageRequest(context, entry, code), time.monotonic()
     while True:
@@ -53,7 +53,8 @@ def attach_or_submit(context: StageContext, entry: str, code: Path) -> Job | Non
             context.stage_dir.mkdir(parents=True, exist_ok=True)
             request.key.folder.mkdir(parents=True, exist_ok=True)
             context.save(request.key.context_path)
-            return backend_of(request.key.cluster).submit(request, job_environment(code, context.config))
+            environment = {**job_environment(code, context.config), **variables}
+            return backend_of(request.key.cluster).submit(request, environment)
         except (SilentSchedulerError, OSError) as error:
             if isinstance(error, OSError) and not is_passing(error):
                 raise

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm.access import check_code
-from slurm.backend import STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
+from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
@@ -100,7 +100,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     check_code(record.code_dir(run_dir))
     run_id = run_dir / RUN_ID_FILE
     for key, job in live_jobs(config).items():
-        if key not in record.stage_keys.values():
+        if key not in (FLOW_KEY, *record.stage_keys.values()):
             reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
     return Run(config, record, run_id.read_text().strip() if run_id.exists() else "", reporter)
 

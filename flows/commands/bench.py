@@ -65,10 +65,6 @@ Repeats = Annotated[int, option("Rounds; each measures everything once.", least=
 group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each writes a page with tables, and rows.")
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(group, name="bench")
-
-
 class Bench:
     """A benchmark as it is asked for: what it measures, and where the results go."""
 
@@ -124,10 +120,11 @@ def bench_run(
     overrides: Overrides = None,
     at_once: Annotated[int, option("Jobs that wait or run at once; 1 on local.", least=1)] = 8,
 ) -> None:
-    """Train the same RL steps in several ways, and compare whole steps and whole trainings with the first way.
+    """Train the same RL steps in several ways, and compare them.
 
-    The trainings begin with the run's policy and drafter before RL, and take a step each in turn. With --cluster, each
-    is measured beside the baseline in a job of its own.
+    Whole steps and whole trainings are compared with the first way. The trainings begin with the run's policy and
+    drafter before RL, and take a step each in turn. With --cluster, each is measured beside the baseline in a job
+    of its own.
     """
     of_jobs = [text for text in overrides or [] if text.startswith(OF_JOBS)]
     if of_jobs and cluster is None:
@@ -180,7 +177,7 @@ def bench_rollouts(
     runs_dir: RunsDir = Path("runs"),
     overrides: Overrides = None,
 ) -> None:
-    """Compare speculative generation with plain generation of the same tokens, and with stock vLLM.
+    """Compare speculative with plain generation and stock vLLM.
 
     All of them run in turn, in every round on the same requests, compiled if the run's engine.compile says so.
     """
@@ -215,11 +212,11 @@ def bench_drafter(
     runs_dir: RunsDir = Path("runs"),
     overrides: Overrides = None,
 ) -> None:
-    """Measure drafters: any of them on a file of prompts, or those of a run over its RL steps.
+    """Measure drafters on prompts, or over a run's RL steps.
 
-    With --model, --drafter and --data it measures acceptance by position, temperature and k, and the speedup over plain
-    decoding, beside n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps, initialised
-    on the task, on general instructions and not at all, each frozen and trained online.
+    With --model, --drafter and --data it measures acceptance by position, temperature and k, and the speedup over
+    plain decoding, beside n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps,
+    initialised on the task, on general instructions and not at all, each frozen and trained online.
     """
     bench = Bench("drafter", run, runs_dir, page, overrides or ())
     options = DrafterOptions(
@@ -257,10 +254,11 @@ def bench_gpu(
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Measure everything that a first GPU is asked, without a network and without a run; all models are random.
+    """Measure everything that a first GPU is asked.
 
-    Every row is saved as soon as it is there, a section that fails loses no other, and the same command goes on where
-    an earlier one has ended. Without a GPU everything runs at small size.
+    It needs neither a network nor a run: all models are random. Every row is saved as soon as it is there, a
+    section that fails loses no other, and the same command goes on where an earlier one has ended. Without a GPU
+    everything runs at small size.
     """
     bench = Bench("gpu", None, runs_dir, page)
     failed = []

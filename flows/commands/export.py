@@ -43,10 +43,6 @@ POLICY = "policy"
 """The format that is not a drafter's."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
-
-
 def export(
     name: RunOrCheckpoint,
     form: Format,
@@ -55,7 +51,7 @@ def export(
     runs_dir: RunsDir = Path("runs"),
     quantize: Quantize = None,
 ) -> None:
-    """Write the drafter of a finished run in a format that inference servers load.
+    """Write a run's drafter, or a policy, as servers load it.
 
     The folder gets a model card with the acceptance that the run has measured. The final policy is a Hugging Face
     folder already: export/policy of the run. --format policy writes that of a checkpoint, by default the newest, also

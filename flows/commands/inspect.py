@@ -1,4 +1,4 @@
-"""`specrl ls`, `show`, `ui` and `doctor`: look at runs and at this machine."""
+"""`specrl ls`, `show`, `logs`, `ui` and `doctor`: look at runs and at this machine."""
 
 from __future__ import annotations
 
@@ -7,45 +7,118 @@ import secrets
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from flows.commands.options import RunName, RunsDir
+from flows.commands.options import AsJson, RunName, RunsDir, print_json
+from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, finished_stages, is_worked_on, list_runs, model_of
 from flows.mlflow_ui import TOKEN
-from specrl.config import STAGES, Config
-from specrl.report.results import CONFIG_FILE
-from specrl.report.tables import print_line, print_table
+from slurm.backend import FLOW_KEY
+from specrl.config import STAGES, Config, ConfigError
+from specrl.lineage.record import CODE_DIR
+from specrl.report.results import CONFIG_FILE, find_stages, readable_config
+from specrl.report.tables import print_line, print_table, printable
 
 
-def register(app: typer.Typer) -> None:
-    app.command("ls")(ls)
-    app.command("show")(show)
-    app.command("ui")(ui)
-    app.command("doctor")(doctor)
-
-
-def ls(runs_dir: RunsDir = Path("runs")) -> None:
+def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """List the runs, the newest first."""
-    console = Console()
-    rows = [_row(run_dir) for run_dir in list_runs(runs_dir)]
-    if not rows:
-        print_line(console, f"no runs in {runs_dir.absolute()}; begin with: specrl run configs/quickstart.toml")
-        return
-    print_table(console, f"Runs in {runs_dir.absolute()}", ("run", "state", ">stages", "model", "started"), rows)
+    runs = [_about(run_dir) for run_dir in list_runs(runs_dir)]
+    if as_json:
+        print_json(runs)
+    elif runs:
+        for run in runs:
+            run["started"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+        columns = ("run", "state", ">stages", "model", "started")
+        rows = [[str(run[column.removeprefix(">")]) for column in columns] for run in runs]
+        print_table(Console(), f"Runs in {runs_dir.absolute()}", columns, rows)
+    else:
+        print_line(Console(), f"no runs in {runs_dir.absolute()}; begin with: specrl run configs/quickstart.toml")
 
 
-def show(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+def _about(run_dir: Path) -> dict[str, Any]:
+    try:
+        has_finished = (run_dir / "summary.json").exists() and not is_worked_on(run_dir)
+        state = "finished" if has_finished else Watcher(run_dir, readable_config(run_dir)).look().state
+    except PermissionError:  # somebody else's run
+        state = "?"
+    codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
+    return {
+        "run": run_dir.name,
+        "state": state,
+        "stages": f"{len(finished_stages(run_dir))}/{len(STAGES)}",
+        "model": model_of(run_dir),
+        "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
+        "folder": run_dir.absolute(),
+    }
+
+
+def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Show the results of a run.
 
-    The tables say what the run reached, where the time went and where its files are.
+    The tables say what the run reached, where the time went and where its files are. With --json, it is summary.json,
+    as far as the run has got.
     """
-    from specrl.report.summary import render_summary
+    from specrl.report.summary import build_summary, render_summary
 
-    render_summary(find_run_to_read(name, runs_dir), Console(soft_wrap=True))
+    run_dir = find_run_to_read(name, runs_dir)
+    if as_json:
+        print_json(build_summary(run_dir, find_stages(run_dir), None))
+    else:
+        render_summary(run_dir, Console(soft_wrap=True))
+
+
+def logs(
+    name: RunName,
+    stage: Annotated[
+        str | None, typer.Option(metavar="STAGE", help="By default the one that has printed last; flow for --detach.")
+    ] = None,
+    rank: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="The rank whose log it is.")] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is printed, until nothing works on the run.")
+    ] = False,
+    lines: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of the last lines.")] = 100,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print the log of a stage's newest job."""
+    run_dir = find_run_to_read(name, runs_dir)
+    if stage not in (None, "flow", *STAGES):
+        raise ConfigError(f"--stage {stage}: allowed: {', '.join(STAGES)}, flow")
+    shown: Path | None = None
+    position = 0
+    watcher = Watcher(run_dir, readable_config(run_dir))
+    for _ in watcher.views() if follow else [watcher]:
+        log = _newest_log(run_dir, stage or "*", rank)
+        if log is not None:
+            if log != shown:  # the whole of what another job prints
+                shown, position = log, _start_of_lines(log, lines) if shown is None else 0
+            position = _print_from(log, position)
+    if shown is None:
+        raise ConfigError(f"run {run_dir.name} has no log of rank {rank}{f' of {stage}' if stage else ''}")
+
+
+def _newest_log(run_dir: Path, stage: str, rank: int) -> Path | None:
+    """The log that was written last; that of the flow itself only where it is asked for, or alone."""
+    logs = run_dir.glob(f"jobs/{stage}-*/*_{rank}_log.out")
+    found = [path for path in logs if path.is_file() and not path.is_symlink()]
+    return max(found, key=lambda path: (path.parent.name != FLOW_KEY, path.stat().st_mtime), default=None)
+
+
+def _start_of_lines(log: Path, count: int) -> int:
+    parts = log.read_bytes().removesuffix(b"\n").rsplit(b"\n", count)
+    return len(parts[0]) + 1 if len(parts) > count else 0
+
+
+def _print_from(log: Path, position: int) -> int:
+    """Print what a log has from a position on, or all of one that has begun anew, and return where it ends."""
+    with log.open("rb") as file:
+        file.seek(position if position <= log.stat().st_size else 0)
+        print(printable(file.read().decode(errors="replace")), end="", flush=True)
+        return file.tell()
 
 
 def ui(
@@ -75,7 +148,7 @@ def ui(
     raise typer.Exit(code.returncode)
 
 
-def doctor(runs_dir: RunsDir = Path("runs")) -> None:
+def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Check what this machine can run.
 
     Everything that is missing comes with a line that says how to fix it. The exit code is 1 when a check failed.
@@ -83,16 +156,8 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     from specrl.report.doctor import checks, exit_code, render
 
     found = checks(runs_dir)
-    render(found)
+    if as_json:
+        print_json([asdict(check) for check in found])
+    else:
+        render(found)
     raise typer.Exit(exit_code(found))
-
-
-def _row(run_dir: Path) -> tuple[str, ...]:
-    finished = finished_stages(run_dir)
-    ended = "finished" if (run_dir / "summary.json").exists() else "stopped"
-    try:
-        state = "running" if is_worked_on(run_dir) else ended
-    except PermissionError:  # somebody else's run
-        state = "?"
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime((run_dir / CONFIG_FILE).stat().st_mtime))
-    return (run_dir.name, state, f"{len(finished)}/{len(STAGES)}", model_of(run_dir), started)

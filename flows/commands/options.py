@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, 
 RunsDir = Annotated[
     Path, typer.Option("--runs-dir", metavar="FOLDER", envvar="SPECRL_RUNS_DIR", help="The folder that holds the runs.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -41,3 +43,8 @@ def load(config_path: Path, cluster: str | None, overrides: list[str] | None) ->
     """
     backend = [f'cluster.backend="{cluster}"'] if cluster else []
     return anchor(load_config(config_path, [*(overrides or []), *backend]))
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; what JSON does not know, such as a path, becomes its text."""
+    print(json.dumps(value, indent=2, default=str))

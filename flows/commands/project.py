@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from specrl.projection.simulator.workload import MeasuredRun
 
 
-def register(app: typer.Typer) -> None:
-    app.command("project")(project)
-
-
 def project(
     name: Annotated[
         str | None,
@@ -50,11 +46,11 @@ def project(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Simulate how long steps would take on GPUs, with each number of drafts and each use of idle time.
+    """Simulate how long steps would take on GPUs.
 
-    Times are computed from the shape of the model and the data sheet of the GPU. Response lengths and acceptance are
-    assumed for a configuration, and those that it had for a finished run. With --published: published results beside
-    the simulated ones.
+    Each number of drafts and each use of idle time has its row. Times are computed from the shape of the model and the
+    data sheet of the GPU. Response lengths and acceptance are assumed for a configuration, and those that it had for a
+    finished run. With --published: published results beside the simulated ones.
     """
     # These import numpy, which the help of other commands does not wait for.
     from specrl.projection.simulator.choices import ACCEPTANCE, hardware_of, model_of

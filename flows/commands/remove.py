@@ -25,10 +25,6 @@ from specrl.report.tables import print_line, print_table
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def register(app: typer.Typer) -> None:
-    app.command("rm")(rm)
-
-
 def rm(
     name: RunName,
     checkpoints: Annotated[

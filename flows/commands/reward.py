@@ -16,10 +16,6 @@ LONGEST = 10_000_000
 """The bytes of the longest response that is read: no run samples a longer one."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("reward")(reward)
-
-
 def reward(
     config_path: ConfigPath,
     response: Annotated[str, typer.Option(metavar="FILE", help="The file with the response; - is standard input.")],
@@ -31,10 +27,10 @@ def reward(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Score a response to a problem of CONFIG as a run would: by the same reward, in the same sandbox.
+    """Score a response to a problem as a run would.
 
-    It prints the problem and its answer too. A reward that fails counts as data.reward_on_failure in a run; here the
-    exit code is 1 then.
+    The reward and its sandbox are those of a run of CONFIG. The problem and its answer are printed too. A reward that
+    fails counts as data.reward_on_failure in a run; here the exit code is 1 then.
     """
     from specrl.data.rewards.trial import try_reward
 

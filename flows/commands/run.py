@@ -1,4 +1,4 @@
-"""`specrl run`, `resume`, `stop` and `sync`."""
+"""`specrl run`, `resume`, `stop`, `cancel` and `sync`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 
 from flows.change import ChangeRequest, change_run
-from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load
+from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load, print_json
+from flows.commands.watch import Watcher
 from flows.execute import continue_with_own_code, execute
 from flows.folder import find_own_run
 from flows.origin import start_from
@@ -17,7 +19,8 @@ from flows.preflight import check
 from slurm.registry import backend_of
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.changes import adjustable_keys
-from tasks.run import ask_to_stop, read_run_config
+from specrl.report.results import readable_config
+from tasks.run import ask_to_stop, end_jobs, read_run_config
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -27,11 +30,13 @@ CHANGEABLE = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command("run")(run)
-    app.command("resume")(resume)
-    app.command("stop")(stop)
-    app.command("sync")(sync)
+Detach = Annotated[
+    bool,
+    typer.Option(
+        "--detach", help="Submit the flow, too, as a job with one core that goes on in another when its time is up."
+    ),
+]
+DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON on standard output.")]
 
 
 def run(
@@ -55,21 +60,24 @@ def run(
             "reward, the disk and MLflow. Nothing is written or submitted.",
         ),
     ] = False,
+    as_json: DryJson = False,
+    detach: Detach = False,
 ) -> None:
     """Run all stages of a configuration.
 
     Stages that have finished are skipped, and jobs that are still running are waited for. Ctrl-C cancels the jobs.
     """
+    _check_json(as_json, dry_run)
     config, origin = load(config_path, cluster, overrides), None
     if place is not None:
         config, origin = start_from(place, config)
     if dry_run:
-        print_dry_run(config)
+        print_dry_run(config, as_json=as_json)
     else:
-        execute(config, origin=origin)
+        execute(config, origin=origin, detached=detach)
 
 
-def print_dry_run(config: Config) -> None:
+def print_dry_run(config: Config, *, as_json: bool) -> None:
     """Print the plan of a run, and then check what can be checked without the cluster and within seconds.
 
     Raises:
@@ -78,10 +86,22 @@ def print_dry_run(config: Config) -> None:
     from specrl.projection.plan import plan
     from specrl.report.projection import print_plan
 
-    clusters = {stage: config.cluster_of(stage) for stage in STAGES}
-    queues = {stage: backend_of(cluster).queue(cluster) for stage, cluster in clusters.items()}
-    options = {stage: backend_of(cluster).options(config, stage) for stage, cluster in clusters.items()}
-    print_plan(plan(config), queues, options)
+    planned, backends = plan(config), {stage: backend_of(config.cluster_of(stage)) for stage in STAGES}
+    queues = {stage: backend.queue(config.cluster_of(stage)) for stage, backend in backends.items()}
+    options = {stage: backend.options(config, stage) for stage, backend in backends.items()}
+    asked = {stage: config.resources_of(stage) for stage in STAGES}
+    hours = sum(one.ranks * one.gpus_per_rank * one.minutes for one in asked.values()) / 60
+    if as_json:
+        jobs = {
+            stage: {**one.model_dump(), "queue": queues[stage], "submission": options[stage]}
+            for stage, one in asked.items()
+        }
+        shown = {name: value for name, value in vars(planned).items() if name not in ("config", "shape")}
+        print_json(to_jsonable_python({"run": config.name, "jobs": jobs, "most_gpu_hours": hours, **shown}))
+    else:
+        print_plan(planned, queues, options)
+        if hours:
+            print(f"at most {hours:,.1f} GPU-hours, if each stage ends within resources.minutes of one job")
     check(config, dry_run=True)
 
 
@@ -108,41 +128,72 @@ def resume(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what stays, what goes on and what is redone, and change nothing.")
     ] = False,
+    as_json: DryJson = False,
+    detach: Detach = False,
     cluster: Cluster = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Continue a run that was ended, with the code and the settings that it was started with.
+    """Continue a run with the code and settings it began with.
 
     Stages that have finished are skipped, and jobs that are still running are waited for. With an option that changes
     the run, what that means for each stage is printed first. Training then goes on from its newest checkpoint, and
     nothing that was made before is removed.
     """
+    _check_json(as_json, dry_run)
     run_dir = find_own_run(name, runs_dir)
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
     changed = (*(overrides or []), *chosen)
     flags = {"--new-code": new_code, "--restart": restart, "--cancel": cancel, "--dry-run": dry_run}
+    flags |= {"--json": as_json, "--detach": detach}
     if not new_code:
         words = [word for override in changed for word in ("--set", override)]
         given = [flag for flag, is_given in flags.items() if is_given]
         continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
     if changed or new_code or restart or dry_run:
-        change_run(run_dir, ChangeRequest(changed, new_code, restart, cancel), Console(soft_wrap=True), dry_run=dry_run)
+        console = Console(soft_wrap=True, stderr=as_json or not dry_run)
+        revision = change_run(run_dir, ChangeRequest(changed, new_code, restart, cancel), console, dry_run=dry_run)
+        if as_json:
+            shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
+            print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})
     if not dry_run:
-        execute(read_run_config(run_dir), resumed=True)
+        execute(read_run_config(run_dir), resumed=True, detached=detach)
 
 
-def stop(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+def _check_json(as_json: bool, dry_run: bool) -> None:
+    if as_json and not dry_run:
+        raise ConfigError("--json is for --dry-run; of a run, specrl show --json and specrl watch --json print it")
+
+
+def stop(
+    name: RunName,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing works on the run any more.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
     """Ask a run to stop where it can go on later.
 
-    Training finishes its step and writes a checkpoint; other stages leave at once. The command does not wait for the
-    jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if that is
-    interrupted. `specrl resume` continues the run.
+    Training finishes its step and writes a checkpoint; other stages leave at once. Without --wait the command does not
+    wait for the jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if
+    that is interrupted. `specrl resume` continues the run.
     """
     run_dir = find_own_run(name, runs_dir)
     for line in ask_to_stop(run_dir):
         print(line)
     print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
+    if wait:
+        *_, view = Watcher(run_dir, readable_config(run_dir)).views()
+        print(view.end)
+
+
+def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
+    """End the jobs of a run now, without a checkpoint.
+
+    `specrl stop` lets training finish its step. `specrl resume` continues the run from its newest checkpoint.
+    """
+    run_dir, ended = find_own_run(name, runs_dir), list[str]()
+    end_jobs(run_dir, ended.append)
+    for line in ended or [f"run {run_dir.name} has no job"]:
+        print(line)
 
 
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:

@@ -17,10 +17,6 @@ from specrl.config import ConfigError
 Count = Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of them to show.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("samples")(samples)
-
-
 def samples(
     name: RunName,
     step: Annotated[

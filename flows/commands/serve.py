@@ -43,11 +43,6 @@ Cron = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
-    app.command("deploy")(deploy)
-
-
 def serve(config_path: ConfigPath, cron: Cron, cluster: Cluster = None, overrides: Overrides = None) -> None:
     """Run a configuration on a schedule.
 

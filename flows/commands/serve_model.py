@@ -33,10 +33,6 @@ Prompts = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("serve-model")(serve_model)
-
-
 def serve_model(
     name: RunName,
     runs_dir: RunsDir = Path("runs"),
@@ -44,7 +40,7 @@ def serve_model(
     check: CheckOnly = False,
     prompts: Prompts = 16,
 ) -> None:
-    """Serve a finished run's policy with its drafter, by vLLM's OpenAI server.
+    """Serve a finished run's policy with its drafter.
 
     It prints the vllm serve command that it runs, waits until the server answers, sends held-out prompts of the task
     through it, and prints how many of its drafts the server accepted. Then it serves until Ctrl-C, on the loopback

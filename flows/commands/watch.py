@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -13,9 +14,9 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from flows.commands.options import RunName, RunsDir
-from flows.folder import find_run_to_read, is_trusted, is_worked_on
-from slurm.backend import JobError, JobKey, Record, SilentSchedulerError
+from flows.commands.options import AsJson, RunName, RunsDir
+from flows.folder import find_run_to_read, is_trusted, is_worked_on, outcome_of
+from slurm.backend import FLOW_KEY, JobError, JobKey, Record, SilentSchedulerError
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
 from specrl.artifacts import RESULT_FILE, read_json
@@ -39,6 +40,7 @@ SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/
 """The metrics of a step that are shown."""
 LAST_TIME = 2**32
 """The Unix time after which no event happened."""
+UNKNOWN = "unknown"
 NUM_EVENTS = 5
 """How many of the last events are shown."""
 
@@ -54,20 +56,23 @@ class StageView:
     """What the stage last reported."""
     is_live: bool = False
     """Whether a job of it is pending or running, as far as that is known."""
+    has_failed: bool = False
+    """Whether its last job failed."""
 
 
 @dataclass(frozen=True)
 class RunView:
     """Everything that is shown of a run."""
 
-    name: str
+    run: str
     stages: list[StageView]
-    training: list[tuple[str, str]]
-    """What is known of the training, in words by name."""
-    events: list[str]
-    """All events, one line each."""
+    training: dict[str, float]
+    """What the records of the last steps say; nothing before the first step."""
+    events: list[tuple[Event, StageName]]
     has_flow: bool
     """Whether a flow works on the run."""
+    outcome: dict[str, str]
+    """How the last flow ended (`state`), with its error; nothing while one works, or if it was killed."""
 
     @property
     def is_over(self) -> bool:
@@ -75,11 +80,28 @@ class RunView:
         return not self.has_flow and not any(view.is_live for view in self.stages)
 
     @property
+    def state(self) -> str:
+        """How the run is doing in one word: running, finished, failed, stopped, or unknown if its scheduler is mute."""
+        if not self.is_over:
+            live = [view for view in self.stages if view.is_live]
+            mute = not self.has_flow and all(view.state.startswith(UNKNOWN) for view in live)
+            return UNKNOWN if mute else "running"
+        if all(view.state == "finished" for view in self.stages):
+            return "finished"
+        return self.outcome.get("state") or ("failed" if any(view.has_failed for view in self.stages) else "stopped")
+
+    @property
     def end(self) -> str:
         """How a run that is over ended, with what to do next."""
-        if all(view.state == "finished" for view in self.stages):
-            return f"run {self.name} has finished: specrl show {self.name}"
-        return f"nothing works on run {self.name}; continue it with: specrl resume {self.name}"
+        if self.state == "finished":
+            return f"run {self.run} has finished: specrl show {self.run}"
+        error = f"the flow failed: {self.outcome['error']}\n" if self.state == "failed" and self.outcome else ""
+        return f"{error}nothing works on run {self.run}; continue it with: specrl resume {self.run}"
+
+    def as_json(self) -> str:
+        """All of it in one line of JSON."""
+        events = [{"stage": stage, **asdict(event)} for event, stage in self.events]
+        return json.dumps({**asdict(self), "state": self.state, "events": events})
 
 
 class Watcher:
@@ -99,12 +121,24 @@ class Watcher:
         for stage in STAGES:
             views.append(self._stage(stage, folders.get(stage), is_next=is_next))
             is_next = is_next and views[-1].state == "finished"
+        if (self.run_dir / "jobs" / FLOW_KEY).is_dir():
+            state, is_live = self._job(FLOW_KEY)
+            views = [StageView("flow", state, "", is_live), *views] if is_live else views
         events = sorted(
             ((event, stage) for stage, folder in folders.items() for event in read_events(folder)),
             key=lambda entry: entry[0].time,
         )
-        training = training_rows(folders["train"], self.config) if "train" in folders else []
-        return RunView(self.run_dir.name, views, training, [event_line(*entry) for entry in events], has_flow)
+        training = training_of(folders["train"], self.config) if "train" in folders else {}
+        return RunView(self.run_dir.name, views, training, events, has_flow, outcome_of(self.run_dir))
+
+    def views(self) -> Iterator[RunView]:
+        """Look every `LOOK_SECONDS` until the run is over; the last view is the one in which it is."""
+        while True:
+            view = self.look()
+            yield view
+            if view.is_over:
+                return
+            time.sleep(LOOK_SECONDS)
 
     def _stage(self, stage: StageName, folder: Path | None, *, is_next: bool) -> StageView:
         if folder is None or not is_next:
@@ -115,10 +149,12 @@ class Watcher:
             return StageView(stage, "finished", f"{'' if seconds is None else clock(seconds)}{before}")
         state, is_live = self._job(folder.name)
         progress = read_progress(folder)
-        if progress is None:
-            return StageView(stage, state, before.strip(), is_live)
-        ago = clock(max(time.time() - progress.updated_at, 0.0))
-        return StageView(stage, state, f"{words(progress)}  (said {ago} ago){before}", is_live)
+        detail = before.strip()
+        if progress is not None:
+            ago = clock(max(time.time() - progress.updated_at, 0.0))
+            detail = f"{words(progress)}  (said {ago} ago){before}"
+        last = next(reversed(read_segments(folder)), None)
+        return StageView(stage, state, detail, is_live, last is not None and last.has_failed)
 
     def _job(self, key: str) -> tuple[str, bool]:
         asked_at, answer = self._asked.get(key, (float("-inf"), ("", False)))
@@ -136,10 +172,8 @@ def _ask(key: JobKey) -> tuple[str, bool]:
         if job is None:
             return "no job", False
         state = job.state()
-    except JobError as error:  # such as a local job on another host
-        return str(error), True
-    except SilentSchedulerError as error:
-        return f"unknown: {error}", True
+    except (JobError, SilentSchedulerError) as error:  # such as a local job on another host
+        return f"{UNKNOWN}: {error}", True
     where = f"{job.backend} job {job.job_id}"
     if state.phase == "pending":
         return f"in the queue ({state.detail}), {where}", True
@@ -171,24 +205,37 @@ def earlier_jobs(stage_dir: Path) -> str:
     return f"  (job {len(reasons) + 1}; before it: {counted})" if reasons else ""
 
 
-def training_rows(stage_dir: Path, config: Config) -> list[tuple[str, str]]:
-    """What the records of the last steps say, in words by name; nothing before the first step."""
+def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
+    """What the records of the last steps say; nothing before the first step."""
     paths = [path for path in (stage_dir / "steps").glob("step=*.json") if path.stem.partition("=")[2].isdecimal()]
     last = [metrics for path in sorted(paths)[-RECENT_STEPS:] if (metrics := _metrics(path)) is not None]
     if not last:
+        return {}
+    done, step_s = int(max(paths).stem.partition("=")[2]) + 1, median(metrics["timing/step_s"] for metrics in last)
+    return {
+        "steps": done,
+        "num_steps": config.train.num_steps,
+        "num_recent": len(last),
+        "reward_mean_recent": fmean(metrics["reward/mean"] for metrics in last),
+        "step_s_recent": step_s,
+        "eta_s": (config.train.num_steps - done) * step_s,
+        **{name: last[-1][name] for name in SHOWN},
+    }
+
+
+def training_rows(now: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The same in words, by name."""
+    if not now:
         return []
-    now, done = last[-1], int(max(paths).stem.partition("=")[2]) + 1
-    step_s = median(metrics["timing/step_s"] for metrics in last)
-    rewards = [metrics["reward/mean"] for metrics in last]
-    left = (config.train.num_steps - done) * step_s
+    recent = f"mean of {now['num_recent']} steps {now['reward_mean_recent']:.3f}"
     rows = [
-        ("step", f"{done}/{config.train.num_steps}"),
-        ("reward", f"{rewards[-1]:.3f} (mean of {len(rewards)} steps {fmean(rewards):.3f})"),
+        ("step", f"{now['steps']}/{now['num_steps']}"),
+        ("reward", f"{now['reward/mean']:.3f} ({recent})"),
         ("acceptance length", f"{now['spec/acceptance_length']:.2f}"),
         ("generation", f"{now['performance/generation_tokens_per_s']:.0f} tokens/s"),
-        ("time of a step", f"{step_s:.1f} s"),
+        ("time of a step", f"{now['step_s_recent']:.1f} s"),
     ]
-    return [*rows, ("ETA of training", clock(left))] if left > 0 else rows
+    return [*rows, ("ETA of training", clock(now["eta_s"]))] if now["eta_s"] > 0 else rows
 
 
 def _metrics(path: Path) -> Mapping[str, float] | None:
@@ -205,71 +252,74 @@ def event_line(event: Event, stage: StageName) -> str:
     return f"{when}  {stage}{step}  {event.kind}: {event.text}"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("watch")(watch)
-
-
 def watch(
     name: RunName,
     once: Annotated[bool, typer.Option("--once", help="Show the present state, and return.")] = False,
+    as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Watch a run: its stages, its training, its place in the queue and the latest events.
+    """Watch a run: stages, training, queue and latest events.
 
     It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
-    the run's folder can watch it as well.
+    the run's folder can watch it as well. With --json, each line is the whole state, whenever it has changed.
     """
     run_dir = find_run_to_read(name, runs_dir)
     watcher, console = Watcher(run_dir, readable_config(run_dir)), Console(soft_wrap=True, highlight=False)
     view = watcher.look()
-    if once or view.is_over:
+    if as_json:
+        _watch_json([view] if once else watcher.views())
+    elif once or view.is_over:
         for title, columns, rows in _tables(view):
             print_table(console, title, columns, rows)
         if view.is_over:
             print_line(console, view.end)
-        return
-    try:
-        view = _watch_live(watcher, console) if console.is_terminal else _watch_lines(watcher, console)
-    except KeyboardInterrupt:
-        print_line(console, f"run {run_dir.name} goes on")
-        return
-    print_line(console, view.end)
+    else:
+        try:
+            view = (_watch_live if console.is_terminal else _watch_lines)(watcher.views(), console)
+        except KeyboardInterrupt:
+            print_line(console, f"run {run_dir.name} goes on")
+            return
+        print_line(console, view.end)
+
+
+def _watch_json(views: Iterable[RunView]) -> None:
+    said = ""
+    for view in views:
+        if (line := view.as_json()) != said:
+            print(line, flush=True)
+        said = line
 
 
 def _tables(view: RunView) -> list[tuple[str, tuple[str, ...], Any]]:
     tables: list[tuple[str, tuple[str, ...], Any]] = [
         (
-            f"Run {view.name}",
+            f"Run {view.run}",
             ("stage", "state", "progress"),
             [(stage.stage, stage.state, stage.detail) for stage in view.stages],
         )
     ]
     if view.training:
-        tables.append(("Training", ("what", "now"), view.training))
+        tables.append(("Training", ("what", "now"), training_rows(view.training)))
     if view.events:
-        tables.append(("Events", ("latest",), [(event,) for event in view.events[-NUM_EVENTS:]]))
+        tables.append(("Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]))
     return tables
 
 
-def _watch_live(watcher: Watcher, console: Console) -> RunView:
-    """Show the tables until the run is over, and return the last view."""
+def _watch_live(views: Iterator[RunView], console: Console) -> RunView:
+    """Show the tables of each view, and return the last one."""
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            view = watcher.look()
+        for view in views:
             live.update(Group(*(drawn_table(*table) for table in _tables(view))), refresh=True)
-            if view.is_over:
-                return view
-            time.sleep(LOOK_SECONDS)
+    return view
 
 
-def _watch_lines(watcher: Watcher, console: Console) -> RunView:
-    """Print what is new until the run is over, and return the last view."""
+def _watch_lines(views: Iterator[RunView], console: Console) -> RunView:
+    """Print what is new in each view, and return the last one."""
     said: dict[str, tuple[float, str, str]] = {}
     num_events: int | None = None
-    while True:
-        view = watcher.look()
+    for view in views:
         for event in view.events[-NUM_EVENTS if num_events is None else num_events :]:
-            print_line(console, event)
+            print_line(console, event_line(*event))
         num_events = len(view.events)
         for stage in view.stages:
             said_at, state, detail = said.get(stage.stage, (float("-inf"), "waits", ""))
@@ -277,6 +327,4 @@ def _watch_lines(watcher: Watcher, console: Console) -> RunView:
             if stage.state != state or (stage.detail != detail and is_old and stage.is_live):
                 said[stage.stage] = time.monotonic(), stage.state, stage.detail
                 print_line(console, f"{stage.stage:9}  {stage.state}  {stage.detail}".rstrip())
-        if view.is_over:
-            return view
-        time.sleep(LOOK_SECONDS)
+    return view

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specrl.config.text import check_text
 
-StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench"]
-"""What a job of a run can be: one of `STAGES`, or `bench`, a benchmark of the finished run."""
+StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
+"""What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
 """The stages in the order in which a run takes them."""
 

@@ -72,6 +72,10 @@ class Segment:
     gave_up: str | None = None
     """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
 
+    @property
+    def has_failed(self) -> bool:
+        return self.gave_up is not None or self.reason in ("failed", "out of memory")
+
 
 _SEGMENT = TypeAdapter(Segment)
 

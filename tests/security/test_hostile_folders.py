@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.execute import command_with_own_code
+from flows.execute import continue_with_own_code
 from slurm import trust
 from slurm.access import check_access
 from slurm.backend import StageRequest
@@ -380,7 +380,7 @@ def test_a_scheduled_run_runs_no_code_of_a_folder_that_was_there_before(tmp_path
     run = attacked(tmp_path)
     run.give_to(NOBODY)
     with pytest.raises(ConfigError, match="belongs to user 65534"):
-        command_with_own_code(run.run_dir, ["resume"])
+        continue_with_own_code(run.run_dir, ["resume"])
 
 
 def test_every_word_that_a_command_is_given_here_is_still_of_one() -> None:

@@ -22,7 +22,7 @@ from flows import cli
 from flows.change import ChangeRequest, change_run
 from flows.cli import invoke
 from flows.commands.options import load
-from flows.execute import begin_run, resume_with_own_code
+from flows.execute import begin_run, resume_in_process
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
 from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
@@ -475,7 +475,7 @@ def test_a_scheduled_run_goes_on_with_its_own_code(tmp_path: Path, capfd: pytest
     write_record(config.run_dir, record.model_copy(update={"settings": lost}))
     other_code(config.run_dir)
     with pytest.raises(JobError, match=f"specrl resume {config.run_dir} failed with exit code 2"):
-        resume_with_own_code(config.run_dir)
+        resume_in_process(config.run_dir)
     output, errors = capfd.readouterr()
     assert "the other code" in output
     assert errors == f"specrl: model directory {tmp_path}/nowhere does not exist\n"

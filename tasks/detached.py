@@ -1,0 +1,84 @@
+"""The flow of a run as a job: `specrl run --detach` submits it, and it goes on in another job before its time is up.
+
+`python -m tasks.detached PARENT COMMAND...` becomes the command, which ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurm.backend import FLOW_KEY, Job, JobError
+from slurm.submit import attach_or_submit
+from specrl import lifetime
+from specrl.artifacts import append_line
+from specrl.config import Config, dump_config, parse_config
+from specrl.config.sbatch import MEMORY_OPTIONS
+from specrl.context import StageContext
+from specrl.lifetime import LeftJobError, Stop
+from specrl.processes import end_with_parent
+
+RESOURCES = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank": 1, "memory_gib_per_rank": 4.0}
+"""What the job asks for, unless `stage_resources.flow` says otherwise."""
+IN_JOB = "SPECRL_FLOW_IN_JOB"
+"""A variable that is set in a flow that is a job."""
+EXIT_STOPPED = 3
+"""The exit code of a flow that `specrl stop` has ended."""
+
+
+def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") -> Job:
+    """Submit the flow of a run that has begun, or attach to it.
+
+    Args:
+        code: The copy of the run's code.
+        entry: The function that the job calls, as `module:function`.
+    """
+    context = StageContext(_job_config(config), "flow", FLOW_KEY, config.run_dir / "stages" / FLOW_KEY, {}, "")
+    taught = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}  # for the stages' jobs
+    job = attach_or_submit(context, entry, code, **taught)
+    assert job is not None  # a flow leaves no result
+    return job
+
+
+def _job_config(config: Config) -> Config:
+    data = json.loads(dump_config(config))
+    asked = data["stage_resources"].get("flow", {})
+    large = [name for name in config.cluster.sbatch if name in MEMORY_OPTIONS or name == "exclusive"]
+    own = RESOURCES | {"sbatch": dict.fromkeys(large, False)}
+    data["stage_resources"]["flow"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
+    data["cluster"] |= {"container": None, "python": None, "max_segments": None}  # it needs the scheduler's commands
+    return parse_config(data)
+
+
+def main(context: StageContext) -> None:
+    """Resume the run, in the job that is its flow."""
+    run_flow(context, [sys.executable, "-m", "flows.cli", "resume", str(context.run_dir)])
+
+
+def run_flow(context: StageContext, command: Sequence[str]) -> None:
+    """Run the command of a flow as `specrl` is run in a shell: this process has the variables and signals of a rank.
+
+    Raises:
+        JobError: It failed.
+        LeftJobError: `specrl stop` asked the run to stop.
+    """
+    lifetime.current().begin_steps(0)  # a flow leaves after its stages, and not at once when it is asked to
+    append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # a flow that waits gets on, too
+    variables = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    environment = {name: value for name, _, value in (text.partition("=") for text in variables) if name}
+    words = [sys.executable, "-m", "tasks.detached", str(os.getpid()), *command]
+    code = subprocess.run(words, env={**environment, IN_JOB: "1"}, start_new_session=True, check=False).returncode
+    if code == EXIT_STOPPED:
+        raise LeftJobError(Stop("stopped", "specrl stop"))
+    if code:
+        raise JobError(f"the flow of run {context.config.name} ended with exit code {code}")
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    os.execv(sys.argv[2], sys.argv[2:])
