@@ -94,7 +94,6 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
 
 
 def record(config: Config, cell: CellJob, error: str | None) -> None:
-    """Record a cell that has finished or failed in MLflow."""
     job = cell.job
     tags = {"specrl.key": cell.context.key, "specrl.run": config.name, "mlflow.source.name": job.command}
     params = {"benchmark": job.name, "run": config.name, "cell": cell.label, **job.options}

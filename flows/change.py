@@ -45,11 +45,7 @@ class ChangeRequest:
 
 
 def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:
-    """Print what a change means for each stage and, unless this is a dry run, write it.
-
-    Raises:
-        ConfigError: The change is refused; nothing has been written.
-    """
+    """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
     cluster = read_run_config(run_dir).cluster
     restrict(cluster)
     if dry_run:
@@ -83,11 +79,7 @@ def differences(run_dir: Path, config: Config, origin: Continuation | None) -> l
 
 
 def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:
-    """Refuse to start a run in a folder that holds a run with other settings or code.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise a ConfigError if a folder holds a run with other settings or code."""
     found = differences(run_dir, config, origin)
     if found:
         shown = ", ".join(found[:MOST_SHOWN]) + (
@@ -175,12 +167,7 @@ def _say_in_the_way(run_dir: Path, job: Job) -> str:
 
 
 def _end_jobs(run_dir: Path, revision: Revision, console: Console, *, cancel: bool) -> bool:
-    """Cancel the jobs of stages that change, and wait until they have ended; return whether there were any.
-
-    Raises:
-        ConfigError: There are such jobs and they may not be cancelled, or they do not end.
-        SilentSchedulerError: The scheduler could not be told to cancel one.
-    """
+    """Cancel the jobs of stages that change, and wait until they have ended; return whether there were any."""
     found = _in_the_way(run_dir, revision)
     for job in found.values():
         if not cancel:

@@ -80,11 +80,7 @@ def main() -> None:
 
 
 def invoke(arguments: list[str]) -> int:
-    """Run a command line and return its exit code.
-
-    Args:
-        arguments: The words after `specrl`; without any, the help is printed.
-    """
+    """Run a command line, the words after `specrl`, and return its exit code; without any words, print the help."""
     reach_loopback()
     name_user()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so

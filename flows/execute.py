@@ -175,11 +175,7 @@ def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
 
 
 def resume_in_process(run_dir: Path) -> None:
-    """Resume a run in a process of its own, which goes on with the run's code.
-
-    Raises:
-        JobError: The process failed; its own line about that is on standard error.
-    """
+    """Resume a run in a process of its own, which says on standard error why it fails; then this is a JobError."""
     code = subprocess.run([sys.executable, "-m", "flows.cli", "resume", str(run_dir)], check=False).returncode
     if code:
         raise JobError(f"specrl resume {run_dir} failed with exit code {code}")

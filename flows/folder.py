@@ -31,11 +31,7 @@ HOLDER_FILE = ".flow.holder"
 
 
 def anchor(config: Config) -> Config:
-    """The configuration with all paths absolute, since jobs and later commands run in other folders.
-
-    Raises:
-        ConfigError: The path of the present folder has what the path of a runs folder may not have.
-    """
+    """The configuration with all paths absolute, since jobs and later commands run in other folders."""
 
     def anchored_places(places: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
         return places and tuple(absolute_place(place, config.runs_dir) for place in places)
@@ -97,11 +93,7 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
 
 
 def find_run_to_read(name: str, runs_dir: Path) -> Path:
-    """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written.
-
-    Raises:
-        ConfigError: There is no such run; the message lists the existing ones.
-    """
+    """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written."""
     return _find_run(name, runs_dir)
 
 
@@ -135,11 +127,7 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
-    """Hold the run, so that one flow works on it at a time. The kernel releases it when this process ends in any way.
-
-    Raises:
-        ConfigError: Another process holds it, or somebody else could change what its jobs run.
-    """
+    """Hold the run until this process ends in any way; a ConfigError if another one does, or others can change it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     check_access(run_dir, cluster or ClusterConfig())
     holder = run_dir / HOLDER_FILE

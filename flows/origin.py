@@ -43,14 +43,7 @@ class Origin:
 
 
 def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
-    """A configuration that starts from `place`, without a warm start, and the checkpoint if it is a run's.
-
-    Args:
-        place: A run, `RUN@STEP`, or a Hugging Face folder.
-
-    Raises:
-        ConfigError: There is no such run, folder or checkpoint.
-    """
+    """A configuration that starts from a run, `RUN@STEP` or a Hugging Face folder; with the checkpoint of a run."""
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
@@ -70,15 +63,7 @@ def _with_source(config: Config, folder: Path) -> Config:
 
 
 def find_origin(place: str, config: Config) -> Origin:
-    """A checkpoint of a run, by default its newest.
-
-    Args:
-        place: A run or `RUN@STEP`.
-        config: The configuration of what starts from it.
-
-    Raises:
-        ConfigError: There is no such run or checkpoint.
-    """
+    """A checkpoint of a run (`RUN` or `RUN@STEP`, by default the newest), for what starts from it with `config`."""
     name, _, step = place.partition("@")
     run_dir = find_own_run(name, config.runs_dir)
     record = read_record(run_dir)

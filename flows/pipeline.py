@@ -35,14 +35,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)
 def pipeline(run_dir: str) -> list[Finished]:
-    """Run all stages of a run. Finished stages are skipped.
-
-    Args:
-        run_dir: The folder of the run, with its `config.json`.
-
-    Raises:
-        JobError: A stage failed.
-    """
+    """Run all stages of the run in a folder. Finished stages are skipped; a JobError if one failed."""
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
         log_to_run(run.config, {}, {}, flow_tags())

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -89,13 +90,22 @@ def _reward_doubts(config: Config) -> list[str]:
     ]
 
 
+def _refusals(*looks: Callable[[], object]) -> list[str]:
+    """The lines of the errors of the user's that looking raises."""
+    lines: list[str] = []
+    for look in looks:
+        try:
+            look()
+        except ValueError as error:
+            lines += str(error).splitlines()
+    return list(dict.fromkeys(lines))
+
+
 def check_folder(config: Config) -> list[str]:
     """Check that the run's folder is absent, empty or this run's, and that nobody else can change or replace it."""
     run_dir = config.run_dir
-    try:
-        check_access(run_dir, config.cluster)
-    except ConfigError as error:
-        return [str(error)]
+    if lines := _refusals(lambda: check_access(run_dir, config.cluster)):
+        return lines
     if not os.path.lexists(run_dir) or (run_dir / RUN_FILE).is_file():
         return []
     own = {*BEGUN, CONFIG_FILE} if is_run(run_dir) else set(BEGUN)
@@ -111,17 +121,11 @@ def check_folder(config: Config) -> list[str]:
 
 def check_model(config: Config) -> list[str]:
     """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
-    lines: list[str] = []
     looks: list[Callable[[], object]] = [lambda: check_source(config.model), lambda: check_model_fits_method(config)]
     if _shape_is_known(config):
         looks.append(lambda: plan(config))
-    for look in looks:
-        try:
-            look()
-        except ConfigError as error:
-            lines += str(error).splitlines()
-    if lines:
-        return list(dict.fromkeys(lines))
+    if lines := _refusals(*looks):
+        return lines
     source = Path(config.model.source).expanduser()
     if config.data.template == "chat" and source.is_dir() and not has_chat_template(source):
         return [
@@ -160,11 +164,7 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 def check_drafter(config: Config) -> list[str]:
     """Check that the drafter of `drafter.source`, unless it is on the hub, can be used as far as its config tells."""
     policy = Path(config.model.source).expanduser()
-    try:
-        check_source_drafter(config, policy if policy.is_dir() else None)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+    return _refusals(lambda: check_source_drafter(config, policy if policy.is_dir() else None))
 
 
 def check_data(config: Config) -> list[str]:
@@ -176,29 +176,16 @@ def check_data(config: Config) -> list[str]:
         for place in places
         if not files_of([place])
     ]
-    return lines or _check_contents(config)
-
-
-def _check_contents(config: Config) -> list[str]:
-    """Check what can only be seen by opening the files and making the generators."""
+    if lines:
+        return lines
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
-    try:
-        check_contents(config)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return _refusals(lambda: check_contents(config))
 
 
 def check_algorithms(config: Config) -> list[str]:
     """Check that the losses, the advantage estimator and the correction exist and take the options that are given."""
-    lines = []
-    for registry, algorithm in config.algorithms:
-        try:
-            registry.function(algorithm)
-        except ValueError as error:
-            lines += str(error).splitlines()
-    return lines
+    return _refusals(*(partial(registry.function, algorithm) for registry, algorithm in config.algorithms))
 
 
 def check_disk(config: Config) -> list[str]:
@@ -224,23 +211,13 @@ def check_tracking(config: Config) -> list[str]:
 
     A run that it knows already goes on without it: what the run logs waits on disk.
     """
-    if (config.run_dir / RUN_ID_FILE).exists():
-        return []
-    try:
-        check_server(config)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return [] if (config.run_dir / RUN_ID_FILE).exists() else _refusals(lambda: check_server(config))
 
 
 def check_environment_file(config: Config) -> list[str]:
     """Check that the file with the jobs' secrets can be read, by nobody else, and has nothing but variables."""
-    try:
-        if config.cluster.environment_file is not None:
-            read_environment_file(config.cluster.environment_file)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    file = config.cluster.environment_file
+    return [] if file is None else _refusals(lambda: read_environment_file(file))
 
 
 def check_gpu_packages(config: Config) -> list[str]:

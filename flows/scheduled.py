@@ -55,14 +55,7 @@ def scheduled(config: str) -> None:
 
 
 def config_at(config: str, time: datetime) -> Config:
-    """The configuration with the name `NAME-YYYYMMDD-HHMM`.
-
-    Under its own name it would run only once: the second run would find all stages finished.
-
-    Args:
-        config: The configuration as JSON.
-        time: The time in UTC that the name is to have.
-    """
+    """The configuration, as JSON, with the name `NAME-YYYYMMDD-HHMM`: under its own it would run only once."""
     data = json.loads(config)
     return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})
 

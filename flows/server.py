@@ -103,11 +103,7 @@ class PrefectServer:
         return self
 
     def wait(self) -> None:
-        """When the server answers.
-
-        Raises:
-            ServerError: The server ended, or has not answered for `START_SECONDS`.
-        """
+        """When the server answers; a ServerError if it has ended, or has not answered for `START_SECONDS`."""
         if self.process is None:
             return
         deadline = time.monotonic() + START_SECONDS
@@ -169,12 +165,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
 
 
 def serve(port: int, parent: int) -> None:
-    """Serve Prefect's API on the loopback interface until the parent process ends in any way.
-
-    Args:
-        port: The TCP port.
-        parent: The process id of the parent.
-    """
+    """Serve Prefect's API on the loopback interface until the parent process ends in any way."""
     import uvicorn
 
     end_with_parent(parent, signal.SIGTERM)

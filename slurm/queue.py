@@ -67,12 +67,7 @@ def _read(path: Path, max_age: float) -> str | None:
 
 
 def ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
-    """The output of one of Slurm's commands, in an environment that changes nothing about it.
-
-    Raises:
-        JobError: The command is not installed.
-        SilentSchedulerError: It failed or took too long.
-    """
+    """The output of a command of Slurm's, in a neutral environment; a SilentSchedulerError if it fails or is slow."""
     try:
         done = subprocess.run(
             command, env=slurm_environment(), capture_output=True, text=True, timeout=seconds, check=False

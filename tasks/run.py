@@ -77,11 +77,7 @@ class Run:
 
 
 def read_run_config(run_dir: Path) -> Config:
-    """The configuration in a run's folder, with the folder's present name and place.
-
-    Raises:
-        ConfigError: This version of specrl does not understand the configuration.
-    """
+    """The configuration in a run's folder, with its present name and place; a ConfigError if it is not understood."""
     record = read_record(run_dir)
     data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
     if not isinstance(data, dict):
@@ -90,11 +86,7 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder; a run that has no record begins with the present code.
-
-    Raises:
-        ConfigError: The copy of the run's code is gone, or is not what was copied.
-    """
+    """Read a run's folder; a run without a record begins with the present code. A ConfigError if its code changed."""
     config = read_run_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir))
@@ -223,11 +215,7 @@ def stop_asked(run_dir: Path) -> bool:
 
 
 def ask_to_stop(run_dir: Path) -> list[str]:
-    """Ask a run to stop, and cancel its jobs that only wait in the queue.
-
-    Returns:
-        A line about each job that still leaves, or that could not be cancelled.
-    """
+    """Ask a run to stop, and cancel its jobs in the queue; a line about each that still leaves or was not cancelled."""
     write_text(run_dir / STOP_FILE, "")
     lines = []
     for job in live_jobs(readable_config(run_dir)).values():
@@ -255,22 +243,14 @@ def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
 
 
 def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel every pending or running job of a run, and let no thread of this process submit another one.
-
-    Args:
-        say: Called with a line about what became of each job.
-    """
+    """Cancel all jobs of a run, `say` what became of each, and let no thread of this process submit another one."""
     write_text(run_dir / STOP_FILE, "")
     with _submitting:  # the job that another thread is submitting is among those that are cancelled
         cancel_jobs(run_dir, say)
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel every pending or running job of a run, as far as their schedulers can be told to.
-
-    Args:
-        say: Called with a line about what became of each job.
-    """
+    """Cancel all jobs of a run, as far as their schedulers can be told to, and `say` what became of each."""
     config = readable_config(run_dir)
     for key, job in live_jobs(config).items():
         say(_cancel(job, run_dir / "stages" / key, config))

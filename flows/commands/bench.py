@@ -89,11 +89,7 @@ class Bench:
         return BenchJob(self.name, asdict(options), command, folder, self.page, self.run_dir, self.changes)
 
     def measure(self, options: Any, label: str = "job", minutes: int | None = None) -> None:
-        """Run the benchmark here, wait for it, `minutes` at most, and report.
-
-        Raises:
-            JobError: It failed.
-        """
+        """Run the benchmark here, wait for it, `minutes` at most, and report; a JobError if it failed."""
         run_here(self.job(options), self.config.resources_of("validate") if self.run_dir else None, label, minutes)
         self.report()
 
@@ -146,11 +142,7 @@ def bench_run(
 
 
 def measure_apart(bench: Bench, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:
-    """Measure each cell beside its baseline in a job of its own, and write one page of all.
-
-    Raises:
-        JobError: Some failed; the page has the others.
-    """
+    """Measure each cell beside its baseline in a job of its own, and write one page; a JobError if some failed."""
     from specrl.bench.run.page import write_run_page  # imports Arrow, which the command line does without
 
     folder, pairs = bench.folder / "cells", replace(options, together=2).groups

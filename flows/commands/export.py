@@ -68,11 +68,6 @@ def export(
 
 
 def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
-    """Write the policy of a checkpoint as a Hugging Face folder.
-
-    Raises:
-        ConfigError: There is no such checkpoint, it is damaged, or its policy has a layer of its own that drafts.
-    """
     config = read_config(find_own_run(place.partition("@")[0], runs_dir)).model_copy(update={"runs_dir": runs_dir})
     method = config.speculation.method
     if config.speculation.draft_method.is_policy_layer:
@@ -96,11 +91,6 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
 
 
 def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path, quantize: str | None) -> None:
-    """Write the drafter of a finished run, and its card.
-
-    Raises:
-        ConfigError: The run has not finished or has no drafter, or the format cannot hold it.
-    """
     run_dir = find_own_run(name, runs_dir)
     from specrl.export.card import CARD_FILE, model_card
     from specrl.export.exported import ExportedDrafter

@@ -36,11 +36,7 @@ Overrides = Annotated[
 
 
 def load(config_path: Path, cluster: str | None, overrides: list[str] | None) -> Config:
-    """Read a configuration as the command line asks for it, with all paths absolute.
-
-    Raises:
-        ConfigError: The file or an override is wrong.
-    """
+    """Read a configuration as the command line asks for it, with all paths absolute; a ConfigError if it is wrong."""
     backend = [f'cluster.backend="{cluster}"'] if cluster else []
     return anchor(load_config(config_path, [*(overrides or []), *backend]))
 

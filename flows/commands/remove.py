@@ -67,11 +67,6 @@ def rm(
 
 
 def _check_jobs(config: Config) -> None:
-    """Refuse to remove anything that a job may need.
-
-    Raises:
-        ConfigError: A job of the run is pending or running.
-    """
     for job in live_jobs(config).values():
         raise ConfigError(
             f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
@@ -79,10 +74,7 @@ def _check_jobs(config: Config) -> None:
 
 
 def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
-    """The folders of these names in the folders of the train stages.
-
-    Of checkpoints, the one from which training has yet to go on is left out.
-    """
+    """The folders of these names in train stages, without the checkpoint from which training has yet to go on."""
     root = run_dir / "stages"
     found = root.glob("train-*") if not root.is_symlink() else ()
     stages = sorted(path for path in found if path.is_dir() and not path.is_symlink())
@@ -115,10 +107,7 @@ def _has_trained(run_dir: Path) -> bool:
 
 
 def _everything(run_dir: Path) -> list[Path]:
-    """All that lies in the folder but the lock, which is held until the rest is gone.
-
-    What makes it a run comes last, so that a kill leaves one to remove again.
-    """
+    """All but the lock, which is held until the rest is gone; what makes it a run comes last, after a kill too."""
     found = (path for path in run_dir.iterdir() if path.name != LOCK_FILE)
     return sorted(found, key=lambda path: (path.name == CONFIG_FILE, path.name))
 
@@ -130,7 +119,6 @@ def _show(console: Console, run_dir: Path, targets: list[Path]) -> None:
 
 
 def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
-    """Print what is lost beside the files."""
     if whole:
         print_line(
             console,
@@ -148,12 +136,6 @@ def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
 
 
 def _ask(name: str) -> None:
-    """Ask whether to go on.
-
-    Raises:
-        ConfigError: There is nobody to ask.
-        typer.Abort: The answer is no.
-    """
     if not sys.stdin.isatty():
         raise ConfigError(f"run {name}: nobody can be asked here; --yes removes without asking")
     typer.confirm("Remove this?", abort=True)
@@ -169,11 +151,6 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Say in one line what cannot be removed, and why.
-
-    Raises:
-        ConfigError: There is such a file or folder.
-    """
     try:
         yield
     except OSError as error:

@@ -46,11 +46,6 @@ def reward(
 
 
 def _read(name: str) -> str:
-    """The text of a response.
-
-    Raises:
-        ConfigError: It cannot be read, is no text in UTF-8, or is too long.
-    """
     try:
         if name == "-":
             found = sys.stdin.buffer.read(LONGEST + 1)
@@ -68,11 +63,6 @@ def _read(name: str) -> str:
 
 
 def _write(name: str, text: str) -> None:
-    """Write a file, or standard output for `-`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
     if name == "-":
         print(text)
         return

@@ -78,11 +78,7 @@ def run(
 
 
 def print_dry_run(config: Config, *, as_json: bool) -> None:
-    """Print the plan of a run, and then check what can be checked without the cluster and within seconds.
-
-    Raises:
-        ConfigError: The run does not fit, or would be refused; the plan has been printed unless it is what is wrong.
-    """
+    """Print the plan of a run, and then check what can be checked without the cluster and within seconds."""
     from specrl.projection.plan import plan
     from specrl.report.projection import print_plan
 

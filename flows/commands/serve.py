@@ -83,11 +83,6 @@ def deploy(
 
 
 def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[str] | None) -> Config:
-    """The configuration when it and the schedule can run.
-
-    Raises:
-        ConfigError: One of them cannot.
-    """
     check_cron(cron)
     config = load(config_path, cluster, overrides)
     restrict(config.cluster)
@@ -96,11 +91,7 @@ def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[
 
 
 def check_cron(cron: str) -> None:
-    """Check a schedule before anything starts.
-
-    Raises:
-        ConfigError: `cron` is not a schedule of five cron fields.
-    """
+    """Raise a ConfigError unless `cron` is a schedule of five cron fields."""
     allowed = 'five cron fields (minute hour day month weekday), such as "0 2 * * *"'
     if len(cron.split()) != 5:  # Prefect also accepts names such as @daily, and a sixth field, of seconds
         raise ConfigError(f"--cron {cron!r}: {len(cron.split())} fields; allowed: {allowed}")
@@ -203,12 +194,7 @@ def _jobs(run_dir: Path) -> list[Job]:
 
 
 def _run_schedule(parent: int, schedule: dict[str, Any]) -> None:
-    """Start a flow at each scheduled time, until this process or its parent ends.
-
-    Args:
-        parent: The process id of the parent.
-        schedule: The name, the cron fields and the configuration as JSON.
-    """
+    """Start a flow at each scheduled time, until this process or its `parent` ends."""
     end_with_parent(parent, signal.SIGTERM)
     from prefect.types.entrypoint import EntrypointType
 

@@ -62,11 +62,7 @@ def serve_model(
 
 @contextmanager
 def _log() -> Iterator[Path]:
-    """Yield the path of a log. It is removed at the end, but not if the server has ended by itself.
-
-    Raises:
-        JobError: The server has ended by itself.
-    """
+    """Yield the path of a log, which stays only if the server has ended by itself: a JobError."""
     folder, keep = Path(tempfile.mkdtemp(prefix="specrl-serve-")), False
     try:
         yield folder / "server.log"
@@ -79,7 +75,6 @@ def _log() -> Iterator[Path]:
 
 
 def _serve(server: ModelServer, config: Config, exported: ExportResult, count: int, *, check: bool) -> None:
-    """Try the server out and, unless it is only checked, serve until Ctrl-C."""
     started = time.monotonic()
     server.wait_until_it_answers()
     print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
@@ -94,7 +89,6 @@ def _serve(server: ModelServer, config: Config, exported: ExportResult, count: i
 
 
 def _acceptance(server: ModelServer, config: Config, exported: ExportResult, count: int) -> str:
-    """Send prompts of the task through the server, and return in words what it accepted of its drafts."""
     from specrl.data.prompts import PromptSource
     from specrl.models.sources import load_tokenizer
     from specrl.rollout.vllm.serving.check import send
@@ -111,11 +105,6 @@ def _acceptance(server: ModelServer, config: Config, exported: ExportResult, cou
 
 
 def _exported(run_dir: Path) -> ExportResult:
-    """What a run has exported.
-
-    Raises:
-        ConfigError: It has not finished, has no drafter, or its exported folders are gone.
-    """
     exported = finished(find_stages(run_dir), "export", ExportResult)
     if exported is None:
         raise ConfigError(f"run {run_dir.name} has exported nothing yet; continue it with: specrl resume {run_dir}")
@@ -134,11 +123,6 @@ def _exported(run_dir: Path) -> ExportResult:
 
 
 def _checked(port: int) -> int:
-    """The port if nothing listens on it.
-
-    Raises:
-        ConfigError: It is in use, or may not be used.
-    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -112,11 +112,6 @@ class Controller:
                 rank.send_signal(number)
 
     def _goes_on(self, begun: int) -> bool:
-        """Say how the segment ended if its ranks could not, and return whether the stage goes on in another one.
-
-        Args:
-            begun: The number of segments before this one.
-        """
         segments, cluster = read_segments(self.stage_dir), self.request.key.cluster
         reason: Reason = "killed" if any(code in KILLED for code in self.exit_codes) else "failed"
         if self.timed_out:
