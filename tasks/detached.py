@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurm.backend import FLOW_KEY, Job, JobError
+from slurm.ranks.supervisor import WALLTIME_SIGNAL
 from slurm.submit import attach_or_submit
 from specrl import lifetime
 from specrl.artifacts import append_line
@@ -27,6 +29,9 @@ RESOURCES = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank
 """What the job asks for, unless `stage_resources.flow` says otherwise."""
 IN_JOB = "SPECRL_FLOW_IN_JOB"
 """A variable that is set in a flow that is a job."""
+LOOK_SECONDS = 0.5
+SIGNAL_SECONDS = 10
+"""How long after the end of a flow a signal may be heard of that has ended it: the scheduler is asked what it means."""
 EXIT_STOPPED = 3
 """The exit code of a flow that `specrl stop` has ended."""
 
@@ -63,22 +68,29 @@ def main(context: StageContext) -> None:
 def run_flow(context: StageContext, command: Sequence[str]) -> None:
     """Run the command of a flow as `specrl` is run in a shell: this process has the variables and signals of a rank.
 
-    Raises:
-        JobError: It failed.
-        LeftJobError: `specrl stop` asked the run to stop.
+    It leaves the job when the scheduler wants it back, and after its stages when `specrl stop` asks for that.
     """
-    lifetime.current().begin_steps(0)  # a flow leaves after its stages, and not at once when it is asked to
+    life = lifetime.current()
+    life.begin_steps(0)  # or else the job would be left at once
     append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # a flow that waits gets on, too
     variables = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     environment = {name: value for name, _, value in (text.partition("=") for text in variables) if name}
     words = [sys.executable, "-m", "tasks.detached", str(os.getpid()), *command]
-    code = subprocess.run(words, env={**environment, IN_JOB: "1"}, start_new_session=True, check=False).returncode
-    if code == EXIT_STOPPED:
-        raise LeftJobError(Stop("stopped", "specrl stop"))
-    if code:
-        raise JobError(f"the flow of run {context.config.name} ended with exit code {code}")
+    flow = subprocess.Popen(words, env={**environment, IN_JOB: "1"}, start_new_session=True)
+    ended_at = float("inf")
+    while (code := flow.poll()) != 0:
+        if life.stop is not None and life.stop.reason != "stopped":
+            flow.kill()  # the jobs of its stages go on
+            raise LeftJobError(life.stop)
+        if code == EXIT_STOPPED:
+            raise LeftJobError(Stop("stopped", "specrl stop"))
+        ended_at = ended_at if code is None else min(ended_at, time.monotonic())
+        if time.monotonic() > ended_at + SIGNAL_SECONDS:
+            raise JobError(f"the flow of run {context.config.name} ended with exit code {code}")
+        time.sleep(LOOK_SECONDS)
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    end_with_parent(int(sys.argv[1]))
+    signal.signal(WALLTIME_SIGNAL, signal.SIG_IGN)  # Slurm sends it to all processes of the job
     os.execv(sys.argv[2], sys.argv[2:])

@@ -1,7 +1,11 @@
-"""Three small stages through the real tasks, submission and jobs: `python -m tests.slurm.dummy_flow RUN_DIR`."""
+"""Three small stages through the real tasks, submission and jobs: `python -m tests.slurm.dummy_flow RUN_DIR`.
+
+`detached` is such a flow as a job: of one stage, and without Prefect.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +16,10 @@ from rich.console import Console
 from flows.display import PlainReporter
 from flows.pipeline import cancel
 from flows.server import mark_crashed_flows
-from slurm.backend import JobError
+from slurm.backend import JobError, StoppedError
 from specrl.config import StageName
+from specrl.context import StageContext
+from tasks.detached import EXIT_STOPPED, IN_JOB, run_flow
 from tasks.run import Finished, Run, open_run, run_stage
 
 ENTRY = "tests.slurm.dummy_stage:main"
@@ -32,7 +38,21 @@ def dummy(run_dir: str) -> None:
     stage_task(run, "calibrate", policy, drafter)
 
 
+def detached(context: StageContext) -> None:
+    run_flow(context, [sys.executable, "-m", "tests.slurm.dummy_flow", str(context.run_dir)])
+
+
+def one_stage(run_dir: Path) -> None:
+    try:
+        run_stage(open_run(run_dir, PlainReporter(Console(soft_wrap=True))), "prepare", entry=ENTRY)
+    except StoppedError:
+        sys.exit(EXIT_STOPPED)
+
+
 if __name__ == "__main__":
+    if IN_JOB in os.environ:
+        one_stage(Path(sys.argv[1]))
+        sys.exit()
     try:
         mark_crashed_flows(Path(sys.argv[1]))
         dummy(sys.argv[1])

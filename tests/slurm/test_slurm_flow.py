@@ -12,7 +12,8 @@ from uuid import uuid4
 
 import pytest
 
-from slurm.backend import JobError, JobKey
+from flows.cli import invoke
+from slurm.backend import FLOW_KEY, JobError, JobKey
 from slurm.environment import snapshot_code
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import attach_or_submit, find
@@ -20,9 +21,12 @@ from slurm.watch import wait
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.keys import code_digest, run_keys
+from specrl.lifetime.segments import read_segments
+from tasks.detached import submit_flow
+from tasks.run import begin
 from tests.slurm.conftest import ROOT, FlowProcess
 from tests.slurm.devcluster import DevCluster
-from tests.slurm.test_local_jobs import ranks_of
+from tests.slurm.test_local_segments import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("devcluster")]
 StartFlow = Callable[..., FlowProcess]
@@ -128,15 +132,28 @@ def test_a_job_is_found_and_completes_though_the_flow_died_right_after_submittin
     assert attach_or_submit(context, "tests.slurm.dummy_stage:main", snapshot_code(context.run_dir)) is None
 
 
-def test_a_job_told_of_its_time_limit_is_queued_again_and_goes_on(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+def test_a_flow_and_its_stage_go_on_in_other_jobs_when_they_are_told_of_their_time_limits(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "wait")
-    context, job = submit(make_run("slurm"))
-    ranks_of(context.run_dir)
+    config = make_run("slurm", nodes=1)
+    record = begin(config)
+    code, stages = record.code_dir(config.run_dir), config.run_dir / "stages"
+    stage, flow = stages / record.stage_keys["prepare"], stages / FLOW_KEY
+    job = submit_flow(config, code, "tests.slurm.dummy_flow:detached")
+    wait_until(lambda: len(read_segments(stage)) == 1, 60)
     subprocess.run(["scancel", "--signal=USR2", job.job_id], check=True)
-    wait(job, context, lambda state, progress: None)
-    assert len((context.stage_dir / ".starts-0").read_text().splitlines()) == 2
+    wait_until(lambda: len(read_segments(flow)) == 2, 60)
+    assert invoke(["watch", str(config.run_dir), "--once", "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["state"] == "running"
+    assert [shown["stage"] for shown in view["stages"] if shown["is_live"]] == ["flow", "prepare"]
+    assert submit_flow(config, code).job_id == job.job_id
+    subprocess.run(["scancel", "--signal=USR2", read_segments(stage)[0].job_id], check=True)
+    wait_until(lambda: read_segments(flow)[-1].reason is not None, 60)
+    assert [segment.reason for segment in read_segments(flow)] == ["walltime", "finished"]
+    assert [segment.reason for segment in read_segments(stage)] == ["walltime", "finished"]
+    assert len((stage / ".starts-0").read_text().splitlines()) == 2
 
 
 def test_two_runs_of_one_configuration_have_jobs_of_their_own(make_run: MakeRun) -> None:
