@@ -30,7 +30,7 @@ NOBODY = 65534
 SECONDS = 120
 """After how long a command that hangs is ended: a test then fails and does not wait for ever."""
 EVIL = "import pathlib; pathlib.Path({marker!r}).write_text('somebody else\\'s code has run')\n"
-READING = ("show", "watch", "samples")
+READING = ("show", "watch", "logs", "samples")
 """The commands that look at a run, whosever it is."""
 
 
@@ -163,6 +163,7 @@ def write_results(run: Attacked) -> None:
     (train / "rollouts" / "step=000000" / "rank=0000.arrow").write_bytes(b"")
     job = run.run_dir / "jobs" / train.name
     write_json(job / "context.json", {})
+    (job / "1_0_log.out").write_text("what a rank has printed\n")
     write_json(job.with_suffix(".json"), {})
     write_json(run.run_dir / "summary.json", {})
     (run.run_dir / ".flow.lock").touch()

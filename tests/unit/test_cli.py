@@ -175,6 +175,15 @@ def test_the_version_and_the_exit_codes_are_told(capsys: pytest.CaptureFixture[s
     assert "3 stopped by specrl stop" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_line_of_the_help_is_cut(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert invoke([*words, "--help"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("...") and "[ARGS]" not in line]
+
+
 def test_the_folder_of_the_runs_is_named_once_in_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +213,18 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: py
     output = capsys.readouterr().out
     assert all(stage in output for stage in ("prepare", "pretrain", "calibrate", "train", "validate", "export"))
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_the_plan_of_a_dry_run_is_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--set", "stage_resources.train={gpus_per_rank=1,ranks_per_node=2,minutes=90}"]
+    assert invoke(["run", write(tmp_path), "--dry-run", "--json", "--cluster", "slurm", *asked]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["run"] == "run"
+    assert plan["most_gpu_hours"] == 3.0
+    assert plan["jobs"]["train"]["ranks_per_node"] == 2
+    assert "--gpus-per-node=2" in plan["jobs"]["train"]["submission"]
+    assert {budget["stage"] for budget in plan["budgets"]} >= {"train", "validate"}
+    assert "--json is for --dry-run" in complaint(capsys, "run", write(tmp_path), "--json")
 
 
 @pytest.mark.parametrize(

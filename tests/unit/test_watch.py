@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from flows.cli import invoke
-from flows.commands.watch import Watcher
+from flows.commands import watch
+from flows.commands.watch import RunView, Watcher
 from flows.folder import only_flow, write_config
+from slurm.backend import FLOW_KEY
 from slurm.submit import attach_or_submit
 from specrl.artifacts import write_json
-from specrl.config import Config, parse_config
+from specrl.config import STAGES, Config, parse_config
 from specrl.context import StageContext
 from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
@@ -33,6 +39,7 @@ def run(tmp_path: Path) -> tuple[Config, RunRecord]:
             "runs_dir": str(tmp_path / "runs"),
             "model": {"source": "tiny"},
             "train": {"num_steps": 20},
+            "drafter": {"draft_vocab_size": 64},
             "resources": {"cpus_per_rank": 1, "minutes": 5},
         }
     )
@@ -45,6 +52,16 @@ def folder(config: Config, record: RunRecord, stage: str) -> Path:
     path = config.run_dir / "stages" / record.stage_keys[stage]  # type: ignore[index]
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def look(config: Config) -> RunView:
+    return Watcher(config.run_dir, config).look()
+
+
+def listed_state(config: Config, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert invoke(["ls", "--json", "--runs-dir", str(config.runs_dir)]) == 0
+    return str(json.loads(capsys.readouterr().out)[0]["state"])
 
 
 def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +101,7 @@ def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: 
     ]
     assert lines[-1] == "nothing works on run demo; continue it with: specrl resume demo"
     with only_flow(config.run_dir):  # a flow that is between two stages
-        assert not Watcher(config.run_dir, config).look().is_over
+        assert not look(config).is_over
 
 
 def test_it_follows_a_job_and_ends_with_it(
@@ -102,9 +119,12 @@ def test_it_follows_a_job_and_ends_with_it(
     assert lines[-1] == "nothing works on run demo; continue it with: specrl resume demo"
 
 
-def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_watching_alone_and_a_stop_the_run(
+    run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, record = run
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.2)
     context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
     job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
     assert job is not None
@@ -123,5 +143,105 @@ def test_an_interrupt_ends_the_watching_alone(run: tuple[Config, RunRecord], mon
         assert output.endswith("run demo goes on\n")
         assert watching.returncode == 0
         assert job.state().phase == "running"
+        assert listed_state(config, capsys) == "running"
+        assert invoke(["stop", str(config.run_dir), "--wait"]) == 0
+        assert job.state().phase == "ended"
+        assert listed_state(config, capsys) == "stopped"
     finally:
         job.cancel()
+
+
+def test_cancel_ends_the_jobs_now(
+    run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    monkeypatch.setenv("DUMMY_PREPARE", "hold")
+    context = StageContext(config, "prepare", record.stage_keys["prepare"], folder(config, record, "prepare"), {}, "")
+    job = attach_or_submit(context, "tests.slurm.dummy_stage:main", record.code_dir(config.run_dir))
+    assert job is not None
+    assert invoke(["cancel", str(config.run_dir)]) == 0
+    assert capsys.readouterr().out == f"cancelled local job {job.job_id}\n"
+    assert job.state().phase == "ended"
+    assert look(config).state == "stopped"
+    assert invoke(["cancel", str(config.run_dir)]) == 0
+    assert capsys.readouterr().out == "run demo has no job\n"
+
+
+def test_a_run_that_failed_is_told_from_one_that_was_stopped(
+    run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    assert look(config).state == "stopped"
+    prepare = folder(config, record, "prepare")
+    segment = begin_segment(prepare, "1", "host")
+    add_to_segment(prepare, segment.number, ended=1.0, reason="failed")  # the flow had been killed before
+    assert look(config).state == "failed"
+    write_json(config.run_dir / "outcome.json", {"state": "stopped", "error": "stopped"})
+    assert look(config).state == "stopped"
+    write_json(config.run_dir / "outcome.json", {"state": "failed", "error": "Slurm refuses the job"})
+    assert invoke(["watch", "demo", "--once", "--runs-dir", str(config.runs_dir)]) == 0
+    assert "the flow failed: Slurm refuses the job\nnothing works on run demo" in capsys.readouterr().out
+    for stage in STAGES:
+        write_json(folder(config, record, stage) / "result.json", {"seconds": 1.0})
+    assert look(config).state == "finished"
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "watch", "resume", "doctor"])
+def test_json_is_all_that_standard_output_has(
+    command: str, run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = run
+    words = {"watch": ["demo", "--once"], "show": ["demo"], "resume": ["demo", "--dry-run"]}.get(command, [])
+    assert invoke([command, *words, "--json", "--runs-dir", str(config.runs_dir)]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    if command == "doctor":
+        assert {"name", "status", "found", "fix"} == found[0].keys()
+    elif command == "ls":
+        assert found[0]["folder"] == str(config.run_dir)
+    else:
+        assert found["run"] == "demo"
+
+
+def test_the_logs_of_a_run_are_printed_and_followed(
+    run: tuple[Config, RunRecord], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+
+    def log(stage: str, name: str, text: str, age: float = 0.0) -> None:
+        path = config.run_dir / "jobs" / record.stage_keys.get(stage, FLOW_KEY) / name  # type: ignore[call-overload]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+        os.utime(path, (time.time() - age,) * 2)
+
+    def logs(*words: str) -> str:
+        assert invoke(["logs", str(config.run_dir), *words]) == 0
+        return capsys.readouterr().out
+
+    assert invoke(["logs", str(config.run_dir)]) == 2
+    assert capsys.readouterr().err == "specrl: run demo has no log of rank 0\n"
+    log("prepare", "7_0_log.out", "first\nsecond\n\x1b]0;title\x07", age=60)
+    log("prepare", "7_1_log.out", "of rank 1\n", age=60)
+    log("flow", "9_0_log.out", "of the flow\n")
+    assert logs() == "first\nsecond\n\\x1b]0;title\\x07"
+    assert logs("--lines", "2") == "second\n\\x1b]0;title\\x07"
+    assert logs("--rank", "1", "--stage", "prepare") == "of rank 1\n"
+    assert logs("--stage", "flow", "--follow") == "of the flow\n"
+    assert invoke(["logs", str(config.run_dir), "--stage", "bench"]) == 2
+    assert "--stage bench: allowed: prepare, pretrain" in capsys.readouterr().err
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.05)
+
+    def work() -> None:
+        with only_flow(config.run_dir):
+            begun.set()
+            time.sleep(0.3)
+            log("prepare", "8_0_log.out", "third\n", age=30)
+            time.sleep(0.3)
+            log("train", "9_0_log.out", "fourth\nfifth")
+
+    begun = threading.Event()
+    worker = threading.Thread(target=work)
+    worker.start()
+    begun.wait()
+    assert logs("--follow", "--lines", "1") == "\\x1b]0;title\\x07third\nfourth\nfifth"
+    worker.join()
