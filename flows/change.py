@@ -32,16 +32,12 @@ CANCEL_SECONDS = 300
 
 @dataclass(frozen=True)
 class ChangeRequest:
-    """What a user wants changed in a run."""
+    """What a user wants changed in a run: the options of `specrl resume`."""
 
     overrides: tuple[str, ...] = ()
-    """Overrides of the configuration, each as `key=value`."""
     new_code: bool = False
-    """Whether to go on with the present code."""
     restart: bool = False
-    """Whether training may start over."""
     cancel: bool = False
-    """Whether jobs of stages that change may be cancelled."""
 
 
 def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:

@@ -74,7 +74,11 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
         start_parent_run(config, headline(config))
         server.wait()
         try:
-            _run_flow(config.run_dir)
+            # Prefect reads its environment once, at import: the server has set it by now.
+            from flows.pipeline import pipeline
+
+            mark_crashed_flows(config.run_dir)
+            pipeline(str(config.run_dir))
         except UnseenError:  # the jobs go on, and so does the run in MLflow
             raise
         except (KeyboardInterrupt, StoppedError) as error:
@@ -141,14 +145,6 @@ def begin_run(config: Config, origin: Origin | None) -> RunRecord:
         )
     write_config(config)
     return begin(config, origin.start if origin is not None else None)
-
-
-def _run_flow(run_dir: Path) -> None:
-    # These import Prefect, which reads its environment once, at import: the server has set it by now.
-    from flows.pipeline import pipeline
-
-    mark_crashed_flows(run_dir)
-    pipeline(str(run_dir))
 
 
 def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:

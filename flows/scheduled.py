@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import FlowRun, State, WorkPool
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow
+from prefect.schedules import Cron
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 
@@ -36,16 +37,9 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 @flow(name="specrl-scheduled", on_cancellation=[cancel], validate_parameters=False)
 def scheduled(config: str) -> None:
-    """Run a configuration under a name with the scheduled time.
+    """Run a configuration, as JSON, under a name with the scheduled time.
 
     A run that exists under this name, because Prefect runs the flow again, is resumed with its own code.
-
-    Args:
-        config: The configuration as JSON.
-
-    Raises:
-        ConfigError: The run cannot start; nothing has been written.
-        JobError: A stage failed.
     """
     named = config_at(config, runtime.flow_run.scheduled_start_time)
     if code_of(named.run_dir) is None:
@@ -60,15 +54,11 @@ def config_at(config: str, time: datetime) -> Config:
     return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})
 
 
-def register_schedule(config: Config, cron: str, pool: str) -> str:
+def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
     """Register a schedule under the configuration's name, in place of an earlier one, and return the server's address.
 
-    Args:
-        cron: The schedule, as five cron fields in UTC.
-        pool: The name of the work pool.
-
     Raises:
-        ConfigError: No server is configured, or it has no such pool.
+        ConfigError: No server is configured, or it has no such work pool.
         ServerError: The server does not answer, or refuses.
     """
     url: str | None = PREFECT_API_URL.value()
@@ -80,7 +70,7 @@ def register_schedule(config: Config, cron: str, pool: str) -> str:
         deployment = RunnerDeployment.from_flow(
             scheduled,
             name=config.name,
-            cron=cron,
+            schedule=Cron(cron, timezone=zone),
             parameters={"config": dump_config(config)},
             concurrency_limit=1,  # one run has the allocation to itself
             work_pool_name=pool,

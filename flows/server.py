@@ -117,7 +117,9 @@ class PrefectServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
-        if error is not None and _is_of_client(error):
+        from httpx import TransportError  # by Prefect's client, which is slow to import
+
+        if isinstance(error, TransportError):
             raise ServerError(
                 f"Prefect's server at {self.url} does not answer any more ({error}); what was submitted goes on, and "
                 "specrl resume RUN finds it"
@@ -137,12 +139,9 @@ class PrefectServer:
 
 
 def mark_crashed_flows(run_dir: Path) -> None:
-    """Mark the flows and tasks that Prefect believes to be running in this folder as crashed.
+    """Mark the flows and tasks that Prefect believes to be running in this folder as crashed, while holding its lock.
 
     Prefect would show those whose process was killed as running for ever.
-
-    Call this while holding the folder's lock (`only_flow`), when no flow can be running there, and before starting a
-    new one.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
@@ -171,12 +170,6 @@ def serve(port: int, parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
-
-
-def _is_of_client(error: BaseException) -> bool:
-    from httpx import TransportError  # by Prefect's client, which is slow to import
-
-    return isinstance(error, TransportError)
 
 
 def _answers(url: str) -> bool:

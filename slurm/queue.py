@@ -81,4 +81,4 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     if done.returncode:
         said = done.stderr.strip().removeprefix(f"{command[0]}: error: ")
         raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
-    return done.stdout
+    return done.stdout + (done.stderr if "--test-only" in command else "")  # where sbatch prints its answer

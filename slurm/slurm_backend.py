@@ -93,6 +93,7 @@ SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILI
 KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
 """The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
 two last signals only once it has been set up."""
+STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
 """What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
@@ -177,7 +178,7 @@ class SlurmBackend:
         return cluster.partition or "default"
 
     def options(self, config: Config, stage: StageName) -> str:
-        return describe(config, stage)
+        return describe(config, stage) + _expected_start(config, stage)
 
     def find(self, key: JobKey) -> SlurmJob | None:
         # Slurm lists a job from the moment it accepts it until the last rank has gone.
@@ -246,6 +247,16 @@ class SlurmBackend:
         if ended:
             return REASONS.get(ended[-1], "killed")
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
+
+
+def _expected_start(config: Config, stage: StageName) -> str:
+    flags = as_flags(sbatch_options(config, stage))
+    try:
+        said = ask("sbatch", "--test-only", *flags, "--wrap=true", seconds=RANK_COMMAND_SECONDS)
+    except (JobError, SilentSchedulerError) as error:
+        return f"; {error}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
+    at = STARTS_AT.search(said)
+    return f"; expected start: {time.strftime('%Y-%m-%d %H:%M', time.localtime(int(at[1])))}" if at else ""
 
 
 def _fits(request: StageRequest, without: list[str]) -> bool:

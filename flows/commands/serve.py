@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
+from zoneinfo import available_timezones
 
 import psutil
 import typer
@@ -38,23 +39,27 @@ LOOK_SECONDS = 0.2
 """The pause between two looks at signals and processes."""
 END_SECONDS = 30
 """How long a flow may take to end after a signal, before it is killed."""
-Cron = Annotated[
-    str, typer.Option(metavar="FIELDS", help='The schedule, as five cron fields in UTC, such as "0 2 * * *".')
+Cron = Annotated[str, typer.Option(metavar="FIELDS", help='The schedule, as five cron fields, such as "0 2 * * *".')]
+Zone = Annotated[
+    str,
+    typer.Option("--time-zone", metavar="NAME", help="Of which place the fields are times, such as Europe/Berlin."),
 ]
 
 
-def serve(config_path: ConfigPath, cron: Cron, cluster: Cluster = None, overrides: Overrides = None) -> None:
+def serve(
+    config_path: ConfigPath, cron: Cron, zone: Zone = "UTC", cluster: Cluster = None, overrides: Overrides = None
+) -> None:
     """Run a configuration on a schedule.
 
-    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM. The command stays in the foreground until Ctrl-C,
-    which cancels the jobs of a run that is at work. SIGTERM ends the command, too, and leaves such jobs running.
+    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM in UTC. The command stays in the foreground until
+    Ctrl-C, which cancels the jobs of a run that is at work. SIGTERM ends it, too, and leaves such jobs running.
     """
-    config = _checked(config_path, cron, cluster, overrides)
+    config = _checked(config_path, cron, zone, cluster, overrides)
     console = Console(soft_wrap=True)
     with PrefectServer(config.runs_dir) as server:
         server.wait()
-        print_line(console, f"{config.name} runs at {cron} (UTC) in {config.runs_dir}; Ctrl-C ends it")
-        with _noted_signals() as noted, _started_runner(config, cron) as runner:
+        print_line(console, f"{config.name} runs at {cron} ({zone}) in {config.runs_dir}; Ctrl-C ends it")
+        with _noted_signals() as noted, _started_runner(config, cron, zone) as runner:
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
@@ -67,23 +72,26 @@ def deploy(
     config_path: ConfigPath,
     cron: Cron,
     pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool whose workers run it.")],
+    zone: Zone = "UTC",
     cluster: Cluster = None,
     overrides: Overrides = None,
 ) -> None:
     """Register a schedule with an existing Prefect server.
 
     The server is that of PREFECT_API_URL or of Prefect's profile. Each scheduled time starts a new run, named
-    NAME-YYYYMMDD-HHMM, on a worker of the pool. The worker needs this environment and this file system.
+    NAME-YYYYMMDD-HHMM in UTC, on a worker of the pool. The worker needs this environment and this file system.
     """
-    config = _checked(config_path, cron, cluster, overrides)
+    config = _checked(config_path, cron, zone, cluster, overrides)
     from flows.scheduled import register_schedule  # imports Prefect, which reads its environment once
 
-    url = register_schedule(config, cron, pool)
-    print_line(Console(soft_wrap=True), f"{config.name} runs at {cron} (UTC) on workers of pool {pool}, says {url}")
+    url = register_schedule(config, cron, zone, pool)
+    print_line(Console(soft_wrap=True), f"{config.name} runs at {cron} ({zone}) on workers of pool {pool}, says {url}")
 
 
-def _checked(config_path: Path, cron: str, cluster: str | None, overrides: list[str] | None) -> Config:
+def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overrides: list[str] | None) -> Config:
     check_cron(cron)
+    if zone not in available_timezones():
+        raise ConfigError(f"--time-zone {zone!r}: allowed: a name such as UTC or Europe/Berlin")
     config = load(config_path, cluster, overrides)
     restrict(config.cluster)
     check(config)
@@ -121,7 +129,7 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
 
 
 @contextlib.contextmanager
-def _started_runner(config: Config, cron: str) -> Iterator[subprocess.Popen[str]]:
+def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess.Popen[str]]:
     """Yield the process that starts scheduled runs, in a session of its own; at the end it and its flows are gone."""
     runner = subprocess.Popen(
         [sys.executable, "-m", "flows.commands.serve", str(os.getpid())],
@@ -132,7 +140,8 @@ def _started_runner(config: Config, cron: str) -> Iterator[subprocess.Popen[str]
     assert runner.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its own lines say why
-            runner.stdin.write(json.dumps({"name": config.name, "cron": cron, "config": dump_config(config)}))
+            schedule = {"name": config.name, "cron": cron, "zone": zone, "config": dump_config(config)}
+            runner.stdin.write(json.dumps(schedule))
             runner.stdin.close()
         yield runner
     finally:
@@ -166,7 +175,9 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal
     if not held:
         yield "no run was at work"
     for run_dir in held:
-        jobs = _jobs(run_dir)
+        config, jobs = read_run_config(run_dir), list[Job | None]()
+        with contextlib.suppress(JobError, SilentSchedulerError):
+            jobs = [find_now(JobKey(config, folder.name)) for folder in (run_dir / "jobs").glob("*/")]
         holder = holder_of(run_dir)
         assert holder is not None
         with contextlib.suppress(ProcessLookupError):
@@ -175,8 +186,8 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal
         while is_worked_on(run_dir) and len(noted) == 1 and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
         became = "was cancelled" if noted[0] == signal.SIGINT and not is_worked_on(run_dir) else "goes on"
-        words = ", ".join(f"{job.backend} job {job.job_id} {became}" for job in jobs) or "no job of it was running"
-        yield f"run {run_dir.name}: {words}; specrl resume {run_dir} continues the run"
+        words = ", ".join(f"{job.backend} job {job.job_id} {became}" for job in jobs if job)
+        yield f"run {run_dir.name}: {words or 'no job of it was running'}; specrl resume {run_dir} continues the run"
 
 
 def _is_held_by(run_dir: Path, processes: set[int]) -> bool:
@@ -184,25 +195,17 @@ def _is_held_by(run_dir: Path, processes: set[int]) -> bool:
     return holder is not None and holder == (holder[0], os.uname().nodename) and holder[0] in processes
 
 
-def _jobs(run_dir: Path) -> list[Job]:
-    config = read_run_config(run_dir)
-    found = []
-    for folder in sorted((run_dir / "jobs").glob("*/")):
-        with contextlib.suppress(JobError, SilentSchedulerError):
-            found.append(find_now(JobKey(config, folder.name)))
-    return [job for job in found if job is not None]
-
-
 def _run_schedule(parent: int, schedule: dict[str, Any]) -> None:
     """Start a flow at each scheduled time, until this process or its `parent` ends."""
     end_with_parent(parent, signal.SIGTERM)
+    from prefect.schedules import Cron
     from prefect.types.entrypoint import EntrypointType
 
     from flows.scheduled import scheduled
 
     scheduled.serve(
         name=schedule["name"],
-        cron=schedule["cron"],
+        schedule=Cron(schedule["cron"], timezone=schedule["zone"]),
         parameters={"config": schedule["config"]},
         limit=1,  # one run has the machine, or the allocation, to itself
         print_starting_message=False,
