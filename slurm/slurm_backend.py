@@ -254,7 +254,7 @@ def _expected_start(config: Config, stage: StageName) -> str:
     try:
         said = ask("sbatch", "--test-only", *flags, "--wrap=true", seconds=RANK_COMMAND_SECONDS)
     except (JobError, SilentSchedulerError) as error:
-        return f"; {error}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
+        return f"; {_reason(str(error))}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
     at = STARTS_AT.search(said)
     return f"; expected start: {time.strftime('%Y-%m-%d %H:%M', time.localtime(int(at[1])))}" if at else ""
 

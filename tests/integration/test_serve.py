@@ -60,7 +60,7 @@ class Served:
     def __init__(self, server: PrefectServer, runs: Path, *settings: str) -> None:
         self.server, self.runs = server, runs
         name = runs.parent.name
-        cron = ["--cron", "0 3 1 1 *"]
+        cron = ["--cron", "0 3 1 1 *", "--time-zone", "Europe/Berlin"]
         self.process = specrl("serve", str(SMOKE), *cron, f"--set=runs_dir={runs}", f"--set=name={name}", *settings)
         self.deployment = first_with(f"{server.url}/deployments", "name", (name,))
 
@@ -91,7 +91,8 @@ def test_a_served_configuration_runs_when_prefect_says_so(tmp_path: Path, server
         urllib.request.urlopen(f"{server.url}/admin/version", timeout=60)
     served = Served(server, runs, *[f"--set=data.{key}={value}" for key, value in data.items()])
     try:
-        assert [schedule["schedule"]["cron"] for schedule in served.deployment["schedules"]] == ["0 3 1 1 *"]
+        (schedule,) = (entry["schedule"] for entry in served.deployment["schedules"])
+        assert (schedule["cron"], schedule["timezone"]) == ("0 3 1 1 *", "Europe/Berlin")
         problems.unlink()
         own = served.trigger()
         ended = ("FAILED", "CRASHED", "COMPLETED")

@@ -15,7 +15,7 @@ import pytest
 from flows.cli import invoke
 from slurm.backend import FLOW_KEY, JobError, JobKey
 from slurm.environment import snapshot_code
-from slurm.slurm_backend import SlurmJob
+from slurm.slurm_backend import SlurmBackend, SlurmJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
 from specrl.config import Config
@@ -202,6 +202,8 @@ def test_slurm_says_why_it_refuses_a_job(make_run: MakeRun, capfd: pytest.Captur
     with pytest.raises(JobError, match=r"Slurm refuses the job: Memory specification can not be satisfied") as refused:
         submit(make_run("slurm", memory_gib_per_rank=1000))
     assert "\n" not in str(refused.value)
+    assert SlurmBackend().options(make_run("slurm", memory_gib_per_rank=1000), "train").count("allocation failure") == 1
+    assert "; expected start: 20" in SlurmBackend().options(make_run("slurm"), "train")
     assert capfd.readouterr().err == ""
 
 

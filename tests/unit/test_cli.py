@@ -199,6 +199,8 @@ def test_a_wrong_schedule_is_one_line_before_anything_starts(
     line = complaint(capsys, "serve", write(tmp_path), "--cron", cron)
     assert line.startswith(f"specrl: --cron {cron!r}: ")
     assert "allowed: five cron fields" in line
+    line = complaint(capsys, "serve", write(tmp_path), "--cron", "0 2 * * *", "--time-zone", "Berlin")
+    assert line == "specrl: --time-zone 'Berlin': allowed: a name such as UTC or Europe/Berlin"
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
