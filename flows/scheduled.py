@@ -21,7 +21,7 @@ from prefect.types.entrypoint import EntrypointType
 from flows.execute import execute, resume_in_process
 from flows.server import ServerError
 from slurm.access import check_access
-from specrl.config import Config, ConfigError, dump_config, parse_config
+from specrl.config import Config, ConfigError, change_config, dump_config, parse_config
 from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
 
@@ -29,29 +29,29 @@ from tasks.run import cancel_jobs
 def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Cancel the run's jobs when the flow is cancelled in Prefect, which passes the arguments by these names."""
     assert flow_run.expected_start_time is not None
-    config = config_at(flow_run.parameters["config"], flow_run.expected_start_time)
+    config = config_at(flow_run.expected_start_time, **flow_run.parameters)
     if config.run_dir.is_dir():
         check_access(config.run_dir, config.cluster)
         cancel_jobs(config.run_dir)
 
 
-@flow(name="specrl-scheduled", on_cancellation=[cancel], validate_parameters=False)
-def scheduled(config: str) -> None:
-    """Run a configuration, as JSON, under a name with the scheduled time.
+@flow(name="specrl-scheduled", on_cancellation=[cancel])
+def scheduled(config: dict[str, Any], overrides: list[str] | None = None) -> None:
+    """Run a configuration, with overrides such as `train.num_steps=10`, under a name with the scheduled time.
 
     A run that exists under this name, because Prefect runs the flow again, is resumed with its own code.
     """
-    named = config_at(config, runtime.flow_run.scheduled_start_time)
+    named = config_at(runtime.flow_run.scheduled_start_time, config, overrides)
     if code_of(named.run_dir) is None:
         execute(named)
     else:
         resume_in_process(named.run_dir)
 
 
-def config_at(config: str, time: datetime) -> Config:
-    """The configuration, as JSON, with the name `NAME-YYYYMMDD-HHMM`: under its own it would run only once."""
-    data = json.loads(config)
-    return parse_config({**data, "name": f"{data['name']}-{time:%Y%m%d-%H%M}"})
+def config_at(time: datetime, config: dict[str, Any], overrides: list[str] | None = None) -> Config:
+    """The configuration with the name `NAME-YYYYMMDD-HHMM`: under its own it would run only once."""
+    named = parse_config({**config, "name": f"{config['name']}-{time:%Y%m%d-%H%M}"})
+    return change_config(named, overrides) if overrides else named
 
 
 def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
@@ -71,7 +71,7 @@ def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
             scheduled,
             name=config.name,
             schedule=Cron(cron, timezone=zone),
-            parameters={"config": dump_config(config)},
+            parameters={"config": json.loads(dump_config(config))},
             concurrency_limit=1,  # one run has the allocation to itself
             work_pool_name=pool,
             # A worker imports the flow as this process does; files of the user's own lie in this folder.

@@ -140,7 +140,7 @@ def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess
     assert runner.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # it ended at once; its own lines say why
-            schedule = {"name": config.name, "cron": cron, "zone": zone, "config": dump_config(config)}
+            schedule = {"name": config.name, "cron": cron, "zone": zone, "config": json.loads(dump_config(config))}
             runner.stdin.write(json.dumps(schedule))
             runner.stdin.close()
         yield runner

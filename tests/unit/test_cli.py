@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -32,7 +33,7 @@ from slurm.backend import JobError
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from slurm.trust import sources_digest
-from specrl.config import Config, ConfigError, change_config, parse_config
+from specrl.config import Config, ConfigError, change_config, dump_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
@@ -202,6 +203,19 @@ def test_a_wrong_schedule_is_one_line_before_anything_starts(
     line = complaint(capsys, "serve", write(tmp_path), "--cron", "0 2 * * *", "--time-zone", "Berlin")
     assert line == "specrl: --time-zone 'Berlin': allowed: a name such as UTC or Europe/Berlin"
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_scheduled_flow_has_parameters_that_prefect_shows_and_checks(tmp_path: Path) -> None:
+    from prefect.utilities.callables import parameter_schema
+
+    from flows.scheduled import config_at, scheduled
+
+    fields = parameter_schema(scheduled).properties
+    assert fields["config"]["type"] == "object"
+    assert fields["overrides"]["anyOf"][0] == {"type": "array", "items": {"type": "string"}}
+    config = json.loads(dump_config(load(Path(write(tmp_path)), None, None)))
+    chosen = config_at(datetime(2026, 3, 29, 1, 30, tzinfo=UTC), config, ["train.num_steps=3"])
+    assert (chosen.name, chosen.train.num_steps) == ("run-20260329-0130", 3)
 
 
 def test_a_configuration_that_is_not_utf8_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
