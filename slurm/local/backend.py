@@ -119,7 +119,7 @@ class LocalBackend:
         return None
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
-        devices = _devices(request)
+        devices = visible_devices(request)
         with interrupts_held(), submitit.helpers.clean_env():
             controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
         known = False
@@ -190,10 +190,13 @@ def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Pop
         )
 
 
-def _devices(request: StageRequest) -> str:
+def visible_devices(request: StageRequest) -> str:
+    """The CUDA_VISIBLE_DEVICES of a job's controller."""
     resources = request.resources
     count = resources.ranks * resources.gpus_per_rank
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not count:
+        return visible  # a flow hands them on to its stages; other ranks hide them themselves
     devices = [device for device in visible.split(",") if device] or [str(number) for number in range(count)]
     if len(devices) < count:
         raise JobError(f"the job asks for {count} GPUs, and CUDA_VISIBLE_DEVICES = {visible} names {len(devices)}")

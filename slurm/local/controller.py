@@ -122,11 +122,7 @@ class Controller:
 
 
 def main(arguments: list[str]) -> None:
-    """Take the lock and run the job, unless another controller has the lock or the stage has finished.
-
-    Args:
-        arguments: The file with the stage's context, the function as `module:function`, and the copy of the code.
-    """
+    """Take the lock and run the job, unless another controller has the lock or the stage has finished."""
     context, entry, code = arguments
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
     request = StageRequest(StageContext.load(Path(context)), entry, Path(code))

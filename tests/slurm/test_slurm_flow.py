@@ -136,21 +136,24 @@ def test_a_flow_and_its_stage_go_on_in_other_jobs_when_they_are_told_of_their_ti
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "wait")
+    monkeypatch.setenv("SBATCH_PARTITION", "high")  # as sites teach; jobs do not inherit it
     config = make_run("slurm", nodes=1)
     record = begin(config)
     code, stages = record.code_dir(config.run_dir), config.run_dir / "stages"
     stage, flow = stages / record.stage_keys["prepare"], stages / FLOW_KEY
     job = submit_flow(config, code, "tests.slurm.dummy_flow:detached")
-    wait_until(lambda: len(read_segments(stage)) == 1, 60)
+    wait_until(lambda: len(read_segments(stage)) == 1)
+    partitions = subprocess.run(["squeue", "-h", "-o", "%P"], capture_output=True, text=True, check=True).stdout
+    assert partitions.split() == ["high", "high"]
     subprocess.run(["scancel", "--signal=USR2", job.job_id], check=True)
-    wait_until(lambda: len(read_segments(flow)) == 2, 60)
+    wait_until(lambda: len(read_segments(flow)) == 2)
     assert invoke(["watch", str(config.run_dir), "--once", "--json"]) == 0
     view = json.loads(capsys.readouterr().out)
     assert view["state"] == "running"
     assert [shown["stage"] for shown in view["stages"] if shown["is_live"]] == ["flow", "prepare"]
     assert submit_flow(config, code).job_id == job.job_id
     subprocess.run(["scancel", "--signal=USR2", read_segments(stage)[0].job_id], check=True)
-    wait_until(lambda: read_segments(flow)[-1].reason is not None, 60)
+    wait_until(lambda: read_segments(flow)[-1].reason is not None)
     assert [segment.reason for segment in read_segments(flow)] == ["walltime", "finished"]
     assert [segment.reason for segment in read_segments(stage)] == ["walltime", "finished"]
     assert len((stage / ".starts-0").read_text().splitlines()) == 2

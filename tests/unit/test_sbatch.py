@@ -18,6 +18,7 @@ from flows.preflight import check_cluster
 from slurm.backend import JobKey, StageRequest, State
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, interface_towards
 from slurm.failures import explain
+from slurm.local.backend import visible_devices
 from slurm.registry import backend_of, backends_of
 from slurm.sbatch import describe, parameters, python_command
 from slurm.slurm_backend import ONE_HOST, SlurmJob
@@ -275,3 +276,14 @@ def test_compiled_code_lies_on_the_node(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache_folders("$PLACE/cache")["VLLM_CACHE_ROOT"] == str(tmp_path / "place" / "cache" / "vllm")
     with pytest.raises(ValueError, match="a variable in it is not set"):
         cache_folders("$NO_SUCH_PLACE/cache")
+
+
+def test_a_local_job_without_gpus_hands_on_the_devices_that_its_user_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    chosen = {}
+    for gpus in (0, 1):
+        config = configured(tmp_path, resources={"gpus_per_rank": gpus})
+        chosen[gpus] = visible_devices(StageRequest(StageContext(config, "train", "train-0", tmp_path, {}, ""), "a:b"))
+    assert chosen == {0: "2,3", 1: "2"}
