@@ -56,7 +56,8 @@ def _job_config(config: Config) -> Config:
     large = [name for name in config.cluster.sbatch if name in MEMORY_OPTIONS or name == "exclusive"]
     own = RESOURCES | {"sbatch": dict.fromkeys(large, False)}
     data["stage_resources"]["flow"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
-    data["cluster"] |= {"container": None, "python": None, "max_segments": None}  # it needs the scheduler's commands
+    # A flow needs the scheduler's commands, and no special node.
+    data["cluster"] |= {"container": None, "python": None, "constraint": None, "max_segments": None}
     return parse_config(data)
 
 

@@ -114,7 +114,7 @@ class Watcher:
 
     def look(self) -> RunView:
         """What the files and the scheduler say now."""
-        has_flow = is_worked_on(self.run_dir)
+        has_flow, outcome = is_worked_on(self.run_dir), outcome_of(self.run_dir)
         keys = readable_keys(self.run_dir) or {}
         folders = {stage: self.run_dir / "stages" / key for stage, key in keys.items()}
         views, is_next = [], True
@@ -123,13 +123,16 @@ class Watcher:
             is_next = is_next and views[-1].state == "finished"
         if (self.run_dir / "jobs" / FLOW_KEY).is_dir():
             state, is_live = self._job(FLOW_KEY)
+            last = next(reversed(read_segments(self.run_dir / "stages" / FLOW_KEY)), None)
+            if not is_live and last is not None and last.has_failed and not outcome:
+                outcome = {"state": "failed", "error": f"specrl logs {self.run_dir.name} --stage flow says why"}
             views = [StageView("flow", state, "", is_live), *views] if is_live else views
         events = sorted(
             ((event, stage) for stage, folder in folders.items() for event in read_events(folder)),
             key=lambda entry: entry[0].time,
         )
         training = training_of(folders["train"], self.config) if "train" in folders else {}
-        return RunView(self.run_dir.name, views, training, events, has_flow, outcome_of(self.run_dir))
+        return RunView(self.run_dir.name, views, training, events, has_flow, outcome)
 
     def views(self) -> Iterator[RunView]:
         """Look every `LOOK_SECONDS` until the run is over; the last view is the one in which it is."""

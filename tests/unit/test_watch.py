@@ -176,6 +176,12 @@ def test_a_run_that_failed_is_told_from_one_that_was_stopped(
     segment = begin_segment(prepare, "1", "host")
     add_to_segment(prepare, segment.number, ended=1.0, reason="failed")  # the flow had been killed before
     assert look(config).state == "failed"
+    add_to_segment(prepare, begin_segment(prepare, "2", "host").number, ended=1.0, reason="cancelled")
+    assert look(config).state == "stopped"
+    (config.run_dir / "jobs" / FLOW_KEY).mkdir(parents=True)
+    flow = config.run_dir / "stages" / FLOW_KEY
+    add_to_segment(flow, begin_segment(flow, "3", "host").number, ended=1.0, reason="failed")
+    assert look(config).end.startswith("the flow failed: specrl logs demo --stage flow says why\n")
     write_json(config.run_dir / "outcome.json", {"state": "stopped", "error": "stopped"})
     assert look(config).state == "stopped"
     write_json(config.run_dir / "outcome.json", {"state": "failed", "error": "Slurm refuses the job"})
