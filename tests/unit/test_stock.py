@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrl.bench.gpu.acceptance import rate_for
 from specrl.bench.stock import (
     GpuShare,
     StockEngine,
@@ -23,7 +24,6 @@ from specrl.distributed.ranks import KERNELS
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
-from specrl.rollout.vllm.recorder import rate_for
 
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from specrl.bench.gpu.acceptance import SyntheticAcceptance
 from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine
 from specrl.config import Config
@@ -112,7 +113,7 @@ def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tup
         if length is None:
             result = engine.generate(asked)
         else:
-            with engine.synthetic_acceptance(length):
+            with SyntheticAcceptance(engine.sampler, length, K, scale.served.vocab_size):
                 result = engine.generate(asked)
             found = result.stats.acceptance_length
         if repeat:

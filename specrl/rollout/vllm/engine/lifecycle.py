@@ -76,7 +76,8 @@ class VllmEngine:
     @property
     def drafter(self) -> nn.Module | None:
         """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
-        return draft_model(self.runner)
+        model: nn.Module | None = self.runner.get_draft_model()
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -293,9 +294,3 @@ def model_runner(llm_engine: Any) -> Any:
     if not hasattr(runner, "req_states"):
         raise RuntimeError(f"{type(runner).__module__} is not vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     return runner
-
-
-def draft_model(runner: Any) -> nn.Module | None:
-    """The drafter's module inside the engine; None if no model drafts."""
-    model: nn.Module | None = runner.get_draft_model()
-    return model
