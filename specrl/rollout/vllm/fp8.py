@@ -217,15 +217,13 @@ def assert_kv_scales(model: nn.Module, scales: KvScales) -> None:
     Raises:
         NotQuantisedError: A layer has another scale; the error names the first.
     """
-    for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
-        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
-        for letter, value in zip("qkv", values, strict=True):
-            stored = torch.tensor(value, dtype=torch.float32).item()
-            found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
-            if not found <= {stored, value}:
-                raise NotQuantisedError(
-                    f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
-                )
+    for layer, attention, letter, value in _places(model, scales):
+        stored = torch.tensor(value, dtype=torch.float32).item()
+        found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
+        if not found <= {stored, value}:
+            raise NotQuantisedError(
+                f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
+            )
 
 
 @torch.inference_mode()
@@ -234,10 +232,15 @@ def set_kv_scales(model: nn.Module, scales: KvScales) -> None:
 
     The caller must drop cached prefixes, which were stored with the old scales.
     """
+    for _, attention, letter, value in _places(model, scales):
+        getattr(attention, f"_{letter}_scale").fill_(value)
+        setattr(attention, f"_{letter}_scale_float", value)
+        if letter != "q":
+            getattr(attention, f"_{letter}_scale_cpu").fill_(value)
+
+
+def _places(model: nn.Module, scales: KvScales) -> Iterator[tuple[int, Any, str, float]]:
     for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
         attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
         for letter, value in zip("qkv", values, strict=True):
-            getattr(attention, f"_{letter}_scale").fill_(value)
-            setattr(attention, f"_{letter}_scale_float", value)
-        attention._k_scale_cpu.fill_(scales.k[layer])
-        attention._v_scale_cpu.fill_(scales.v[layer])
+            yield layer, attention, letter, value
