@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
-from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.group import own_parts
+from specrl.rollout.vllm.weights.experts import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
 
 PROBE_ROWS = 4

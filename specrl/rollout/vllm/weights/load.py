@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specrl.models.families import FAMILIES
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import PolicyParityError, RefitError
-from specrl.rollout.vllm.experts.weights import pack_anew
+from specrl.rollout.vllm.weights.experts import pack_anew
 from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
