@@ -7,7 +7,6 @@ vLLM.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -220,7 +219,6 @@ def set_environment(*, batch_invariant: bool = False) -> None:
         _check_batch_invariant()
         os.environ[BATCH_INVARIANT] = "1"
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    importlib.import_module("numba.core.config").reload_config()  # Numba may have been imported before
 
 
 def _check_batch_invariant() -> None:
