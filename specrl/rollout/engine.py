@@ -18,7 +18,6 @@ from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.stop_strings import StopStrings
@@ -114,7 +113,7 @@ class Engine:
         )
         if not reads_policy:
             arguments = without_weights(arguments)
-        self._vllm = VllmEngine({**arguments, **(overrides or {})}, SOURCES)
+        self._vllm = VllmEngine({**arguments, **(overrides or {})})
         self.precision.loaded(self._vllm.policy, None)
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
