@@ -105,17 +105,6 @@ def start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else started
 
 
-def cpu_seconds(session: int) -> float:
-    """The CPU time that all living processes of a session have taken so far, in seconds; 0 if there are none."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold back an interrupt (Ctrl-C) that comes within the block, and raise it at the end of the block.

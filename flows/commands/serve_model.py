@@ -22,7 +22,7 @@ from specrl.config import Config, ConfigError
 from specrl.export.card import serve_arguments
 from specrl.processes import LOOPBACK, free_port
 from specrl.report.results import find_stages, finished, read_config
-from specrl.rollout.vllm.serving.server import ModelServer, ServerEndedError
+from specrl.serving.server import ModelServer, ServerEndedError
 
 Port = Annotated[
     int | None, typer.Option(metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; by default a free one.")
@@ -56,7 +56,7 @@ def serve_model(
     drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config)
     command = [*drafting, *address]
     print(shlex.join(command), flush=True)
-    with _log() as log, ModelServer(command[1:], chosen, log) as server:
+    with _log() as log, ModelServer(["--model", *command[2:]], chosen, log) as server:
         _serve(server, config, exported, prompts, check=check)
 
 
@@ -91,14 +91,14 @@ def _serve(server: ModelServer, config: Config, exported: ExportResult, count: i
 def _acceptance(server: ModelServer, config: Config, exported: ExportResult, count: int) -> str:
     from specrl.data.prompts import PromptSource
     from specrl.models.sources import load_tokenizer
-    from specrl.rollout.vllm.serving.check import send
 
     source = PromptSource(config, load_tokenizer(exported.policy_dir))  # whoever serves a run may not write to it
-    found = send(server, source.held_out(min(count, config.validate_.num_prompts)), config)
-    stats, temperature = found.stats, config.sampling.temperature
+    prompts = source.held_out(min(count, config.validate_.num_prompts))
+    tokens, stats = server.answer(prompts, config)
+    temperature = config.sampling.temperature
     by_position = " / ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_pos)
     return (
-        f"{len(found.responses)} held-out prompts at temperature {temperature:g}, {found.tokens} tokens: "
+        f"{len(prompts)} held-out prompts at temperature {temperature:g}, {tokens} tokens: "
         f"acceptance length {stats.acceptance_length:.2f} (k = {config.speculation.k}; by position {by_position}); "
         f"the export measured {exported.vllm_acceptance_length:.2f}"
     )

@@ -18,7 +18,6 @@ from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.stop_strings import StopStrings
@@ -35,9 +34,9 @@ from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, se
 from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import Recorder, SyntheticAcceptance
+from specrl.rollout.vllm.recorder import Recorder
 from specrl.rollout.vllm.self_test import CraftedInputs
-from specrl.rollout.vllm.weights.comparison import Expected, Held, assert_drafter_is
+from specrl.rollout.vllm.weights.comparison import Expected, assert_drafter_is
 from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
@@ -114,7 +113,7 @@ class Engine:
         )
         if not reads_policy:
             arguments = without_weights(arguments)
-        self._vllm = VllmEngine({**arguments, **(overrides or {})}, SOURCES)
+        self._vllm = VllmEngine({**arguments, **(overrides or {})})
         self.precision.loaded(self._vllm.policy, None)
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
@@ -277,10 +276,10 @@ class Engine:
         """A context manager that records what every token is picked from."""
         return Recorder(self._vllm.sampler)
 
-    def synthetic_acceptance(self, acceptance_length: float) -> SyntheticAcceptance:
-        """A context manager that makes up the acceptance of drafts of `k` tokens; for benchmarks alone."""
-        assert self.k, "drafts need a fixed length"
-        return SyntheticAcceptance(self._vllm.sampler, acceptance_length, self.k, self._vllm.vocab_size)
+    @property
+    def sampler(self) -> Any:
+        """The sampler inside the engine, an `InvariantSampler`."""
+        return self._vllm.sampler
 
     def reset_prefix_cache(self) -> None:
         """Forget all prompts, so that the next generation prefills each anew."""
@@ -341,10 +340,6 @@ class Engine:
     def expected_policy(self) -> Expected:
         """What is to note the trainer's policy on its way to `refit`, for `assert_policy_is`."""
         return Expected(self._vllm.policy, self._family)
-
-    def held_policy(self) -> Held:
-        """What the policy in this rank's part of the engine computes with, until its weights change."""
-        return Held(self._vllm.policy)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.

@@ -60,7 +60,7 @@ def verify_policy(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None
     """Compare the engine's policy with these weights."""
     expected = engine.expected_policy()
     expected.take(weights)
-    assert_policy_is(engine.held_policy(), expected)
+    assert_policy_is(expected)
 
 
 def logprobs_of(engine: Engine, sequences: list[list[int]]) -> list[list[float]]:

@@ -282,7 +282,7 @@ def compare(name: str, rows: list[Row], max_num_reqs: int, seed: int) -> str | N
     build: Callable[[Batch], Launch] = globals()[stand_in.__name__]
     right, found = (build(Batch(rows, max_num_reqs, seed)) for _ in range(2))
     original[right.grid](*right.arguments, **right.options)
-    cpu_kernels.StandIn(stand_in)[found.grid](*found.arguments, **found.options)
+    cpu_kernels.StandIn(original, stand_in)[found.grid](*found.arguments, **found.options)
     for index, (wanted, given) in enumerate(zip(right.written, found.written, strict=True)):
         if not torch.equal(wanted, given):
             return f"{name}: tensor {index} is\n{given}\nand not\n{wanted}"

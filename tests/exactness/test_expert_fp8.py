@@ -193,7 +193,7 @@ def test_native_experts_are_judged_by_their_weights_and_kernel(kernel: str, dtyp
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
     from specrl.rollout.vllm import fp8 as vllm_fp8
-    from specrl.rollout.vllm.experts.fp8 import native_flaw
+    from specrl.rollout.vllm.fp8 import native_flaw
 
     method = type("Fp8PerBlockOnlineMoEMethod", (), {"fp8_backend": Fp8MoeBackend[kernel]})()
     layer: Any = torch.nn.Module()

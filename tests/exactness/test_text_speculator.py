@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import policy_weights, toy_config, write_policy
 from tests.mtp_models import write_mtp_model
 from tests.text_drafting import Ask, Compared, follow
+from tests.waits import counting
 
 pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
@@ -90,6 +92,19 @@ def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
     return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
 
 
+def count_waits(engine: Engine, waits: Counter[str]) -> None:
+    """Count what drafts make the host wait for, from now on."""
+    drafting: Any = engine.drafting
+    speculator = drafting._engine.runner.speculator
+    propose = speculator.propose
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        with counting(waits):
+            return propose(*arguments, **options)
+
+    speculator.propose = counted
+
+
 def right(counts: Counts, first: int, last: int) -> int:
     """The tokens that drafts of these kinds had right."""
     return int(counts.right[first : last + 1].sum())
@@ -123,8 +138,12 @@ def test_text_changes_no_token_and_is_compared(
         by_prompt(REQUESTS, older, seeds=False),
         Stored(recent=[older[index - 1] for index in range(len(older))]),
     ]
+    waits: Counter[str] = Counter()
     with running(policy, drafter, config_of(method, k, draft_model=model), **overrides) as engine:
+        if method == "replay":  # beside a drafter, whose kernels NumPy stands in for, one could not tell
+            count_waits(engine, waits)
         found = [answers(engine, REQUESTS, stored) for stored in offered]
+    assert not waits, "drafting from text waits for the device"
     assert all(tokens == plain for tokens, _ in found)
     nothing, same, changed, others, recent = (counts for _, counts in found)
     assert (right(nothing, DRAFTERS, DRAFTERS) > 30) == (method != "replay")

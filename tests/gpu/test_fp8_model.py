@@ -161,7 +161,7 @@ def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp
     """One expert at a time: both products and the rounding of the inner activations between them."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
-    from specrl.rollout.vllm.experts.weights import expected_output, outputs_of_experts
+    from specrl.rollout.vllm.weights.experts import expected_output, outputs_of_experts
 
     if torch.cuda.get_device_capability() < native.FIRST_CAPABILITY:
         pytest.skip("this GPU has no FP8 in blocks")

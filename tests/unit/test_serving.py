@@ -16,9 +16,8 @@ from flows.cli import invoke
 from specrl.artifacts import ExportResult, write_result, write_text
 from specrl.config import dump_config, parse_config
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.vllm.serving.check import difference
-from specrl.rollout.vllm.serving.process import expand
-from specrl.rollout.vllm.serving.server import parse_metrics
+from specrl.serving.process import expand
+from specrl.serving.server import parse_metrics
 
 PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:generation_tokens_total{engine="0",model_name="p"} 31.0
@@ -70,7 +69,6 @@ def test_acceptance_is_read_from_the_servers_metrics() -> None:
     tokens, stats = parse_metrics(PAGE)
     assert (tokens, stats.acceptance_length, stats.acceptance_rate_per_pos) == (31, 2.1, (0.8, 0.3))
     assert parse_metrics("") == (0, SpeculationStats())
-    assert difference(stats, stats).num_drafts == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
@@ -84,7 +82,7 @@ def test_a_server_and_its_own_processes_end_with_a_command_that_is_killed() -> N
     server = "\n".join(
         [
             "import subprocess, sys, time",
-            "from specrl.rollout.vllm.serving.process import _end_with",
+            "from specrl.serving.process import _end_with",
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
             "print(child.pid, flush=True)",
             "_end_with(int(sys.argv[1]))",

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from specrl.bench.gpu.acceptance import SyntheticAcceptance
 from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_config, write_untrained_drafter
+from specrl.bench.stock import StockEngine
 from specrl.config import Config
 from specrl.models.shapes import model_shape
 from specrl.projection.budgets import rank_of
 from specrl.projection.memory import engine_items, peak_gib
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 from specrl.rollout.vllm.engine.arguments import schedule
 
 K = 3
@@ -65,8 +66,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def _stock(policy: Path, config: Config, scale: Scale, folder: Path, overrides: dict[str, Any]) -> Iterator[Row]:
-    gpu = GpuShare.beside(config, 0)
-    engine = DefaultEngine(policy, config, folder / "stock.log", gpu=gpu, overrides=DUMMY | overrides)
+    engine = StockEngine(policy, config, folder / "stock.log", overrides=DUMMY | overrides)
     for batch in scale.batches:
         asked, lengths = _requests(batch, scale), [scale.new_tokens] * batch
         engine.generate(asked, lengths, batch)  # warms up
@@ -113,7 +113,7 @@ def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tup
         if length is None:
             result = engine.generate(asked)
         else:
-            with engine.synthetic_acceptance(length):
+            with SyntheticAcceptance(engine.sampler, length, K, scale.served.vocab_size):
                 result = engine.generate(asked)
             found = result.stats.acceptance_length
         if repeat:

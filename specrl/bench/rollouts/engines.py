@@ -9,11 +9,11 @@ from pathlib import Path
 from specrl.bench.job import say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
 from specrl.bench.rollouts.rounds import StockVariant, Variant
+from specrl.bench.stock import StockEngine
 from specrl.bench.subject import Subject
 from specrl.config import Config, SpeculationConfig
 from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
-from specrl.rollout.vllm.default_engine import DefaultEngine, GpuShare
 
 PLAIN = "none"
 LOG_FILE = "stock.log"
@@ -43,12 +43,11 @@ class Engines:
             local_rank: The number of this rank's GPU among those that it sees.
 
         Raises:
-            DefaultEngineError: It did not start.
+            StockError: It did not start.
         """
-        config = self._config(PLAIN)
-        gpu = GpuShare.beside(config, local_rank)
-        engine = DefaultEngine(self.subject.policy_dir, config, folder / LOG_FILE, gpu=gpu)
-        say(f"stock vLLM: started ({engine.facts})")
+        log = folder / LOG_FILE
+        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), log, local_rank=local_rank)
+        say("stock vLLM: started")
         self.stock = StockVariant(engine, lengths)
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specrl.bench.spread import Spread, order_of, ratios
+from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
-from specrl.rollout.vllm.default_engine import DefaultEngine
 
 LEAST_REQUESTS = 8
 """The least number of requests in a round, which are generated one batch after another; fewer would say little."""
@@ -50,7 +50,7 @@ class Variant:
 class StockVariant:
     """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
 
-    engine: DefaultEngine
+    engine: StockEngine
     lengths: Mapping[int, int]
     """The length of the natural response to each request of the workloads, by the request's seed."""
     k: int = 0

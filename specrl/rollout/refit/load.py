@@ -115,7 +115,7 @@ class Refit:
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
         if expected is not None:
-            assert_policy_is(engine.held_policy(), expected)
+            assert_policy_is(expected)
 
     def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
         weights = self._policy.hf_weights()

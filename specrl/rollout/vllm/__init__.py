@@ -5,3 +5,5 @@ runs, loads weights in place, and adds FP8 layers and sleep. It names attributes
 (`replacements` lists those that it replaces), so it is written for one version; on any other
 `engine.lifecycle.require_version` refuses to start.
 """
+
+import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)

@@ -1,44 +1,49 @@
 """What the Triton kernels of vLLM's model runner compute, in NumPy, for CPUs.
 
 vLLM's second model runner keeps its books in small Triton kernels, and Triton has no compiler for CPUs. Each function
-here takes the arguments of one kernel, of which it leaves out those that only shape the launch, and writes what the
-kernel writes; `tests/exactness/test_cpu_kernels.py` compares them with Triton's interpreter. Context parallelism, which
-does not exist on CPUs, is left out.
+here gets a launch of one kernel: its grid, and the arguments under the kernel's own names, in lower case and without
+"_ptr". It writes what the kernel writes; `tests/exactness/test_cpu_kernels.py` compares them with Triton's interpreter.
+Context parallelism, which does not exist on CPUs, is left out.
 
-The first argument of each is the kernel's grid. Arrays share the memory of vLLM's tensors. BF16, which NumPy lacks, is
-seen as int16: the kernels copy it and no more.
+Arrays share the memory of vLLM's tensors. BF16, which NumPy lacks, is seen as int16: the kernels copy it and no more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import os
+import inspect
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace as Launch
 from typing import Any
 
 import numpy as np
 import torch
 
 Array = np.ndarray[Any, Any]
-Grid = tuple[int, ...]
-STOCK = "SPECRL_STOCK_VLLM"
-"""The variable that says that a process is stock vLLM's, which does without these functions."""
 
 
 class StandIn:
     """A function in the place of a Triton kernel, which vLLM calls as `kernel[grid](*arguments, **options)`."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    def __init__(self, kernel: Any, function: Callable[[Launch], None]) -> None:
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        self._names = [_short(parameter.name) for parameter in parameters]
+        self._defaults = {_short(each.name): each.default for each in parameters if each.default is not each.empty}
+        self._function = function
 
-    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: Grid, *arguments: Any, **options: Any) -> None:
-        named = {name.lower(): value for name, value in options.items()}
-        self.function(grid, *(_array(value) for value in arguments), **named)
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        named = {name: _array(value) for name, value in zip(self._names, arguments, strict=False)}
+        others = {_short(name): value for name, value in options.items()}
+        self._function(Launch(grid=grid, **{**self._defaults, **named, **others}))
+
+
+def _short(name: str) -> str:
+    return name.lower().removesuffix("_ptr")
 
 
 def install() -> None:
@@ -46,8 +51,8 @@ def install() -> None:
     for name, function in STAND_INS.items():
         module, kernel = name.rsplit(".", 1)
         owner = importlib.import_module(f"{RUNNER}.{module}")
-        assert hasattr(owner, kernel), name
-        setattr(owner, kernel, StandIn(function))
+        if not isinstance(original := getattr(owner, kernel), StandIn):
+            setattr(owner, kernel, StandIn(original, function))
 
 
 def register_backend() -> None:
@@ -98,436 +103,222 @@ def _table(address: Any, stride: int, rows: int) -> Array:
     return np.ctypeslib.as_array((ctypes.c_int32 * (rows * stride)).from_address(int(address))).reshape(rows, stride)
 
 
-def prepare_prefill_inputs(
-    grid: Grid,
-    input_ids: Array,
-    next_tokens: Array,
-    _next_tokens_stride: int,
-    num_lookahead: int,
-    idx_mapping: Array,
-    starts: Array,
-    all_tokens: Array,
-    _all_tokens_stride: int,
-    prefill_lens: Array,
-    num_computed: Array,
-    **_: Any,
-) -> None:
-    for request in range(grid[0]):
-        row = idx_mapping[request]
-        done, length = num_computed[row], prefill_lens[row]
+def _set(target: Array, values: Array, padding: int, size: int) -> None:
+    target[: len(values)], target[len(values) : size] = values, padding
+
+
+def prepare_prefill_inputs(a: Launch) -> None:
+    for request in range(a.grid[0]):
+        row = a.idx_mapping[request]
+        done, length = a.num_computed_tokens[row], a.prefill_lens[row]
         if done >= length:
             continue
-        first, last = starts[request : request + 2]
-        input_ids[first:last] = all_tokens[row, done : done + last - first]
-        following = done + last - first + np.arange(num_lookahead)
+        first, last = a.query_start_loc[request : request + 2]
+        a.input_ids[first:last] = a.all_token_ids[row, done : done + last - first]
+        following = done + last - first + np.arange(a.num_lookahead)
         inside = following < length
-        next_tokens[:num_lookahead, row] = np.where(inside, all_tokens[row, following * inside], 0)
+        a.next_prefill_tokens[: a.num_lookahead, row] = np.where(inside, a.all_token_ids[row, following * inside], 0)
 
 
-def prepare_pos_seq_lens(
-    grid: Grid,
-    positions: Array,
-    seq_lens: Array,
-    idx_mapping: Array,
-    starts: Array,
-    num_computed: Array,
-    max_num_reqs: int,
-    **_: Any,
-) -> None:
-    count = grid[0] - 1
-    seq_lens[count:max_num_reqs] = 0
+def prepare_pos_seq_lens(a: Launch) -> None:
+    count = a.grid[0] - 1
+    a.seq_lens[count : a.max_num_reqs] = 0
     for request in range(count):
-        done = num_computed[idx_mapping[request]]
-        first, last = starts[request : request + 2]
-        seq_lens[request] = done + last - first
-        positions[first:last] = np.arange(done, done + last - first)
+        done = a.num_computed_tokens[a.idx_mapping[request]]
+        first, last = a.query_start_loc[request : request + 2]
+        a.seq_lens[request] = done + last - first
+        a.pos[first:last] = np.arange(done, done + last - first)
 
 
-def combine_sampled_and_draft_tokens(
-    grid: Grid,
-    input_ids: Array,
-    idx_mapping: Array,
-    last_sampled: Array,
-    starts: Array,
-    seq_lens: Array,
-    prefill_lens: Array,
-    drafts: Array,
-    _drafts_stride: int,
-    first_logits: Array,
-    logits_indices: Array,
-    num_new_sampled_tokens: int = 1,
-    **_: Any,
-) -> None:
-    for request in range(grid[0]):
-        row, end = idx_mapping[request], starts[request + 1]
-        num_logits = first_logits[request + 1] - first_logits[request]
-        logits_indices[first_logits[request] : first_logits[request + 1]] = np.arange(end - num_logits, end)
-        if seq_lens[request] <= prefill_lens[row]:
+def combine_sampled_and_draft_tokens(a: Launch) -> None:
+    for request in range(a.grid[0]):
+        row, end, length = a.idx_mapping[request], a.query_start_loc[request + 1], a.seq_lens[request]
+        first, last = a.cu_num_logits[request : request + 2]
+        count, prefill = last - first, a.prefill_len[row]
+        a.logits_indices[first:last] = np.arange(end - count, end)
+        if length <= prefill:
             continue
-        if num_new_sampled_tokens > 0 and seq_lens[request] - num_logits >= prefill_lens[row]:
-            input_ids[end - num_logits] = last_sampled[row, 0]
-        drafted = num_logits - num_new_sampled_tokens
+        if a.num_new_sampled_tokens > 0 and length - count >= prefill:
+            a.input_ids[end - count] = a.last_sampled_tokens[row, 0]
+        drafted = count - a.num_new_sampled_tokens
         if drafted > 0:
-            input_ids[end - drafted : end] = drafts[row, :drafted]
+            a.input_ids[end - drafted : end] = a.draft_tokens[row, :drafted]
 
 
-def get_num_sampled_and_rejected(
-    grid: Grid,
-    num_sampled: Array,
-    num_rejected: Array,
-    seq_lens: Array,
-    first_logits: Array,
-    idx_mapping: Array,
-    prefill_lens: Array,
-    **_: Any,
-) -> None:
-    count = grid[0]
-    reads_prompt = seq_lens[:count] < prefill_lens[idx_mapping[:count]]
-    num_sampled[:count] = np.where(reads_prompt, 0, num_sampled[:count])
-    num_rejected[:count] = np.where(reads_prompt, 0, np.diff(first_logits[: count + 1]) - num_sampled[:count])
+def get_num_sampled_and_rejected(a: Launch) -> None:
+    count = a.grid[0]
+    reads_prompt = a.seq_lens[:count] < a.prefill_len[a.idx_mapping[:count]]
+    a.num_sampled[:count][reads_prompt] = 0
+    rejected = np.diff(a.cu_num_logits[: count + 1]) - a.num_sampled[:count]
+    a.num_rejected[:count] = np.where(reads_prompt, 0, rejected)
 
 
-def post_update(
-    grid: Grid,
-    idx_mapping: Array,
-    num_computed: Array,
-    last_sampled: Array,
-    bin_counts: Array | None,
-    _bin_counts_stride: int,
-    sampled: Array,
-    _sampled_stride: int,
-    num_sampled: Array,
-    num_rejected: Array,
-    starts: Array | None,
-    all_tokens: Array,
-    _all_tokens_stride: int,
-    total_lens: Array,
-    **_: Any,
-) -> None:
-    for request in range(grid[0]):
-        row, count = idx_mapping[request], num_sampled[request]
+def post_update(a: Launch) -> None:
+    for request in range(a.grid[0]):
+        row, count = a.idx_mapping[request], a.num_sampled[request]
         if row < 0:
             continue
         if count > 0:
-            new = sampled[request, :count]
-            last_sampled[row] = new[-1]
-            all_tokens[row, total_lens[row] : total_lens[row] + count] = new
-            total_lens[row] += count
-            if bin_counts is not None:
-                np.add.at(bin_counts[row], new, 1)
-        read = 0 if starts is None else starts[request + 1] - starts[request]
-        num_computed[row] += read - num_rejected[request]
+            new, length = a.sampled_tokens[request, :count], a.total_len[row]
+            a.last_sampled_tokens[row] = new[-1]
+            a.all_token_ids[row, length : length + count] = new
+            a.total_len[row] += count
+            if a.output_bin_counts is not None:
+                np.add.at(a.output_bin_counts[row], new, 1)
+        if a.query_start_loc is not None:
+            a.num_computed_tokens[row] += a.query_start_loc[request + 1] - a.query_start_loc[request]
+        a.num_computed_tokens[row] -= a.num_rejected[request]
 
 
-def expand_idx_mapping(
-    grid: Grid, idx_mapping: Array, expanded: Array, local_positions: Array, first_logits: Array, **_: Any
-) -> None:
-    counts = np.diff(first_logits[: grid[0] + 1])
-    expanded[: counts.sum()] = np.repeat(idx_mapping[: grid[0]], counts)
-    for request, count in enumerate(counts):
-        local_positions[first_logits[request] : first_logits[request + 1]] = np.arange(count)
+def expand_idx_mapping(a: Launch) -> None:
+    counts = np.diff(a.cu_num_logits[: a.grid[0] + 1])
+    a.expanded_idx_mapping[: counts.sum()] = np.repeat(a.idx_mapping[: a.grid[0]], counts)
+    for first, count in zip(a.cu_num_logits, counts, strict=False):
+        a.expanded_local_pos[first : first + count] = np.arange(count)
 
 
-def gather_block_tables(
-    grid: Grid,
-    idx_mapping: Array,
-    sources: Array,
-    targets: Array,
-    strides: Array,
-    num_blocks: Array,
-    _num_blocks_stride: int,
-    num_reqs: int,
-    **_: Any,
-) -> None:
-    for group in range(grid[0]):
-        stride, rows = int(strides[group]), 1 + int(idx_mapping[:num_reqs].max(initial=0))
-        source, target = _table(sources[group], stride, rows), _table(targets[group], stride, grid[1])
-        target[num_reqs:] = 0
-        for request in range(num_reqs):
-            count = num_blocks[group, idx_mapping[request]]
-            target[request, :count] = source[idx_mapping[request], :count]
+def gather_block_tables(a: Launch) -> None:
+    rows = a.batch_idx_to_req_idx[: a.num_reqs]
+    for group, num_blocks in enumerate(a.num_blocks):
+        stride = int(a.block_table_strides[group])
+        source = _table(a.src_block_table_ptrs[group], stride, 1 + int(rows.max(initial=0)))
+        target = _table(a.dst_block_table_ptrs[group], stride, a.grid[1])
+        target[a.num_reqs :] = 0
+        for request, row in enumerate(rows):
+            target[request, : num_blocks[row]] = source[row, : num_blocks[row]]
 
 
-def compute_slot_mappings(
-    grid: Grid,
-    max_num_tokens: int,
-    idx_mapping: Array,
-    starts: Array,
-    positions: Array,
-    tables: Array,
-    strides: Array,
-    block_sizes: Array,
-    enabled: Array,
-    _sharded: Array,
-    slots: Array,
-    _slots_stride: int,
-    _rank: int,
-    cp_size: int = 1,
-    pad_id: int = -1,
-    **_: Any,
-) -> None:
-    assert cp_size == 1, "context parallelism does not exist on CPUs"
-    count = grid[1] - 1
-    for group in range(grid[0]):
-        slots[group, starts[count] : max_num_tokens] = pad_id
-        size = int(block_sizes[group])
-        table = _table(tables[group], int(strides[group]), 1 + int(idx_mapping[:count].max(initial=0)))
-        for request in range(count):
-            row, part = idx_mapping[request], slice(starts[request], starts[request + 1])
-            if row < 0 or not enabled[group]:
-                slots[group, part] = pad_id
+def compute_slot_mappings(a: Launch) -> None:
+    assert a.cp_size == 1, "context parallelism does not exist on CPUs"
+    rows = a.idx_mapping[: a.grid[1] - 1]
+    for group, slots in enumerate(a.slot_mappings):
+        slots[a.query_start_loc[len(rows)] : a.max_num_tokens] = a.pad_id
+        size, stride = int(a.block_sizes[group]), int(a.block_table_strides[group])
+        table = _table(a.block_table_ptrs[group], stride, 1 + int(rows.max(initial=0)))
+        for request, row in enumerate(rows):
+            part = slice(*a.query_start_loc[request : request + 2])
+            if row < 0 or not a.slot_mapping_enabled[group]:
+                slots[part] = a.pad_id
                 continue
-            block, offset = np.divmod(positions[part], size)
-            slots[group, part] = table[row, block].astype(np.int64) * size + offset
+            block, offset = np.divmod(a.pos[part], size)
+            slots[part] = table[row, block].astype(np.int64) * size + offset
 
 
-def apply_write(
-    grid: Grid,
-    output: Array,
-    strides: Any,
-    rows: Array,
-    starts: Array,
-    contents: Array,
-    ends: Array,
-    groups: Array | None,
-    multi_group: bool = False,
-    **_: Any,
-) -> None:
+def apply_write(a: Launch) -> None:
     first = 0
-    for write in range(grid[0]):
-        new = contents[first : ends[write]]
-        first, row, start = ends[write], int(rows[write]), int(starts[write])
-        if multi_group:
-            assert groups is not None
-            table = _table(output[groups[write]], int(strides[groups[write]]), row + 1)
-            table[row, start : start + len(new)] = new
-        else:
-            output.reshape(-1)[row * strides + start : row * strides + start + len(new)] = new
+    for write in range(a.grid[0]):
+        end, row, start = int(a.write_cu_lens[write]), int(a.write_indices[write]), int(a.write_starts[write])
+        output, stride = a.output, a.output_stride
+        if a.multi_group:
+            stride = int(a.output_stride[a.write_group_ids[write]])
+            output = _table(a.output[a.write_group_ids[write]], stride, row + 1)
+        output.reshape(-1)[row * stride + start :][: end - first] = a.write_contents[first:end]
+        first = end
 
 
-def gather_draft_sampled(
-    grid: Grid,
-    drafts: Array,
-    draft_positions: Array,
-    input_ids: Array,
-    positions: Array,
-    logits_indices: Array,
-    idx_mapping: Array,
-    local_positions: Array,
-    prefill_lens: Array,
-    num_logits: int,
-    **_: Any,
-) -> None:
-    del grid
-    tokens, local = logits_indices[:num_logits], local_positions[:num_logits]
-    is_placeholder = (local > 0) & (positions[tokens] - local < prefill_lens[idx_mapping[:num_logits]])
-    drafts[:num_logits] = np.where(is_placeholder, -1, input_ids[tokens])
-    draft_positions[:num_logits] = positions[tokens]
+def gather_draft_sampled(a: Launch) -> None:
+    tokens, local = a.logits_indices[: a.num_logits], a.expanded_local_pos[: a.num_logits]
+    prefill = a.prefill_len[a.expanded_idx_mapping[: a.num_logits]]
+    is_placeholder = (local > 0) & (a.positions[tokens] - local < prefill)
+    a.draft_sampled[: a.num_logits] = np.where(is_placeholder, -1, a.input_ids[tokens])
+    a.pos[: a.num_logits] = a.positions[tokens]
 
 
-def prompt_token_ids(
-    grid: Grid,
-    tokens: Array,
-    starts: Array,
-    idx_mapping: Array,
-    num_computed: Array,
-    all_tokens: Array,
-    _all_tokens_stride: int,
-    **_: Any,
-) -> None:
-    for request in range(grid[0]):
-        row, part = idx_mapping[request], slice(starts[request], starts[request + 1])
+def prompt_token_ids(a: Launch) -> None:
+    for request in range(a.grid[0]):
+        row = a.idx_mapping[request]
+        first, last = a.query_start_loc[request : request + 2]
         # The token after the last position may lie beyond the table; its log-prob is never used.
-        found = all_tokens[row, num_computed[row] + 1 :][: part.stop - part.start]
-        tokens[part.start : part.start + len(found)] = found
+        found = a.all_token_ids[row, a.num_computed_tokens[row] + 1 :][: last - first]
+        a.prompt_logprobs_token_ids[first : first + len(found)] = found
 
 
-def drafter_prefill_inputs(
-    grid: Grid,
-    last_indices: Array,
-    step: Array,
-    input_ids: Array,
-    positions: Array,
-    starts: Array,
-    seq_lens: Array,
-    target_ids: Array,
-    target_positions: Array,
-    idx_mapping: Array,
-    last_sampled: Array,
-    next_tokens: Array,
-    num_sampled: Array,
-    num_rejected: Array,
-    target_starts: Array,
-    target_seq_lens: Array,
-    max_num_reqs: int,
-    **_: Any,
-) -> None:
-    count = grid[0]
+def drafter_prefill_inputs(a: Launch) -> None:
+    count = a.grid[0]
     if not count:
         return
     for request in range(count):
-        row, first = idx_mapping[request], target_starts[request]
-        last = target_starts[request + 1] - num_rejected[request] - 1
-        input_ids[first:last] = target_ids[first + 1 : last + 1]
-        input_ids[last] = last_sampled[row, 0] if num_sampled[request] > 0 else next_tokens.reshape(-1)[row]
-        positions[first : last + 1] = target_positions[first : last + 1]
-        last_indices[request] = last
-    starts[:count], starts[count : max_num_reqs + 1] = target_starts[:count], target_starts[count]
-    seq_lens[:count], seq_lens[count:max_num_reqs] = target_seq_lens[:count], 0
-    last_indices[count:max_num_reqs] = 0
-    step[...] = 0
+        row, first = a.idx_mapping[request], a.query_start_loc[request]
+        last = a.query_start_loc[request + 1] - a.num_rejected[request] - 1
+        a.draft_input_ids[first:last] = a.target_input_ids[first + 1 : last + 1]
+        is_sampled = a.num_sampled[request] > 0
+        a.draft_input_ids[last] = a.last_sampled[row, 0] if is_sampled else a.next_prefill_tokens.reshape(-1)[row]
+        a.draft_positions[first : last + 1] = a.target_positions[first : last + 1]
+        a.last_token_indices[request] = last
+    _set(a.draft_query_start_loc, a.query_start_loc[:count], a.query_start_loc[count], a.max_num_reqs + 1)
+    _set(a.draft_seq_lens, a.seq_lens[:count], 0, a.max_num_reqs)
+    a.last_token_indices[count : a.max_num_reqs] = 0
+    a.draft_current_step[...] = 0
 
 
-def drafter_decode_inputs(
-    grid: Grid,
-    drafts: Array,
-    _drafts_stride: int,
-    target_seq_lens: Array,
-    num_rejected: Array,
-    input_ids: Array,
-    positions: Array,
-    sampled_from: Array,
-    starts: Array,
-    seq_lens: Array,
-    max_model_len: int,
-    max_num_reqs: int,
-    advance_draft_positions: bool = True,
-    **_: Any,
-) -> None:
-    count = grid[0] - 1
-    input_ids[:count] = drafts[:count]
-    sampled_from[:count] += 1
-    lengths = target_seq_lens[:count] - num_rejected[:count]
-    if advance_draft_positions:
-        positions[:count] = np.minimum(positions[:count] + 1, max_model_len - 1)
-        lengths = np.minimum(lengths + 1, max_model_len)
-    seq_lens[:count], seq_lens[count:max_num_reqs] = lengths, 0
-    starts[: max_num_reqs + 1] = np.minimum(np.arange(max_num_reqs + 1), count)
+def drafter_decode_inputs(a: Launch) -> None:
+    count = a.grid[0] - 1
+    a.input_ids[:count] = a.draft_tokens[:count]
+    a.sample_src_positions[:count] += 1
+    lengths = a.target_seq_lens[:count] - a.num_rejected[:count]
+    if a.advance_draft_positions:
+        a.positions[:count] = np.minimum(a.positions[:count] + 1, a.max_model_len - 1)
+        lengths = np.minimum(lengths + 1, a.max_model_len)
+    _set(a.seq_lens, lengths, 0, a.max_num_reqs)
+    _set(a.query_start_loc, np.arange(count), count, a.max_num_reqs + 1)
 
 
-def update_draft_inputs(
-    grid: Grid,
-    output: Array,
-    _output_stride: int,
-    next_hidden: Array,
-    _next_hidden_stride: int,
-    input_ids: Array,
-    positions: Array,
-    sampled_from: Array,
-    seq_lens: Array,
-    drafts: Array,
-    step: Array,
-    hidden: Array,
-    _hidden_stride: int,
-    _hidden_size: int,
-    max_model_len: int,
-    num_steps: int,
-    advance_draft_positions: bool = True,
-    **_: Any,
-) -> None:
-    count = grid[0]
-    output[:count, int(step)] = drafts[:count]
-    if step >= num_steps - 1:
+def update_draft_inputs(a: Launch) -> None:
+    count, step = a.grid[0], int(a.current_draft_step)
+    a.output_draft_tokens[:count, step] = a.draft_tokens[:count]
+    if step >= a.num_speculative_steps - 1:
         return
-    sampled_from[:count] += 1
-    input_ids[:count], next_hidden[:count] = drafts[:count], hidden[:count]
-    if advance_draft_positions:
-        positions[:count] = np.minimum(positions[:count] + 1, max_model_len - 1)
-        seq_lens[:count] = np.minimum(seq_lens[:count] + 1, max_model_len)
+    a.sample_src_positions[:count] += 1
+    a.input_ids[:count], a.next_input_hidden_states[:count] = a.draft_tokens[:count], a.hidden_states[:count]
+    if a.advance_draft_positions:
+        a.positions[:count] = np.minimum(a.positions[:count] + 1, a.max_model_len - 1)
+        a.seq_lens[:count] = np.minimum(a.seq_lens[:count] + 1, a.max_model_len)
 
 
-def draft_model_prefill_inputs(
-    grid: Grid,
-    target_ids: Array,
-    target_positions: Array,
-    last_sampled: Array,
-    idx_mapping: Array,
-    input_ids: Array,
-    positions: Array,
-    last_indices: Array,
-    starts: Array,
-    seq_lens: Array,
-    target_starts: Array,
-    target_seq_lens: Array,
-    num_rejected: Array,
-    max_num_reqs: int,
-    max_model_len: int,
-    **_: Any,
-) -> None:
-    count = grid[0]
+def draft_model_prefill_inputs(a: Launch) -> None:
+    count = a.grid[0]
     if not count:
         return
     for request in range(count):
-        first, last = target_starts[request : request + 2]
-        valid, begin = last - first - num_rejected[request], first + request
+        first, last = a.query_start_loc[request : request + 2]
+        valid, begin = last - first - a.num_rejected[request], first + request
         new = np.zeros(last - first + 1, np.int32)
-        new[:valid] = target_ids[first : first + valid]
-        new[valid] = last_sampled.reshape(-1)[idx_mapping[request]]
-        input_ids[begin : begin + len(new)] = new
-        along = target_positions[first] + np.arange(len(new))
-        positions[begin : begin + len(new)] = np.minimum(along, max_model_len - 1)
-        last_indices[request] = begin + valid
-    starts[:count] = target_starts[:count] + np.arange(count)
-    starts[count : max_num_reqs + 1] = target_starts[count] + count
-    seq_lens[:count], seq_lens[count:max_num_reqs] = np.minimum(target_seq_lens[:count] + 1, max_model_len), 0
-    last_indices[count:max_num_reqs] = 0
+        new[:valid] = a.target_input_ids[first : first + valid]
+        new[valid] = a.last_sampled.reshape(-1)[a.idx_mapping[request]]
+        a.out_input_ids[begin : begin + len(new)] = new
+        along = a.target_positions[first] + np.arange(len(new))
+        a.out_positions[begin : begin + len(new)] = np.minimum(along, a.max_model_len - 1)
+        a.last_token_indices[request] = begin + valid
+    starts = a.query_start_loc[: count + 1] + np.arange(count + 1)
+    _set(a.out_query_start_loc, starts[:count], starts[count], a.max_num_reqs + 1)
+    _set(a.out_seq_lens, np.minimum(a.seq_lens[:count] + 1, a.max_model_len), 0, a.max_num_reqs)
+    a.last_token_indices[count : a.max_num_reqs] = 0
 
 
-def ngram_scan(
-    grid: Grid,
-    all_tokens: Array,
-    _all_tokens_stride: int,
-    idx_mapping: Array,
-    total_lens: Array,
-    num_sampled: Array,
-    scratch: Array,
-    _scratch_stride: int,
-    longest: int,
-    least: int,
-    most: int,
-    _most_padded: int,
-    block: int,
-    **_: Any,
-) -> None:
-    for request in range(grid[0]):
-        length, scores = total_lens[idx_mapping[request]], scratch[request, : grid[1]]
+def ngram_scan(a: Launch) -> None:
+    for request, row in enumerate(a.idx_mapping[: a.grid[0]]):
+        length, scores = a.total_len[row], a.scratch[request, : a.grid[1]]
         scores[:] = 0
-        sequence = all_tokens[idx_mapping[request], :length]
-        for size in range(least, min(most, length - 1) + 1) if num_sampled[request] > 0 else ():
+        sequence = a.token_ids[row, :length]
+        for size in range(a.min_n, min(a.max_n, length - 1) + 1) if a.num_sampled[request] > 0 else ():
             places = np.arange(length - size)
             for token in range(size):
                 places = places[sequence[places + token] == sequence[length - size + token]]
-            np.maximum.at(scores, places // block, size * (longest + 1) + places + 1)
+            np.maximum.at(scores, places // a.block_l, size * (a.l + 1) + places + 1)
 
 
-def ngram_finalize(
-    grid: Grid,
-    all_tokens: Array,
-    _all_tokens_stride: int,
-    idx_mapping: Array,
-    total_lens: Array,
-    num_sampled: Array,
-    last_sampled: Array,
-    scratch: Array,
-    _scratch_stride: int,
-    drafts: Array,
-    longest: int,
-    num_blocks: int,
-    k: int,
-    *_: Any,
-    **__: Any,
-) -> None:
-    for request in range(grid[0]):
-        row, score = idx_mapping[request], int(scratch[request, :num_blocks].max())
-        drafts[request] = last_sampled[row]
-        if score > 0 and num_sampled[request] > 0:
-            size, place = divmod(score - 1, longest + 1)
-            found = all_tokens[row, place + size : min(place + size + k, total_lens[row])]
-            drafts[request, : len(found)] = found
+def ngram_finalize(a: Launch) -> None:
+    for request, row in enumerate(a.idx_mapping[: a.grid[0]]):
+        score = int(a.scratch[request, : a.n_blocks].max())
+        a.drafts[request] = a.last_sampled[row]
+        if score > 0 and a.num_sampled[request] > 0:
+            size, place = divmod(score - 1, a.l + 1)
+            found = a.token_ids[row, place + size : min(place + size + a.k, a.total_len[row])]
+            a.drafts[request, : len(found)] = found
 
 
 RUNNER = "vllm.v1.worker.gpu"
-STAND_INS: dict[str, Callable[..., None]] = {
+STAND_INS: dict[str, Callable[[Launch], None]] = {
     "input_batch._prepare_prefill_inputs_kernel": prepare_prefill_inputs,
     "input_batch._prepare_pos_seq_lens_kernel": prepare_pos_seq_lens,
     "input_batch._combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
@@ -548,5 +339,5 @@ STAND_INS: dict[str, Callable[..., None]] = {
 }
 """The functions by the kernels' names, below `RUNNER`."""
 
-if torch.version.cuda is None and STOCK not in os.environ:
+if torch.version.cuda is None:
     register_backend()

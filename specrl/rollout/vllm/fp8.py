@@ -1,8 +1,10 @@
 """FP8 inside vLLM: emulated on CPUs through its registry of quantisation methods, native on GPUs.
 
 The emulation rounds weights once per (re)load and activations before every product, with the functions of the trainer's
-emulation; the product of a linear layer is vLLM's own, of weights and activations in the compute type. Only the
-policy's layers named by the recipe are touched: head, embeddings, norms, routers and any drafter stay as they are.
+emulation; the product of a linear layer is vLLM's own, of weights and activations in the compute type. vLLM's kernels
+for experts on a CPU compute both products in one call, without a place in between at which activations could be
+rounded, so the emulation computes expert after expert. Only the policy's layers named by the recipe are touched: head,
+embeddings, norms, routers and any drafter stay as they are.
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
-
-# isort: split
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     LinearBase,
     UnquantizedLinearMethod,
@@ -24,14 +25,18 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_rows
+from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows
 from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name
-from specrl.rollout.vllm.experts import fp8 as experts
 
 EMULATION = "specrl_fp8"
-NATIVE_METHOD = "Fp8PerBlockOnlineLinearMethod"
+NATIVE_METHOD, NATIVE_EXPERTS = "Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod"
 NATIVE = "fp8_per_block"
 """vLLM's online quantisation, with FP32 scales: weights in blocks of 128x128 at each load, activations of 1x128."""
+WEIGHT_ONLY = ("MARLIN", "HUMMING", "CPU", "EMULATION")
+"""The kernels for experts, as vLLM names them, that keep activations in BF16 or may do so."""
+ROWS_TOGETHER = 16
+"""Inputs of an expert are filled up to a multiple of this many rows: with only a few, the product of a row would take
+another kernel, whose last bits differ, and would depend on how many other tokens chose the same expert."""
 
 
 def linear_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts) and prefix in self.layers:
-            return experts.EmulatedFp8Experts(layer.moe_config, self.power_of_two)
+            return EmulatedFp8Experts(layer.moe_config, self.power_of_two)
         return None  # head, embeddings and attention stay as vLLM has them
 
 
@@ -133,7 +138,69 @@ class EmulatedFp8Linear(UnquantizedLinearMethod):  # type: ignore[misc]
         return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
 
 
-EMULATED = (EmulatedFp8Linear, experts.EmulatedFp8Experts)
+class EmulatedFp8Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """The experts of one layer of the policy in emulated FP8."""
+
+    def __init__(self, moe: Any, power_of_two: bool) -> None:
+        super().__init__(moe)
+        self.power_of_two = power_of_two
+        self.num_weight_quantisations = 0
+        self.num_activation_quantisations = 0
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the kernel chooses the experts by itself; here the model's router does."""
+        return False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Round the weights of this rank, at the start and at every refit; no kernel packs them."""
+        width = layer.w2_weight.shape[2]
+        for w13, w2 in zip(layer.w13_weight.data, layer.w2_weight.data, strict=True):
+            w13.copy_(fake_quantise_rows(w13, (width, width), power_of_two=self.power_of_two))
+            w2.copy_(self.quantise_matrix(w2))
+        self.num_weight_quantisations += 1
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """Sum each token's experts: [tokens, hidden] -> the same; with tensor parallelism, this rank's part of it."""
+        assert shared_experts is None and layer.expert_map is None
+        self.num_activation_quantisations += 1
+        inputs = self.quantise_inputs(x)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in sorted(set(topk_ids.flatten().tolist())):
+            tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+            gates = topk_weights[tokens, places, None]
+            total[tokens] += self._expert(layer, expert, inputs[tokens], gates)[: len(tokens)].float()
+        return total.to(x.dtype)
+
+    def _expert(self, layer: Any, expert: int, inputs: Tensor, gates: Tensor) -> Tensor:
+        """One expert's weighted outputs [rows, hidden] for rounded inputs and their weights; rows are added.
+
+        As in the trainer, inner activations are weighted before they are rounded.
+        """
+        more = -len(inputs) % ROWS_TOGETHER
+        fused = F.linear(F.pad(inputs, (0, 0, 0, more)), layer.w13_weight[expert])
+        gate, up = fused.chunk(2, -1)
+        inner = (F.silu(gate) * up * F.pad(gates, (0, 0, 0, more))).to(inputs.dtype)
+        return F.linear(self.quantise_inputs(inner), layer.w2_weight[expert])
+
+    def quantise_matrix(self, matrix: Tensor) -> Tensor:
+        """Round one matrix of an expert, or this rank's part of it: [out, in]."""
+        return fake_quantise(matrix, SQUARE, power_of_two=self.power_of_two)
+
+    def quantise_inputs(self, x: Tensor) -> Tensor:
+        """Round inputs [tokens, in], each row by itself."""
+        return fake_quantise(x, ALONG_ROWS, power_of_two=self.power_of_two)
+
+
+EMULATED = (EmulatedFp8Linear, EmulatedFp8Experts)
 
 
 def mode_of(model: nn.Module) -> Mode:
@@ -141,7 +208,7 @@ def mode_of(model: nn.Module) -> Mode:
     layers = dict(_layers(model)).values()
     if any(isinstance(layer.quant_method, EMULATED) for layer in layers):
         return "emulated"
-    return "native" if any(_is_native(layer) and _flaw(layer) is None for layer in layers) else "off"
+    return "native" if any(_is_native(layer) and native_flaw(layer) is None for layer in layers) else "off"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -155,16 +222,20 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_native(layer: Any) -> bool:
-    return type(layer.quant_method).__name__ in (NATIVE_METHOD, experts.NATIVE_METHOD)
+    return type(layer.quant_method).__name__ in (NATIVE_METHOD, NATIVE_EXPERTS)
 
 
-def _flaw(layer: Any) -> str | None:
+def native_flaw(layer: Any) -> str | None:
     """Why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
 
     Kernels for older devices keep only the weights in FP8.
     """
-    if type(layer.quant_method).__name__ == experts.NATIVE_METHOD:
-        return experts.native_flaw(layer)
+    if type(layer.quant_method).__name__ == NATIVE_EXPERTS:
+        backend = layer.quant_method.fp8_backend.name
+        if backend in WEIGHT_ONLY:
+            return f"computes with {backend}: its activations are not in FP8"
+        wrong = [weight.dtype for weight in (layer.w13_weight, layer.w2_weight) if weight.dtype != torch.float8_e4m3fn]
+        return f"holds weights of {wrong[0]}, not in FP8" if wrong else None
     weight: Any = layer.weight
     kernel = type(getattr(layer.quant_method, "fp8_linear", None)).__name__
     if "Marlin" in kernel:
@@ -196,7 +267,7 @@ def assert_quantised(model: nn.Module, recipe: Recipe, num_loads: int, *, counts
         if is_fp8 != (name in expected):
             precision = "FP8" if is_fp8 else "BF16"
             raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
-        if _is_native(layer) and (flaw := _flaw(layer)):
+        if _is_native(layer) and (flaw := native_flaw(layer)):
             raise NotQuantisedError(f"{name} of the engine {flaw}")
         if not isinstance(method, EMULATED):
             continue
@@ -217,15 +288,13 @@ def assert_kv_scales(model: nn.Module, scales: KvScales) -> None:
     Raises:
         NotQuantisedError: A layer has another scale; the error names the first.
     """
-    for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
-        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
-        for letter, value in zip("qkv", values, strict=True):
-            stored = torch.tensor(value, dtype=torch.float32).item()
-            found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
-            if not found <= {stored, value}:
-                raise NotQuantisedError(
-                    f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
-                )
+    for layer, attention, letter, value in _places(model, scales):
+        stored = torch.tensor(value, dtype=torch.float32).item()
+        found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
+        if not found <= {stored, value}:
+            raise NotQuantisedError(
+                f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
+            )
 
 
 @torch.inference_mode()
@@ -234,10 +303,15 @@ def set_kv_scales(model: nn.Module, scales: KvScales) -> None:
 
     The caller must drop cached prefixes, which were stored with the old scales.
     """
+    for _, attention, letter, value in _places(model, scales):
+        getattr(attention, f"_{letter}_scale").fill_(value)
+        setattr(attention, f"_{letter}_scale_float", value)
+        if letter != "q":
+            getattr(attention, f"_{letter}_scale_cpu").fill_(value)
+
+
+def _places(model: nn.Module, scales: KvScales) -> Iterator[tuple[int, Any, str, float]]:
     for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
         attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
         for letter, value in zip("qkv", values, strict=True):
-            getattr(attention, f"_{letter}_scale").fill_(value)
-            setattr(attention, f"_{letter}_scale_float", value)
-        attention._k_scale_cpu.fill_(scales.k[layer])
-        attention._v_scale_cpu.fill_(scales.v[layer])
+            yield layer, attention, letter, value

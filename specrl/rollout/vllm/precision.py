@@ -20,11 +20,12 @@ class EnginePrecision:
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
-        self.has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
-        self.has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
-        if self.has_fp8_linears:
+        self._linears = recipe if recipe is not None and config.generation == "fp8" and recipe.fp8_layers else None
+        """The recipe if it says that linear layers are FP8."""
+        self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
+        if self._linears is not None:
             _check_linears(config)
-        if self.has_fp8_kv_cache:
+        if self._has_fp8_kv_cache:
             _check_kv_cache()
         self.num_loads = 0
         """How often the engine was given weights, the start included."""
@@ -34,27 +35,19 @@ class EnginePrecision:
 
         The layer of a drafter keeps its KV cache in the compute type.
         """
-        found: dict[str, Any] = {}
-        if self.recipe is not None and self.has_fp8_linears:
-            from specrl.rollout.vllm import fp8
-
-            found |= fp8.linear_arguments(self.recipe)
-        if self.recipe is not None and self.has_fp8_kv_cache:
+        found: dict[str, Any] = {} if self._linears is None else _fp8().linear_arguments(self._linears)
+        if self.recipe is not None and self._has_fp8_kv_cache:
             found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
         return found
 
     def hf_updates(self) -> dict[str, Any]:
         """The entries that the model's configuration needs for this precision."""
-        if self.recipe is None or not self.has_fp8_linears:
-            return {}
-        from specrl.rollout.vllm import fp8
-
-        return fp8.hf_updates(self.recipe)
+        return {} if self._linears is None else dict(_fp8().hf_updates(self._linears))
 
     @property
     def kv_scales(self) -> KvScales | None:
         """The scales of the FP8 KV cache that are in use; None with a BF16 cache."""
-        return self.recipe.kv_scales if self.recipe is not None and self.has_fp8_kv_cache else None
+        return self.recipe.kv_scales if self.recipe is not None and self._has_fp8_kv_cache else None
 
     def restore(self, kv_scales: KvScales | None) -> None:
         """Take the KV scales of a resumed run, which the next weights put in place; None keeps the calibration's."""
@@ -63,11 +56,8 @@ class EnginePrecision:
 
     def mode(self, model: nn.Module) -> Mode:
         """How the policy's module computes FP8; "off" if no layer does."""
-        if not self.has_fp8_linears:
-            return "off"
-        from specrl.rollout.vllm import fp8
-
-        return fp8.mode_of(model)
+        mode: Mode = "off" if self._linears is None else _fp8().mode_of(model)
+        return mode
 
     def loaded(self, model: nn.Module, kv_scales: KvScales | None) -> None:
         """Put the KV scales in place after weights were loaded, because loading resets them to vLLM's own.
@@ -80,14 +70,12 @@ class EnginePrecision:
             ValueError: The KV cache is FP8 and there are no scales.
         """
         self.num_loads += 1
-        if self.recipe is None or not self.has_fp8_kv_cache:
+        if not self._has_fp8_kv_cache:
             return
-        from specrl.rollout.vllm import fp8
-
-        self.recipe = self.recipe.with_kv_scales(kv_scales)
-        if self.recipe.kv_scales is None:
+        self.restore(kv_scales)
+        if self.kv_scales is None:
             raise ValueError('precision.kv_cache = "fp8" needs scales of queries, keys and values: calibrate first')
-        fp8.set_kv_scales(model, self.recipe.kv_scales)
+        _fp8().set_kv_scales(model, self.kv_scales)
 
     def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
         """Check, after a generation, that the engine has quantised activations and all weights that it was given.
@@ -96,14 +84,16 @@ class EnginePrecision:
             NotQuantisedError: A layer computes in another precision than the recipe says, or stores keys and values
                 with other scales; it names the first.
         """
-        if self.recipe is not None and self.has_fp8_linears:
-            from specrl.rollout.vllm import fp8
-
-            fp8.assert_quantised(model, self.recipe, self.num_loads, counts_activations=not compiled)
+        if self._linears is not None:
+            _fp8().assert_quantised(model, self._linears, self.num_loads, counts_activations=not compiled)
         if self.kv_scales is not None:
-            from specrl.rollout.vllm import fp8
+            _fp8().assert_kv_scales(model, self.kv_scales)
 
-            fp8.assert_kv_scales(model, self.kv_scales)
+
+def _fp8() -> Any:
+    from specrl.rollout.vllm import fp8  # imports vLLM
+
+    return fp8
 
 
 def _check_linears(config: PrecisionConfig) -> None:

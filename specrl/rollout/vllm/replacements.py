@@ -77,21 +77,6 @@ REPLACEMENTS = (
         "tests/integration/test_engine.py::test_the_first_engine_on_a_model_starts_no_process_to_look_at_it",
     ),
     Replacement(
-        "vllm.triton_utils.dispatcher.sys",
-        f"{PATCHES}.own_modules",
-        "vLLM looks for kernels in every module by `vars(value).get`, which fails at llvmlite's library handle",
-        "tests/unit/test_vllm_patches.py::test_vllms_modules_are_listed_while_another_thread_imports",
-        on_cpus=True,
-    ),
-    Replacement(
-        "vllm.platforms.cpu.CpuPlatform.register_triton_kernel_overrides",
-        f"{PATCHES}.once",
-        "it fails when a second engine starts in the process",
-        SAME_TOKENS,
-        wraps=True,
-        on_cpus=True,
-    ),
-    Replacement(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         f"{PATCHES}.keeping_asynchronous",
         "vLLM schedules synchronously on CPUs, without a word; here they do what GPUs do",

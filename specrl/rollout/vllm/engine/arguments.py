@@ -37,9 +37,6 @@ ENVIRONMENT = {
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     # FlashInfer's all-reduce adds in no fixed order: a run over the same weights would not be the same again.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    # Numba's OpenMP layer, which n-gram lookups would start, switches nested parallelism on for the whole process. The
-    # sampler's exponentials (MKL) then take some fifty times as long.
-    "NUMBA_THREADING_LAYER": "workqueue",
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"

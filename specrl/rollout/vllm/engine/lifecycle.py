@@ -7,7 +7,6 @@ vLLM.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,13 +16,19 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from specrl.rollout.drafts.acceptance import DRAFTER
 from specrl.rollout.errors import NonFiniteLogitsError, RefitError
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
 from specrl.rollout.vllm.engine.running import RunningRequest
-from specrl.rollout.vllm.weights.load import Weights, check_own_head, refit_drafter, refit_policy
+from specrl.rollout.vllm.weights.load import (
+    HEAD,
+    NOT_LOADED,
+    Weights,
+    check_draft_vocabulary,
+    check_own_head,
+    reload_weights,
+)
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
@@ -49,13 +54,8 @@ class VllmEngine:
     Requests go to vLLM's engine core, and its outputs come from there, without the objects that a server makes of them.
     """
 
-    def __init__(self, arguments: dict[str, Any], sources: Sequence[str] = (DRAFTER,)) -> None:
-        """Start the engine; collective over its ranks.
-
-        Args:
-            arguments: Arguments of vLLM's `EngineArgs`.
-            sources: The names of the draft sources, by the numbers that the speculator gives them.
-        """
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start the engine with these arguments of vLLM's `EngineArgs`; collective over its ranks."""
         self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.sampler = self.runner.sampler
@@ -63,7 +63,6 @@ class VllmEngine:
         """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
-        self._sources = sources
         self._running: dict[str, RunningRequest] = {}
         self._num_requests = 0
 
@@ -76,7 +75,8 @@ class VllmEngine:
     @property
     def drafter(self) -> nn.Module | None:
         """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
-        return draft_model(self.runner)
+        model: nn.Module | None = self.runner.get_draft_model()
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +122,7 @@ class VllmEngine:
             decoding += bool(request.tokens)
             tokens += len(output.new_token_ids)
             try:
-                request.take(output, self._sources)
+                request.take(output)
             except NonFiniteLogitsError as error:
                 errors.append(error)
             if request.finish_reason is not None:
@@ -160,21 +160,28 @@ class VllmEngine:
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
 
     def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the policy in place; errors are those of `weights.load.refit_policy`."""
+        """Load the policy in place; errors are those of `reload_weights`.
+
+        Args:
+            names: The names of the policy's tensors on disk; an explicit head is always known.
+        """
         assert not self._running, "refit while generating"
         tied = bool(self.llm.model_config.hf_config.tie_word_embeddings)
-        refit_policy(self.llm.vllm_config, self.policy, weights, names, tied)
+        required = names - {HEAD} if tied else names | {HEAD}
+        reload_weights(self.llm.vllm_config, self.policy, weights, required, names | {HEAD}, tied=tied)
 
     def refit_drafter(self, weights: Weights, names: frozenset[str]) -> None:
-        """Load the drafter in place.
+        """Load the drafter, whose tensors on disk have these names, in place; its embeddings are the policy's.
 
         Raises:
-            RefitError: There is no drafter, a tensor is missing or unknown, or the drafter's head is the policy's.
+            RefitError: There is no drafter, a tensor is missing or unknown, a draft token would stand for none of the
+                policy's tokens, or the drafter's head is the policy's.
         """
         if self.drafter is None:
             raise RefitError("refit was sent a drafter, but the engine has none")
         check_own_head(self.drafter, self.policy, names)
-        refit_drafter(self.llm.vllm_config, self.drafter, weights, names)
+        reload_weights(self.llm.vllm_config, self.drafter, weights, names - NOT_LOADED, names | NOT_LOADED)
+        check_draft_vocabulary(self.drafter, self.vocab_size)
 
     @property
     def can_sleep(self) -> bool:
@@ -219,7 +226,6 @@ def set_environment(*, batch_invariant: bool = False) -> None:
         _check_batch_invariant()
         os.environ[BATCH_INVARIANT] = "1"
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-    importlib.import_module("numba.core.config").reload_config()  # Numba may have been imported before
 
 
 def _check_batch_invariant() -> None:
@@ -293,9 +299,3 @@ def model_runner(llm_engine: Any) -> Any:
     if not hasattr(runner, "req_states"):
         raise RuntimeError(f"{type(runner).__module__} is not vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     return runner
-
-
-def draft_model(runner: Any) -> nn.Module | None:
-    """The drafter's module inside the engine; None if no model drafts."""
-    model: nn.Module | None = runner.get_draft_model()
-    return model

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -27,19 +25,6 @@ _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def called(inspect: Callable[[], Any]) -> Any:
     """Call a function, in this process."""
     return inspect()
-
-
-class OwnModules:
-    """Stands for `sys` where vLLM looks through all modules."""
-
-    @property
-    def modules(self) -> dict[str, ModuleType]:
-        """vLLM's own modules, by name."""
-        found = sys.modules.copy()  # in one go, because other threads import while this one looks
-        return {name: module for name, module in found.items() if name.partition(".")[0] == "vllm"}
-
-
-own_modules = OwnModules()
 
 
 class FirstOfItsGroup:
@@ -79,18 +64,6 @@ def with_larger_graphs(init_candidates: Callable[[Any], None]) -> Callable[[Any]
 def _ascending(manager: Any) -> list[Any]:
     graphs = [graph for of_mode in manager._capture_descs.values() for graph in of_mode]
     return sorted(graphs, key=lambda graph: int(graph.num_tokens))
-
-
-def once(register: Callable[[], None]) -> Callable[[], None]:
-    """A function that registers copies of kernels the first time that it is called."""
-    done: list[bool] = []
-
-    def register_once() -> None:
-        if not done:
-            done.append(True)
-            register()
-
-    return register_once
 
 
 def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrl.rollout.drafts.acceptance import VerifiedDraft
+from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.rollout.stop_strings import StopStrings
 
@@ -39,11 +39,8 @@ class RunningRequest:
     """When its last token arrived, in Unix seconds."""
     _routes: list[NDArray[Any]] = field(default_factory=list)
 
-    def take(self, output: Any, sources: Sequence[str]) -> None:
+    def take(self, output: Any) -> None:
         """Take one of vLLM's `EngineCoreOutput`s.
-
-        Args:
-            sources: The names of the draft sources, by their numbers.
 
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
@@ -67,7 +64,7 @@ class RunningRequest:
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
             if drafted:
                 accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
-                self.drafts.append(VerifiedDraft(self.seed, context, drafted, accepted, sources[source]))
+                self.drafts.append(VerifiedDraft(self.seed, context, drafted, accepted, SOURCES[source]))
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.routed_experts is not None:

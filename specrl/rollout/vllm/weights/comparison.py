@@ -2,9 +2,9 @@
 
 A matrix is known by its products with fixed random rows, because CPU engines keep only packed matrices, and an expert
 by its outputs for such rows; an embedding by an exact sum for each of its rows, and so are a matrix in FP8 and its
-scales; everything else by its value. What is
-expected is noted of the trainer's tensors while they pass to the engine, so that nothing is sent twice. A tensor that
-is damaged before it leaves the trainer is not seen here, but by the log-probs of the probe.
+scales; everything else by its value. What is expected is noted of the trainer's tensors while they pass to the engine,
+so that nothing is sent twice. A tensor that is damaged before it leaves the trainer is not seen here, but by the
+log-probs of the probe.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
-from specrl.rollout.vllm.experts.weights import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.group import own_parts
+from specrl.rollout.vllm.weights.experts import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
 
 PROBE_ROWS = 4
@@ -36,44 +36,16 @@ MOST_NAMED = 20
 """The most tensors that an error names; of a stale policy all are wrong."""
 
 
-class Held:
-    """What a model inside the engine, or this rank's part of it, computes with.
-
-    Each answer is found once: after the weights change, make another.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._like = _parameter(model)
-        self._products: dict[nn.Module, Tensor] = {}
-        self._experts: tuple[nn.Module, Tensor] | None = None
-        """The layer whose experts were asked for last, and their outputs. Those of all may take hundreds of MiB."""
-        self._values: dict[tuple[nn.Module, str], Tensor] = {}
-
-    def products(self, layer: nn.Module) -> Tensor:
-        """What a linear layer or head makes of the fixed rows, without bias: [PROBE_ROWS, out]."""
-        if layer not in self._products:
-            self._products[layer] = linear_output(layer, probe_rows(_width(layer), self._like.dtype).to(self._like))
-        return self._products[layer]
-
-    def expert(self, layer: nn.Module, number: int, hidden: int) -> Tensor:
-        """What one of a layer's experts makes of the fixed rows: [PROBE_ROWS, hidden]."""
-        if self._experts is None or self._experts[0] is not layer:
-            self._experts = layer, outputs_of_experts(layer, probe_rows(hidden, self._like.dtype).to(self._like))
-        return self._experts[1][number]
-
-    def value(self, layer: nn.Module, kind: str) -> Tensor:
-        """A parameter or buffer that multiplies nothing; of a matrix a sum for each row, int64 [rows]."""
-        if (layer, kind) not in self._values:
-            self._values[layer, kind] = _summed(getattr(layer, kind))
-        return self._values[layer, kind]
-
-
 class Note(NamedTuple):
     """What an engine must hold at one place."""
 
     names: tuple[str, ...]
     """The names of the trainer's tensors that belong there."""
+    layer: Any
+    kind: str
+    """The name of the parameter there."""
+    expert: int | None
+    """The number of the expert if it is one."""
     expected: Tensor | None
     """What the engine must compute or hold there; None if there is no such place."""
 
@@ -93,8 +65,10 @@ class Expected:
             drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
         """
         self._model, self._family, self._drafter = model, family, drafter
-        self._dtype = _parameter(model).dtype
-        self._notes: dict[str, Note] = {}
+        self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+        self._notes: list[Note] = []
+        self._experts: tuple[nn.Module, Tensor] | None = None
+        """The layer whose experts were compared last, and their outputs. Those of all may take hundreds of MiB."""
 
     def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the trainer's tensors as they come, each after it was noted."""
@@ -116,10 +90,24 @@ class Expected:
             pass
 
     @torch.inference_mode()
-    def differing(self, held: Held) -> list[str]:
+    def differing(self) -> list[str]:
         """The names of those of the trainer's tensors that the model does not compute with."""
-        differs = (note.names for place, note in self._notes.items() if not _is_held(held, place, note))
-        return [name for names in differs for name in names]
+        self._experts = None
+        return [name for note in self._notes if not self._is_held(note) for name in note.names]
+
+    def _is_held(self, note: Note) -> bool:
+        layer, expected = note.layer, note.expected
+        if expected is None:
+            return False
+        if note.expert is not None:
+            if self._experts is None or self._experts[0] is not layer:
+                self._experts = layer, outputs_of_experts(layer, probe_rows(expected.shape[1], self._like))
+            return _are_equal(self._experts[1][note.expert], expected)
+        if note.kind != "weight" or not _multiplies(layer):
+            return torch.equal(_summed(getattr(layer, note.kind))[: len(expected)].cpu(), expected.cpu())
+        if _is_in_fp8(layer):
+            return torch.equal(_bits(layer), expected.to(layer.weight.device))
+        return _are_equal(linear_output(layer, probe_rows(_width(layer), self._like))[:, : expected.shape[1]], expected)
 
     def _place(self, name: str) -> tuple[str, str, list[str]]:
         family, fused = self._family, self._family.fused
@@ -131,16 +119,22 @@ class Expected:
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
-        self._notes[fused_name] = Note(names, _expected(self._model, fused_name, tensors, self._dtype))
+        try:
+            layer, kind, expert = _found(self._model, fused_name)
+        except AttributeError:
+            layer, kind, expert, expected = None, "", None, None
+        else:
+            expected = _expected(layer, kind, tensors, self._like.dtype, is_expert=expert is not None)
+        self._notes.append(Note(names, layer, kind, expert, expected))
 
 
-def assert_policy_is(held: Held, expected: Expected) -> None:
+def assert_policy_is(expected: Expected) -> None:
     """Check that the policy inside the engine has the weights that were noted.
 
     Raises:
         PolicyParityError: Some tensors differ; the error names them.
     """
-    if wrong := expected.differing(held):
+    if wrong := expected.differing():
         raise PolicyParityError(f"the engine's policy differs from the trainer's in {_listed(wrong)}")
 
 
@@ -152,7 +146,7 @@ def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, f
     """
     expected = Expected(drafter, family, drafter=True)
     expected.take(weights)
-    wrong = expected.differing(Held(drafter))
+    wrong = expected.differing()
     own: Any = drafter.get_submodule("model.embed_tokens")
     shared: Any = policy.get_submodule("model.embed_tokens")
     if own.weight is not shared.weight and not torch.equal(own.weight, shared.weight):
@@ -197,19 +191,16 @@ def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
     return model.get_submodule(path), kind, None
 
 
-def _expected(model: nn.Module, fused_name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+def _expected(
+    layer: Any, kind: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, is_expert: bool
+) -> Tensor | None:
     # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
-    try:
-        layer, kind, expert = _found(model, fused_name)
-    except AttributeError:
-        return None
-    if expert is not None:
+    if is_expert:
         if len(tensors) < len(PARTS):
             return None
         matrices = [tensor.to(dtype) for tensor in tensors]
-        inputs = probe_rows(matrices[0].shape[1], dtype).to(matrices[0].device)
         # Those of all experts are kept at once: in float32 they would take twice the memory.
-        return expected_output(layer, matrices, inputs).to(dtype)
+        return expected_output(layer, matrices, probe_rows(matrices[0].shape[1], matrices[0])).to(dtype)
     parts = own_parts(layer, kind, tensors)
     if kind == "weight" and _multiplies(layer):
         cast = [part.to(dtype) for part in parts]
@@ -226,7 +217,7 @@ def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
 
     For a layer in emulated FP8 they are quantised too: rounding moves products by more than the tolerance.
     """
-    inputs, method = probe_rows(parts[0].shape[1], parts[0].dtype).to(parts[0].device), layer.quant_method
+    inputs, method = probe_rows(parts[0].shape[1], parts[0]), layer.quant_method
     if hasattr(method, "quantise_weight"):
         inputs, parts = method.quantise_inputs(inputs), [method.quantise_weight(torch.cat(parts))]
     return torch.cat([F.linear(inputs, part) for part in parts], -1)
@@ -252,19 +243,6 @@ def _bits(layer: Any) -> Tensor:
     return torch.cat([_summed(layer.weight), _summed(layer.weight_scale_inv)])
 
 
-def _is_held(held: Held, fused_name: str, note: Note) -> bool:
-    if note.expected is None:
-        return False
-    layer, kind, expert = _found(held.model, fused_name)
-    if expert is not None:
-        return _are_equal(held.expert(layer, expert, note.expected.shape[1]), note.expected)
-    if kind == "weight" and _multiplies(layer) and _is_in_fp8(layer):
-        return torch.equal(_bits(layer), note.expected.to(layer.weight.device))
-    if kind == "weight" and _multiplies(layer):
-        return _are_equal(held.products(layer)[:, : note.expected.shape[1]], note.expected)
-    return torch.equal(held.value(layer, kind)[: len(note.expected)].cpu(), note.expected.cpu())
-
-
 def _are_equal(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape:
         return False
@@ -273,10 +251,9 @@ def _are_equal(actual: Tensor, expected: Tensor) -> bool:
     return bool(((found - reference).abs() <= READ_BACK_TOLERANCE * scale).all())
 
 
-@cache
-def probe_rows(width: int, dtype: torch.dtype) -> Tensor:
-    """The fixed random inputs of a matrix with `width` inputs, on the CPU: [PROBE_ROWS, width]."""
-    return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+def probe_rows(width: int, like: Tensor) -> Tensor:
+    """The fixed random inputs of a matrix with `width` inputs, in a tensor's type and place: [PROBE_ROWS, width]."""
+    return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
 
 
 def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -307,10 +284,6 @@ def _summed(tensor: Tensor) -> Tensor:
 @cache
 def _factors(count: int) -> Tensor:
     return torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0)) | 1
-
-
-def _parameter(model: nn.Module) -> Tensor:
-    return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def _multiplies(layer: nn.Module) -> bool:

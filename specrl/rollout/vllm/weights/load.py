@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specrl.models.families import FAMILIES
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import PolicyParityError, RefitError
-from specrl.rollout.vllm.experts.weights import pack_anew
+from specrl.rollout.vllm.weights.experts import pack_anew
 from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -42,39 +42,6 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
         if name == EMBEDDINGS and HEAD not in names:
             yield HEAD, tensor
-
-
-def refit_policy(vllm_config: Any, model: nn.Module, weights: Weights, names: frozenset[str], tied: bool) -> None:
-    """Load the policy. With tied embeddings an explicit head is compared with them and not loaded.
-
-    Args:
-        names: The names of the policy's tensors on disk; an explicit head is always known.
-        tied: Whether the head is tied to the embeddings.
-
-    Raises:
-        RefitError: A tensor is missing or unknown.
-        PolicyParityError: The head of a tied policy differs from its embeddings.
-    """
-    delivery = Delivery(names - {HEAD} if tied else names | {HEAD}, names | {HEAD}, tied)
-    reload_weights(vllm_config, model, delivery.through(weights))
-    delivery.check()
-
-
-def refit_drafter(vllm_config: Any, drafter: nn.Module, weights: Weights, names: frozenset[str]) -> None:
-    """Load the drafter, whose tensors on disk have these names; its embeddings are the policy's.
-
-    Raises:
-        RefitError: A tensor is missing or unknown, or a draft token would stand for none of the policy's tokens.
-    """
-    delivery = Delivery(names - NOT_LOADED, names | NOT_LOADED, tied=False)
-    reload_weights(vllm_config, drafter, delivery.through(weights))
-    delivery.check()
-    offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
-    if offsets is not None:
-        try:
-            check_offsets(offsets, vllm_config.model_config.get_vocab_size())
-        except ValueError as error:
-            raise RefitError(f"refit was sent a drafter whose {error}") from error
 
 
 def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str]) -> None:
@@ -134,20 +101,53 @@ class Delivery:
             raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
 
 
-def reload_weights(vllm_config: Any, model: nn.Module, weights: Weights) -> None:
+def reload_weights(
+    vllm_config: Any,
+    model: nn.Module,
+    weights: Weights,
+    required: frozenset[str],
+    known: frozenset[str],
+    *,
+    tied: bool = False,
+) -> None:
     """Load weights with on-disk names in place. CPU engines pack linear weights and experts, and each is packed anew.
 
     A head tied to the embeddings has a packed copy of its own, which vLLM's reload leaves as it was; it is packed anew
     here.
+
+    Args:
+        required: The names of the tensors that must come.
+        known: Those that may.
+        tied: Whether the head is tied to the embeddings: an explicit one is compared with them and not loaded.
+
+    Raises:
+        RefitError: A tensor is missing or unknown.
+        PolicyParityError: The head of a tied policy differs from its embeddings.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
+    delivery = Delivery(required, known, tied)
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         pack_anew(model)
         inplace.reload_weights(
-            vllm_config, model, weights_iterator=weights, weights_path=None, is_checkpoint_format=True
+            vllm_config,
+            model,
+            weights_iterator=delivery.through(weights),
+            weights_path=None,
+            is_checkpoint_format=True,
         )
         head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
         if head is not None and embeddings is not None and head.weight is embeddings.weight:
             head.quant_method.process_weights_after_loading(head)
+    delivery.check()
+
+
+def check_draft_vocabulary(drafter: nn.Module, vocab_size: int) -> None:
+    """Raise RefitError if a draft token would stand for none of the policy's tokens."""
+    offsets: Tensor | None = getattr(drafter, "draft_id_to_target_id", None)
+    if offsets is not None:
+        try:
+            check_offsets(offsets, vocab_size)
+        except ValueError as error:
+            raise RefitError(f"refit was sent a drafter whose {error}") from error

@@ -1,4 +1,4 @@
-"""How vLLM's default engine is started: with nothing of this project's in its environment or its arguments."""
+"""How stock vLLM is started: with nothing of this project's in its environment or its arguments."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from pathlib import Path
 import pytest
 import torch
 
+from specrl.bench.gpu.acceptance import rate_for
+from specrl.bench.stock import (
+    GpuShare,
+    StockEngine,
+    StockError,
+    engine_devices,
+    stock_arguments,
+    stock_environment,
+)
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import KERNELS
+from specrl.processes import start_helper
 from specrl.rollout.requests import Request
-from specrl.rollout.vllm.default_engine import (
-    DefaultEngine,
-    DefaultEngineError,
-    GpuShare,
-    default_arguments,
-    default_environment,
-    engine_devices,
-)
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
-from specrl.rollout.vllm.recorder import rate_for
 
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:
     config = Config(name="default", engine=EngineConfig(max_num_seqs=7))
-    on_gpu = default_arguments(Path("policy"), config, GpuShare("0", 0.4))
+    on_gpu = stock_arguments(Path("policy"), config, GpuShare("0", 0.4))
     assert not {"max_num_seqs", "async_scheduling", "enforce_eager", "speculative_config"} & set(on_gpu)
     assert on_gpu["gpu_memory_utilization"] == 0.4
-    on_cpu = default_arguments(Path("policy"), config, None)
+    on_cpu = stock_arguments(Path("policy"), config, None)
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2**30, True)
 
 
 def test_its_processes_find_no_llvmlite_when_they_start() -> None:
     """vLLM looks through all modules for its kernels then, and fails at llvmlite's library."""
-    script = "import specrl.rollout.vllm.default_engine, sys; assert not {'llvmlite', 'numba'} & set(sys.modules)"
+    script = "import specrl.bench.stock_process, sys; assert not {'llvmlite', 'numba'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -50,18 +51,18 @@ def test_its_environment_is_the_users() -> None:
         "MASTER_ADDR": "here",
         "HOME": "/home/me",
     }
-    theirs = default_environment(ours)
+    theirs = stock_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
     assert not {*KERNELS, BATCH_INVARIANT} & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
-    chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
+    chosen = stock_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands
 
 
 def test_it_has_the_gpus_of_its_ranks_engine() -> None:
     assert engine_devices(["0", "1", "2", "3"], local_rank=3, size=2) == "2,3"
     assert engine_devices(["GPU-a"], local_rank=0, size=1) == "GPU-a"
-    with pytest.raises(DefaultEngineError, match="needs 2 GPUs in one process, and this rank sees 1"):
+    with pytest.raises(StockError, match="needs 2 GPUs in one process, and this rank sees 1"):
         engine_devices(["5"], local_rank=0, size=2)
 
 
@@ -78,14 +79,12 @@ def test_it_gets_the_memory_that_the_ranks_own_engine_would_or_what_is_free(monk
 
 
 def test_an_engine_that_has_died_is_said_to_have(tmp_path: Path) -> None:
-    engine = object.__new__(DefaultEngine)
+    engine = object.__new__(StockEngine)
     engine._log = tmp_path / "log"
     engine._log.write_text("out of memory\n")
-    engine._process = subprocess.Popen(
-        [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    engine._process, engine._engine = start_helper("specrl.events")  # which is nobody's helper
     os.waitid(os.P_PID, engine._process.pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(DefaultEngineError, match="out of memory"):
+    with pytest.raises(StockError, match="out of memory"):
         engine.generate([Request([1], 0, 1, 1.0)], [1], 1)
 
 

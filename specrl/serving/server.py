@@ -11,12 +11,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from specrl.config import Config
+from specrl.data.problems import Prompt
 from specrl.processes import LOOPBACK
 from specrl.rollout.drafts.acceptance import SpeculationStats
 
@@ -30,17 +36,13 @@ ENVIRONMENT = {
 KEY = "VLLM_API_KEY"
 """The variable from which vLLM's server reads the key that it asks of its clients."""
 LOOK_SECONDS = 0.2
-"""The pause between two looks at whether the server answers or has ended."""
+"""The pause between two looks at whether the server answers."""
+AT_ONCE = 4
+"""The number of requests that are under way at the same time."""
+COUNT_SECONDS = 10
+"""How long the server may take to count a response after it has sent it."""
 END_SECONDS = 30
 """How long the server may take to end after it was told to, before it is killed."""
-METRIC = re.compile(r"vllm:(\w+?)(?:\{(.*)\})? (\S+)")
-"""A line of the page /metrics, with name, labels and value."""
-POSITION = re.compile(r'position="(\d+)"')
-
-
-def own_variables() -> dict[str, str]:
-    """List the user's variables, without the one by which this process may have chosen the runner of its own engine."""
-    return {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
 
 
 class ServerEndedError(RuntimeError):
@@ -54,7 +56,7 @@ class ModelServer:
         """Start the server, and return before it answers.
 
         Args:
-            arguments: The words after `vllm`, such as `serve`, the model, and the port.
+            arguments: The options of `vllm serve`, with the model as `--model`, and the port.
             port: That port.
             log: The file that gets what the server prints.
         """
@@ -62,8 +64,8 @@ class ModelServer:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specrl.rollout.vllm.serving.process", str(os.getpid()), *arguments],
-                env={**ENVIRONMENT, **own_variables()},
+                [sys.executable, "-m", "specrl.serving.process", str(os.getpid()), *arguments],
+                env={**ENVIRONMENT, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -75,10 +77,9 @@ class ModelServer:
 
     def __exit__(self, *_: object) -> None:
         """End the server and all processes that it has started."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_SECONDS)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -89,11 +90,11 @@ class ModelServer:
         Raises:
             ServerEndedError: It ended instead.
         """
-        while True:
-            self.check()
+        while self._process.poll() is None:
             with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return
             time.sleep(LOOK_SECONDS)
+        self.wait_until_it_ends()
 
     def wait_until_it_ends(self) -> NoReturn:
         """Wait for the server's end.
@@ -101,42 +102,30 @@ class ModelServer:
         Raises:
             ServerEndedError: The server has ended.
         """
-        while True:
-            self.check()
-            time.sleep(LOOK_SECONDS)
+        code = self._process.wait()
+        raise ServerEndedError(
+            f"vLLM's server ended with code {code}: {_last_words(self._log)}; its log is {self._log}"
+        )
 
-    def check(self) -> None:
-        """Return if the server has not ended.
-
-        Raises:
-            ServerEndedError: It has.
-        """
-        code = self._process.poll()
-        if code is not None:
-            raise ServerEndedError(
-                f"vLLM's server ended with code {code}: {_last_words(self._log)}; its log is {self._log}"
-            )
-
-    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request for a completion.
-
-        Args:
-            body: The fields of OpenAI's API, without the model, which is the one that the server has.
+    def answer(self, prompts: Sequence[Prompt], config: Config) -> tuple[int, SpeculationStats]:
+        """The number of tokens with which the server answers prompts, sampled as `sampling` says, and its drafts.
 
         Raises:
-            ServerEndedError: The server refuses it or has ended.
+            ServerEndedError: The server refuses a request, has ended, or has drafted nothing.
         """
         (model, *_) = json.loads(self._read("/v1/models"))["data"]
-        answer: dict[str, Any] = json.loads(self._read("/v1/completions", {"model": model["id"], **body}))
-        return answer
-
-    def counters(self) -> tuple[int, SpeculationStats]:
-        """The tokens that were generated since the start, and the counters of drafts, from the page /metrics.
-
-        Raises:
-            ServerEndedError: The server has ended.
-        """
-        return parse_metrics(self._read("/metrics"))
+        bodies = [{"model": model["id"], **body_of(prompt, config)} for prompt in prompts]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = list(pool.map(lambda body: json.loads(self._read("/v1/completions", body)), bodies))
+        tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+        deadline = time.monotonic() + COUNT_SECONDS
+        counted, stats = parse_metrics(self._read("/metrics"))
+        while counted < tokens and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            counted, stats = parse_metrics(self._read("/metrics"))
+        if not stats.num_drafts:
+            raise ServerEndedError(f"vLLM's server drafted nothing in {tokens} tokens: it does not speculate")
+        return tokens, stats
 
     def _read(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
@@ -150,10 +139,25 @@ class ModelServer:
             words = " ".join(error.read().decode(errors="replace").split())
             raise ServerEndedError(f"vLLM's server answers with {error.code}: {words:.600}") from error
         except OSError as error:
-            self.check()
             raise ServerEndedError(
                 f"vLLM's server does not answer any more ({error}); its log is {self._log}"
             ) from error
+
+
+def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
+    """A request to complete a prompt, as OpenAI's API and vLLM's additions to it have it.
+
+    It has no seed: on CPUs, vLLM cannot rewind a request's own random numbers.
+    """
+    sampling = config.sampling
+    return {
+        "prompt": prompt.tokens,
+        "max_tokens": min(sampling.max_response_tokens, config.model.max_length - len(prompt.tokens)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,  # for vLLM, too, 0 stands for all tokens
+        "stop": list(sampling.stop),
+    }
 
 
 def parse_metrics(page: str) -> tuple[int, SpeculationStats]:
@@ -162,21 +166,17 @@ def parse_metrics(page: str) -> tuple[int, SpeculationStats]:
     The page does not say how many drafts reached each position. Nearly all of them have full length, so every position
     counts as drafted in all of them. Engines of the same server are added up.
     """
-    totals: dict[str, int] = {}
-    for line in page.splitlines():
-        if found := METRIC.fullmatch(line):
-            name, labels, value = found.groups()
-            position = POSITION.search(labels or "")
-            key = f"{name}/{position.group(1)}" if position else name
-            totals[key] = totals.get(key, 0) + int(float(value))
-
+    totals: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            totals[sample.name.removeprefix("vllm:"), sample.labels.get("position", "")] += int(sample.value)
     drafts, draft_tokens, accepted = (
-        totals.get(f"spec_decode_num_{name}_total", 0) for name in ("drafts", "draft_tokens", "accepted_tokens")
+        totals[f"spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    names = (f"spec_decode_num_accepted_tokens_per_pos_total/{position}" for position in count())
-    per_pos = tuple(totals[name] for name in takewhile(totals.__contains__, names))
+    positions = (("spec_decode_num_accepted_tokens_per_pos_total", str(position)) for position in count())
+    per_pos = tuple(totals[position] for position in takewhile(totals.__contains__, positions))
     stats = SpeculationStats(drafts, draft_tokens, accepted, per_pos, drafted_per_pos=(drafts,) * len(per_pos))
-    return totals.get("generation_tokens_total", 0), stats
+    return totals["generation_tokens_total", ""], stats
 
 
 def _last_words(log: Path) -> str:

@@ -1,0 +1,201 @@
+"""Stock vLLM, in a process of its own: the plain generation that speculative generation is compared with.
+
+Such an engine has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device
+has them. Its environment variables and compiled kernels are not those of `VllmEngine`, hence the other process, which
+runs `stock_process`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specrl.config import Config
+from specrl.distributed.ranks import KERNELS
+from specrl.processes import start_helper
+from specrl.rollout.requests import Request
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
+
+KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
+"""The variables of `ENVIRONMENT` that stock vLLM gets too: its threads run on the cores of this process, and it reports
+nothing to anybody."""
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which this process has joined a process group, of which stock vLLM is no part."""
+FREE_SHARE = 0.92
+"""The part of a GPU's free memory that the engine takes at most."""
+ANSWER_SECONDS = 3600
+"""How long the engine may take to start, or to generate one batch, before it is killed."""
+POLLING_SECONDS = 1.5
+"""How long a worker of vLLM may poll after its last order, which takes most of a core."""
+EXIT_SECONDS = 30
+"""How long the engine may take to end after it was told to."""
+
+
+class StockError(RuntimeError):
+    """Stock vLLM did not start, or it ended before it was told to."""
+
+
+class GpuShare(NamedTuple):
+    """The GPUs of stock vLLM, and the part of their memory that it may take."""
+
+    devices: str
+    """The value of CUDA_VISIBLE_DEVICES."""
+    share: float
+
+    @classmethod
+    def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
+        """The share that the GPUs of this rank's engine have free at the moment; None on a CPU.
+
+        Raises:
+            StockError: This rank does not see all GPUs of its engine.
+        """
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        share = min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        return cls(engine_devices(visible.split(","), local_rank, config.engine.tensor_parallel), share)
+
+
+class StockEngine:
+    """A process with stock vLLM, which decodes plainly unless `overrides` say otherwise."""
+
+    def __init__(
+        self,
+        policy_dir: Path,
+        config: Config,
+        log: Path,
+        *,
+        local_rank: int = 0,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the engine, and wait until it can generate.
+
+        Args:
+            policy_dir: The policy's Hugging Face directory. FP8 recipes in it are not read: the engine computes in
+                `model.dtype`.
+            config: The configuration, of which the model's type and length, the seed, the size of the engine's group
+                and of its KV cache are read. On a CPU the engine is compiled only if `engine.compile` says so.
+            log: The file that gets what the engine prints.
+            local_rank: The number of this rank's GPU among those that it sees.
+            overrides: Further arguments of vLLM's `LLM`.
+
+        Raises:
+            StockError: The engine did not start; the message has the last line of the log.
+        """
+        gpu = GpuShare.beside(config, local_rank)
+        environment = stock_environment(os.environ)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu.devices
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        self._log = log
+        self._process, self._engine = start_helper("specrl.bench.stock_process", environment)
+        self._ask((str(log), stock_arguments(policy_dir, config, gpu) | dict(overrides or {})))
+
+    def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
+        """Generate exactly so many tokens for each request, with no prompt cached and `batch` requests at a time.
+
+        The tokens are the engine's own, since its sampler has other random numbers. The work is that of responses of
+        these lengths: nothing ends at a stop token.
+
+        Returns:
+            The seconds that each batch took.
+
+        Raises:
+            StockError: The engine has ended, or has not answered within `ANSWER_SECONDS`.
+        """
+        prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
+        params = [
+            {
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "max_tokens": length,
+                "ignore_eos": True,
+                "detokenize": False,
+            }
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
+        answers = [self._ask((prompts[part], params[part], part.start == 0)) for part in parts]
+        if (made := sum(tokens for _, tokens in answers)) != sum(lengths):
+            raise StockError(f"stock vLLM made {made} tokens instead of {sum(lengths)}")
+        time.sleep(POLLING_SECONDS)  # or it would slow down what is measured next
+        return [seconds for seconds, _ in answers]
+
+    def shutdown(self) -> None:
+        """End the process, and those that vLLM has started for it, some of which outlive it."""
+        self._engine.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ask(self, order: object) -> Any:
+        how = f"gave no answer within {ANSWER_SECONDS} s"
+        try:
+            self._engine.send(order)
+            if self._engine.poll(ANSWER_SECONDS):
+                return self._engine.recv()
+        except (EOFError, OSError):
+            how = "ended"
+        self._kill()
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise StockError(f"stock vLLM {how}: {lines[-1]} (log: {self._log})")
+
+
+def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
+    """The GPUs of the engine that this rank belongs to, as CUDA_VISIBLE_DEVICES wants them.
+
+    Args:
+        visible: The GPUs that this rank sees.
+        local_rank: The number of the rank's own GPU among these.
+        size: The number of GPUs of an engine.
+
+    Raises:
+        StockError: The rank sees fewer GPUs than its engine has.
+    """
+    first = local_rank // size * size
+    if first + size > len(visible):
+        raise StockError(
+            f"stock vLLM needs {size} GPUs in one process, and this rank sees {len(visible)}: "
+            'cluster.sbatch.gpu-bind = "none" shows each rank all GPUs of its node'
+        )
+    return ",".join(visible[first : first + size])
+
+
+def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of stock vLLM: this process's, without those that are meant for its own engine."""
+    own = ENVIRONMENT | KERNELS | {BATCH_INVARIANT: "1"}
+    kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
+    kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
+    return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept
+
+
+def stock_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
+    """The arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
+    arguments: dict[str, Any] = {
+        "model": str(policy_dir),
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+        "max_model_len": config.model.max_length,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        "generation_config": "vllm",
+    }
+    if gpu is not None:
+        return arguments | {"gpu_memory_utilization": gpu.share}
+    cache = int(config.engine.kv_cache_gib * 2**30)
+    return arguments | {"kv_cache_memory_bytes": cache, "enforce_eager": not config.engine.compile}
