@@ -48,7 +48,7 @@ def read_object(path: Path) -> dict[str, Any]:
         found = json.loads(text)
     except OSError as error:
         raise ConfigError(f"has a {path.name} that cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if not isinstance(error, UnicodeDecodeError) and text.startswith(LFS_POINTER):
             raise ConfigError(f"has a Git LFS pointer in place of {path.name}: run `git lfs pull` in it") from error
         raise ConfigError(f"has a {path.name} that is not JSON in UTF-8: {error}; download it again") from error
@@ -64,7 +64,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         ConfigError: The directory or the file does not exist, or the file is no JSON object.
     """
     if not directory.is_dir():
-        raise ConfigError(f"model directory {directory} does not exist")
+        wrong = "is a file: give the folder that it lies in" if directory.is_file() else "does not exist"
+        raise ConfigError(f"model directory {directory} {wrong}")
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}")
     try:

@@ -147,7 +147,7 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # which would ask
 
 
 def is_path(source: str) -> bool:
