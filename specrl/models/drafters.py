@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
-from specrl.models.checks.config import rope_keys, rope_of
+from specrl.models.checks.config import ROPE_KINDS, rope_keys, rope_of
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
@@ -23,8 +23,6 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCa
 """The architectures of the original layout; the first is the one that specrl writes."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """The flags by which drafters depart from the first EAGLE-3; `training/drafter/kinds/eagle3.py` says what each does."""
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""The rotary embeddings that trainer and engine compute alike."""
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of drafters that were published before safetensors."""
 FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]

@@ -61,8 +61,13 @@ ROPE_KEYS = (
     "mscale_all_dim",
     "truncate",
 )
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3's rotary scaling that Megatron-core has built in."""
+ROPE_KINDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""The rotary embeddings that trainer and engine compute alike, and the keys that each must have."""
 
 
 def check_config(config: Mapping[str, Any]) -> Family:
@@ -73,11 +78,10 @@ def check_config(config: Mapping[str, Any]) -> Family:
             key, its value and what is supported.
     """
     family = family_of(config)
-    for problems in (_size_problems, _setting_problems):
+    for problems in (_size_problems, _setting_problems, _rope_problems):
         for problem in problems(config, family):
             raise ConfigError(problem)
     expert_shape(config)  # refuses layers without experts among those with
-    llama3_factor(config)
     return family
 
 
@@ -195,32 +199,20 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_key(config: Mapping[str, Any]) -> str:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    kind = rope_keys(config).get("rope_type", "default")
-    return f"{key} with rope_type = {_json(kind)}"
+    return f"{key} with rope_type = {_json(rope_keys(config).get('rope_type') or 'default')}"
 
 
-def llama3_factor(config: Mapping[str, Any]) -> float | None:
-    """The factor of Llama 3's rotary scaling, or None for a model without scaling.
-
-    Raises:
-        ConfigError: The model scales in another way, or with other constants than Megatron-core has built in.
-    """
-    found = rope_keys(config)
-    if found.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported: rotary embeddings must cover the whole head")
-    if (kind := found.get("rope_type") or "default") in ("default", "llama3"):
-        if unknown := found.keys() - {*ROPE_KEYS, "type", "partial_rotary_factor"}:
-            raise ConfigError(f"{_rope_key(config)} has {min(unknown)}, which is not supported")
-        for key in ("rope_theta", "factor", *LLAMA3_ROPE):
-            value = found.get(key, 1.0 if key != "factor" or kind == "default" else None)
-            if type(value) not in (int, float) or value <= 0:
-                raise ConfigError(f"{_rope_key(config)} has {key} = {_json(value)}: it must be a number above 0")
-    if kind == "default":
-        return None
-    rope = rope_of(config)
-    if kind != "llama3" or any(rope.get(key) != value for key, value in LLAMA3_ROPE.items()):
-        raise ConfigError(
-            f"{_rope_key(config)}: this rope scaling is not supported, only none, or llama3 with "
-            f"{json.dumps(LLAMA3_ROPE)}; without it the model works up to its original length"
-        )
-    return float(rope["factor"])
+def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
+    found, where = rope_keys(config), _rope_key(config)
+    kind = found.pop("rope_type", None) or "default"
+    if kind not in ROPE_KINDS:
+        yield f"{where}: supported are {', '.join(ROPE_KINDS)}; without it the model works up to its original length"
+        return
+    for key in dict.fromkeys((*found, *ROPE_KINDS[kind])):
+        value = found.get(key)
+        if key not in (*ROPE_KEYS, "type", "partial_rotary_factor"):
+            yield f"{where} has {key}, which is not supported"
+        elif key == "partial_rotary_factor" and value not in (None, 1.0):
+            yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
+        elif key not in ("type", "truncate") and (type(value) not in (int, float) or value <= 0):
+            yield f"{where} has {key} = {_json(value)}: it must be a number above 0"
