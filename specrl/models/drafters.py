@@ -7,7 +7,6 @@ default, and programs disagree on some defaults: an absent key means here what i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,10 +177,7 @@ def read_published(directory: Path) -> PublishedDrafter:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    found = read_model_config(directory)
     published = _of_speculators(found, path) if "speculators_model_type" in found else _original(found, path)
     _check_computed(published.config, path)
     return published

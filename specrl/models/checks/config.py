@@ -7,66 +7,33 @@ not known to mean the same to both is refused here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.families import LLAMA, Family, expert_shape, family_of
+from specrl.models.families import Family, expert_shape, family_of
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-"""The positive numbers that every `config.json` has."""
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
+_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
+SIZES, OTHER_SIZES = _SIZES.split(), _OTHERS.split()
+"""The whole numbers that every `config.json` has, and those that it may have."""
 EOS = "eos_token_id"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 """Tokens that programs send through the embeddings."""
 DTYPES = ("float32", "bfloat16", "float16")
-FORMS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
-    (
-        "a whole number above 0",
-        lambda value: type(value) is int and value > 0,
-        (
-            *SIZES,
-            *("num_key_value_heads", "head_dim"),
-            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        ),
-    ),
-    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, ("rms_norm_eps", "rope_theta")),
-    ("true or false", lambda value: type(value) is bool, ("tie_word_embeddings", "norm_topk_prob")),
-    ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, ("dtype", "torch_dtype")),
-    ("a list", lambda value: isinstance(value, list), ("layer_types", "mlp_layer_types", "mlp_only_layers")),
-    (
-        "an object",
-        lambda value: isinstance(value, dict),
-        ("rope_scaling", "rope_parameters", "quantization_config", "compression_config"),
-    ),
+_TABLES = "rope_scaling rope_parameters quantization_config compression_config"
+FORMS: tuple[tuple[str, Callable[[Any], bool], Sequence[str]], ...] = (
+    ("a whole number above 0", lambda value: type(value) is int and value > 0, [*SIZES, *OTHER_SIZES]),
+    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, ["rms_norm_eps", "rope_theta"]),
+    ("true or false", lambda value: type(value) is bool, ["tie_word_embeddings", "norm_topk_prob"]),
+    ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, ["dtype", "torch_dtype"]),
+    ("a list", lambda value: type(value) is list, ["layer_types", "mlp_layer_types", "mlp_only_layers"]),
+    ("an object", lambda value: type(value) is dict, _TABLES.split()),
 )
 """What the values of keys must be where they are given and not null."""
-ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-ROPE_KINDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+_ROPE = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor "
+ROPE_KEYS = (_ROPE + "beta_fast beta_slow mscale mscale_all_dim truncate").split()
+ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
 """The rotary embeddings that trainer and engine compute alike, and the keys that each must have."""
 
 
@@ -183,7 +150,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
         config: The contents of the model's `config.json`, of any version of transformers.
     """
     found = rope_keys(config)
-    kind = found.get("rope_type") or found.get("type") or "default"
+    kind = found.get("rope_type") or "default"
     theta = next((value for value in (found.get("rope_theta"), config.get("rope_theta")) if value is not None), 1e4)
     rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
     if kind not in ("default", "linear"):
@@ -208,11 +175,14 @@ def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
     if kind not in ROPE_KINDS:
         yield f"{where}: supported are {', '.join(ROPE_KINDS)}; without it the model works up to its original length"
         return
-    for key in dict.fromkeys((*found, *ROPE_KINDS[kind])):
+    needed = ROPE_KINDS[kind].split()
+    for key in dict.fromkeys((*found, *needed)):
         value = found.get(key)
-        if key not in (*ROPE_KEYS, "type", "partial_rotary_factor"):
-            yield f"{where} has {key}, which is not supported"
-        elif key == "partial_rotary_factor" and value not in (None, 1.0):
+        if key in ("type", "truncate") or (value is None and key not in needed):
+            continue
+        if key == "partial_rotary_factor" and value != 1.0:
             yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
-        elif key not in ("type", "truncate") and (type(value) not in (int, float) or value <= 0):
+        elif key not in (*ROPE_KEYS, "partial_rotary_factor"):
+            yield f"{where} has {key}, which is not supported"
+        elif type(value) not in (int, float) or value <= 0:
             yield f"{where} has {key} = {_json(value)}: it must be a number above 0"

@@ -71,12 +71,11 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         ConfigError: It is missing, damaged or too large, or nothing says with which token a response ends; the message
             is one line that names the directory.
     """
-    vocab_size = config["vocab_size"]
     try:
         small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
         settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
         generation = small.get("generation_config.json", {})
-        for problem in token_problems(generation, vocab_size):
+        for problem in token_problems(generation, config["vocab_size"]):
             raise ConfigError(f"has a generation_config.json with {problem}")
         tokens = _token_ids(directory)
         if "auto_map" in settings:
@@ -87,17 +86,15 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     known = {token for _, token in tokens}
     if known and (added := sorted(_special_tokens(settings) - known)):
         largest, token = largest + len(added), added[-1]  # transformers gives them the numbers behind the others'
-    if largest >= vocab_size:
+    if largest >= (vocab_size := config["vocab_size"]):
         raise ConfigError(
             f"model directory {directory} has a tokenizer with token {token!r} = {largest}, beyond the embeddings' "
             f"vocab_size = {vocab_size} rows: resize these (resize_token_embeddings of transformers), or take the "
             "model's own tokenizer"
         )
-    if not any((config.get(EOS), config.get(EOS) == 0, generation.get(EOS), settings.get("eos_token"))):
-        raise ConfigError(
-            f"model directory {directory} names no token that ends a response: set {EOS} in {CONFIG_FILE} and eos_token "
-            "in tokenizer_config.json"
-        )
+    if all(end in (None, [], "") for end in (config.get(EOS), generation.get(EOS), settings.get("eos_token"))):
+        where = f"{EOS} in {CONFIG_FILE} and eos_token in tokenizer_config.json"
+        raise ConfigError(f"model directory {directory} names no token that ends a response: set {where}")
 
 
 def _load_without_its_code(directory: Path) -> None:
@@ -107,8 +104,8 @@ def _load_without_its_code(directory: Path) -> None:
         AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         raise ConfigError(
-            "has a tokenizer with code of its own, which is not executed: remove auto_map from tokenizer_config.json if "
-            "tokenizer.json is all of it, or take another tokenizer"
+            "has a tokenizer with code of its own, which is not executed: remove auto_map from tokenizer_config.json "
+            "if tokenizer.json is all of it, or take another tokenizer"
         ) from error
 
 
@@ -121,9 +118,10 @@ def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
         value = found.pop()
         if isinstance(value, str):
             texts.add(value)
-        elif isinstance(value, dict | list):
-            members = list(value.values()) if isinstance(value, dict) else value
-            found += [value["content"]] if isinstance(value, dict) and "content" in value else members
+        elif isinstance(value, list):
+            found += value
+        elif isinstance(value, dict):
+            found += [value["content"]] if "content" in value else value.values()
     return texts
 
 

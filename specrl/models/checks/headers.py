@@ -116,7 +116,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
     for name, shape in expected.items():
         tensor = stored[name]
         if tensor.dtype not in TYPES:
-            why = "save it in one of these" if tensor.dtype == "F64" else QUANTISED
+            why = "save it in one of these or, where it is quantised, use the checkpoint that it was made from"
             yield f"has {name} in {tensor.dtype}, and not in one of {', '.join(TYPES)}: {why}"
         if tensor.shape != shape:
             own = f"has {name} of shape {list(tensor.shape)}"

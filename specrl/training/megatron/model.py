@@ -264,7 +264,6 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
 
 
 def _rope(hf: Any) -> tuple[Tensor, float]:
-    """The frequencies, and YaRN's factor of queries and keys."""
     return rope_frequencies(rope_of(hf.to_dict()), head_dim(hf), hf.max_position_embeddings)
 
 

@@ -34,8 +34,7 @@ class PackedAttention(torch.nn.Module):
         self, config: Any, layer_number: int, kernel: Kernel | None = None, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__()
-        self._kernel = kernel or _transformer_engine(config, layer_number, softmax_scale)
-        self._scale = softmax_scale
+        self._kernel, self._scale = kernel or _transformer_engine(config, layer_number, softmax_scale), softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
         """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
