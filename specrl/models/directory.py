@@ -74,10 +74,18 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"model directory {directory} {error}") from error
 
 
-def has_chat_template(directory: Path) -> bool:
-    """Whether a Hugging Face directory has a chat template, in any of the places where transformers looks."""
-    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    settings = directory / "tokenizer_config.json"
-    return any((directory / name).exists() for name in names) or (
-        settings.is_file() and bool(read_object(settings).get("chat_template"))
-    )
+def chat_template(directory: Path) -> str | None:
+    """The chat template of a Hugging Face directory, from where transformers takes it; None where it has none.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    if (file := directory / "chat_template.jinja").is_file():
+        return file.read_text("utf-8", errors="replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_object(directory / name).get("chat_template") if (directory / name).is_file() else None
+        if isinstance(found, list):  # several with names
+            found = next((one["template"] for one in found if one.get("name") == "default"), "")
+        if isinstance(found, str):
+            return found
+    return "" if (directory / "additional_chat_templates").exists() else None
