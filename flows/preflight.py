@@ -23,7 +23,7 @@ from specrl.data.formats.places import files_of
 from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.checks.folder import check_model_folder
-from specrl.models.directory import has_chat_template
+from specrl.models.directory import chat_template
 from specrl.models.drafters import check_source_drafter
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
@@ -126,12 +126,25 @@ def check_model(config: Config) -> list[str]:
         looks.append(lambda: plan(config))
     if lines := _refusals(*looks):
         return lines
+    return _chat_problems(config) if config.data.template == "chat" else []
+
+
+def _chat_problems(config: Config) -> list[str]:
+    from specrl.data.rendering import check_chat_template  # imports jinja2
+
     source = Path(config.model.source).expanduser()
-    if config.data.template == "chat" and source.is_dir() and not has_chat_template(source):
+    if not source.is_dir() and config.model.source != "tiny":
+        return []  # not here yet
+    template = chat_template(source) if source.is_dir() else None
+    if template is None:
         return [
             f'data.template = "chat": the tokenizer in {source} has no chat template; put one there as '
             "chat_template.jinja, or give a format string such as {prompt}"
         ]
+    try:
+        check_chat_template(template, config.data.chat_template_kwargs)
+    except ConfigError as error:
+        return [f'data.template = "chat": {error}']
     return []
 
 
@@ -171,7 +184,7 @@ def check_data(config: Config) -> list[str]:
     """Check that the data files and the reward exist and that they can be used."""
     named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
     lines = [
-        f"{key} = {place}: there is no such file"
+        f"{key} = {place}: {'no data file lies in this folder' if place.is_dir() else 'there is no such file'}"
         for key, places in named.items()
         for place in places
         if not files_of([place])

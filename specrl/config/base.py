@@ -64,6 +64,9 @@ def import_function(key: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
+    if (file := Path(module_name)).suffix == ".py":
+        module = file.stem if file.is_absolute() else ".".join(file.with_suffix("").parts)
+        raise ConfigError(f'{key} = "{path}": name the module, not its file: "{module}:{name}", from PYTHONPATH')
     if str(Path.cwd()) not in sys.path:
         # Users keep their functions in the current folder, where a console script does not look by itself. It comes
         # last, as in a job: a file there must not take the place of a package.

@@ -162,6 +162,8 @@ def expanded(place: object) -> object:
     """
     if not isinstance(place, str | Path):
         return place
+    if not str(place).strip():
+        raise ValueError("an empty path is none; leave the key out, or write . for the present folder")
     path = os.path.expanduser(os.path.expandvars(place))  # noqa: PTH111 - a name of the hub is no path
     if (unknown := VARIABLE.search(path)) is not None:
         raise ValueError(f"{shown(str(place))}: the variable {unknown[0]} is not set")

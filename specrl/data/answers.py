@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from decimal import Decimal
+from unicodedata import normalize
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _NAME = r"(?:\b(?:answer|antwort|respuesta|réponse|resposta|risposta|ответ)\b|答案|答え|정답)"
@@ -18,7 +19,7 @@ _LABELLED = re.compile(
 )
 _HEADING = re.compile(rf"^[#*_ \t]{{1,9}}(?:the )?(?:final |correct )?{_NAME}[*_ \t]*$()", re.I | re.M)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*([^#\s].*)", re.M)
-_SENTENCE = re.compile(r"\b(?:answer|result|solution) is:?[^\S\n]+(\S.*?)(?:\.(?:\s|$)|$)", re.I | re.M)
+_SENTENCE = re.compile(r"\b(?:answer|result|solution|option|choice) is:?[^\S\n]+(\S.*?)(?:\.(?:\s|$)|$)", re.I | re.M)
 _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
     r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
@@ -47,6 +48,8 @@ _TO_LATEX = [
         (r"≤", r"\\le "),
         (r"≥", r"\\ge "),
         (r"∪", r"\\cup "),
+        (r"^[−–]", "-"),
+        (r"\\varnothing\b", r"\\emptyset"),
         (r"\*\*", "^"),
         (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
         (r"(?<=\d) ?million\b", r"\\times 10^6"),
@@ -55,6 +58,8 @@ _TO_LATEX = [
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
+_MINUS = str.maketrans("−–", "--")
+_FRACTION = re.compile(r"(\d*)([¼-¾⅐-⅞])")
 _NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
 
 
@@ -133,7 +138,7 @@ def references(answer: str) -> list[str]:
 
 def bare(answer: str) -> str:
     """An answer without what is around it, such as dollar signs and Markdown."""
-    text = answer.strip()
+    text = _FRACTION.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".replace("⁄", "/"), answer).strip()
     previous = None
     while text != previous:
         previous = text
@@ -164,8 +169,8 @@ def same(stated: str, reference: str) -> bool:
 
 def normalise(answer: str) -> str:
     """An answer without case, needless spacing, thousands separators, and a final full stop."""
-    text = " ".join(answer.split()).casefold().replace("−", "-").rstrip(".").strip()
-    text = re.sub(r"(?<=\d)(?:,|\{,\}|,\\!)(?=\d{3}\b)", "", text)
+    text = " ".join(answer.split()).casefold().translate(_MINUS).rstrip(".").strip()
+    text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
     return letter[1] if letter else text
 

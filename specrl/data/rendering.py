@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specrl.config import Config, ConfigError
 from specrl.data.formats.messages import Message
@@ -63,9 +63,7 @@ class Rendering:
                 'data.template = "chat": the tokenizer has no chat template; give a format string instead'
             )
         self._system, self._arguments = config.data.system_prompt, config.data.chat_template_kwargs
-        for name in self._arguments:
-            if tokenizer.chat_template and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise ConfigError(f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it")
+        check_chat_template(str(tokenizer.chat_template or ""), self._arguments)
 
     def text(self, question: str, context: Sequence[Message] = ()) -> str:
         """The question with the template applied; in a format string it stands below the messages before it."""
@@ -189,6 +187,22 @@ class Rendering:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         twice = [self._tokenizer.bos_token_id] * 2
         return [tokens[1:] if special and tokens[:2] == twice else tokens for tokens in encoded]
+
+
+def check_chat_template(template: str, arguments: Iterable[str]) -> None:
+    """Check a tokenizer's chat template, where it has one, and that it reads what `data.chat_template_kwargs` give it.
+
+    Raises:
+        ConfigError: It is no template of Jinja, or does not read one of them.
+    """
+    try:
+        # transformers has one tag of its own, which marks the assistant's words.
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-? *(end)?generation *-?%}", "", template))
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"the tokenizer's chat template is wrong in line {error.lineno}: {error.message}") from error
+    for name in arguments:
+        if template and not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it")
 
 
 def check_template(template: str) -> None:

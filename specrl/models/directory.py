@@ -48,7 +48,7 @@ def read_object(path: Path) -> dict[str, Any]:
         found = json.loads(text)
     except OSError as error:
         raise ConfigError(f"has a {path.name} that cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if not isinstance(error, UnicodeDecodeError) and text.startswith(LFS_POINTER):
             raise ConfigError(f"has a Git LFS pointer in place of {path.name}: run `git lfs pull` in it") from error
         raise ConfigError(f"has a {path.name} that is not JSON in UTF-8: {error}; download it again") from error
@@ -64,7 +64,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         ConfigError: The directory or the file does not exist, or the file is no JSON object.
     """
     if not directory.is_dir():
-        raise ConfigError(f"model directory {directory} does not exist")
+        wrong = "is a file: give the folder that it lies in" if directory.is_file() else "does not exist"
+        raise ConfigError(f"model directory {directory} {wrong}")
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}")
     try:
@@ -73,10 +74,18 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"model directory {directory} {error}") from error
 
 
-def has_chat_template(directory: Path) -> bool:
-    """Whether a Hugging Face directory has a chat template, in any of the places where transformers looks."""
-    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    settings = directory / "tokenizer_config.json"
-    return any((directory / name).exists() for name in names) or (
-        settings.is_file() and bool(read_object(settings).get("chat_template"))
-    )
+def chat_template(directory: Path) -> str | None:
+    """The chat template of a Hugging Face directory, from where transformers takes it; None where it has none.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    if (file := directory / "chat_template.jinja").is_file():
+        return file.read_text("utf-8", errors="replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_object(directory / name).get("chat_template") if (directory / name).is_file() else None
+        if isinstance(found, list):  # several with names
+            found = next((one["template"] for one in found if one.get("name") == "default"), "")
+        if isinstance(found, str):
+            return found
+    return "" if (directory / "additional_chat_templates").exists() else None

@@ -7,14 +7,13 @@ default, and programs disagree on some defaults: an absent key means here what i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
-from specrl.models.checks.config import rope_keys, rope_of
+from specrl.models.checks.config import ROPE_KINDS, rope_keys, rope_of
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
@@ -23,8 +22,6 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCa
 """The architectures of the original layout; the first is the one that specrl writes."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """The flags by which drafters depart from the first EAGLE-3; `training/drafter/kinds/eagle3.py` says what each does."""
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""The rotary embeddings that trainer and engine compute alike."""
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of drafters that were published before safetensors."""
 FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]
@@ -180,10 +177,7 @@ def read_published(directory: Path) -> PublishedDrafter:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    found = read_model_config(directory)
     published = _of_speculators(found, path) if "speculators_model_type" in found else _original(found, path)
     _check_computed(published.config, path)
     return published

@@ -141,6 +141,8 @@ class Family:
     """Whether the policy rotates channels 2i and 2i + 1 of a head against each other, and not its halves."""
     experts_from: str | None = None
     """The key of `config.json` that holds the first layer with experts; none of the policy's layers may have any."""
+    stated: tuple[str, ...] = ("num_key_value_heads",)
+    """Keys that `config.json` must have, since transformers has defaults of the family for them."""
     every_layer: tuple[tuple[str, str], ...] = ()
     """Keys of `config.json` that list something for each transformer layer, and the one entry that is supported."""
     ignored_keys: tuple[str, ...] = ()
@@ -181,9 +183,9 @@ def register_family(family: Family) -> Family:
     return family
 
 
-LLAMA = register_family(Family("llama", "LlamaForCausalLM", "llama"))
+LLAMA = register_family(Family("llama", "LlamaForCausalLM", "llama", stated=()))
 register_family(Family("qwen2", "Qwen2ForCausalLM", "qwen2", qkv_bias=True))
-register_family(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True))
+register_family(Family("qwen3", "Qwen3ForCausalLM", "qwen3", qk_norm=True, stated=("num_key_value_heads", "head_dim")))
 register_family(
     Family(
         "qwen3_moe",
@@ -232,6 +234,7 @@ register_family(
         mtp=ERNIE_MTP,
         eagle3=False,
         rotary_interleaved=True,
+        stated=("num_key_value_heads", "tie_word_embeddings"),
         experts_from="moe_layer_start_index",
     )
 )

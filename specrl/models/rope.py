@@ -20,7 +20,7 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> 
     """
     if rope["rope_type"] == "default":
         theta = float(rope["rope_theta"])
-        return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+        return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
     config = LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,

@@ -18,6 +18,7 @@ from specrl.models.families import (
     tiny_expert_shape,
     tiny_family,
 )
+from specrl.models.sources import source_kind
 
 TINY_VOCAB_SIZE = 128
 """The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
@@ -143,9 +144,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
         return _tiny_shape(model)
     if model.source in KNOWN_SHAPES:
         return KNOWN_SHAPES[model.source]
-    directory = Path(model.source).expanduser()
-    if directory.is_dir() or directory.is_absolute() or model.source.startswith("."):
-        return _shape_of(check_directory(directory, model.max_length))
+    if source_kind(model.source) == "directory":
+        return _shape_of(check_directory(Path(model.source).expanduser(), model.max_length))
     raise ConfigError(
         f'model.source = "{model.source}" is neither a directory nor a model whose shape is known '
         f"({', '.join(KNOWN_SHAPES)}): run `hf download {model.source} --local-dir DIR` and set model.source=DIR"

@@ -61,7 +61,7 @@ def check_source(config: ModelConfig) -> None:
     Raises:
         ConfigError: There is no such source, or it is not a model that specrl can train.
     """
-    kind = _kind(config.source)
+    kind = source_kind(config.source)
     if kind == "directory":
         check_model_folder(Path(config.source).expanduser(), config.max_length)
     elif kind == "tiny":
@@ -99,7 +99,7 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
     method = config.speculation.draft_method
     if not method.has_weights:
         return
-    model, kind = config.model, _kind(config.model.source)
+    model, kind = config.model, source_kind(config.model.source)
     if directory is None and kind == "hub":
         return
     if directory is None and kind == "directory":
@@ -147,7 +147,7 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # which would ask
 
 
 def is_path(source: str) -> bool:
@@ -156,7 +156,12 @@ def is_path(source: str) -> bool:
     return path.is_dir() or path.is_absolute() or source.startswith(".")
 
 
-def _kind(source: str) -> str:
+def source_kind(source: str) -> str:
+    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
     if source in ("smollm2-135m", "tiny"):
         return source
     if is_path(source):
@@ -169,7 +174,7 @@ def _kind(source: str) -> str:
 
 
 def _write(config: ModelConfig, seed: int, directory: Path) -> None:
-    kind = _kind(config.source)
+    kind = source_kind(config.source)
     # These imports need torch, which the checks above must do without.
     if kind == "smollm2-135m":
         from specrl.models.gguf import write_gguf_model

@@ -51,14 +51,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama-tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "llama-untied": (
         LlamaForCausalLM,
         LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5),
     ),
-    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
-    "qwen3-untied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=YARN)),
+    "qwen3-untied": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False, rope_parameters=LINEAR),
+    ),
 }
 SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
 """With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""

@@ -22,6 +22,7 @@ from specrl.export.exported import ExportedDrafter
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.models.drafters import NORM_FLAGS
+from specrl.models.rope import rope_frequencies
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine import lifecycle
 from specrl.training.drafter.io import adopt_drafter
@@ -54,6 +55,32 @@ PUBLISHED = {
     "eagle_aux_hidden_state_layer_ids": [0, 3, 4, 6],
     **dict.fromkeys(NORM_FLAGS, True),
 }
+
+
+SHORT = {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SHORT},
+        {"rope_type": "yarn", "factor": 4.0, **SHORT},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False, **SHORT},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, **SHORT},
+    ],
+)
+def test_policy_and_drafter_rotate_as_the_engine_does(scaling: dict[str, Any]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    rope = {"rope_theta": 1e6, **scaling}
+    with set_current_vllm_config(VllmConfig()):
+        cos_and_sin = get_rope(64, 256, rope_parameters=dict(rope), dtype=torch.float32).cos_sin_cache
+    frequencies, scale = rope_frequencies(rope, 64, 256)
+    angles = torch.outer(torch.arange(256.0), frequencies)
+    assert torch.equal(cos_and_sin[:256], torch.cat((angles.cos(), angles.sin()), -1) * scale)
 
 
 def write_policy(directory: Path, rope: dict[str, Any]) -> Path:

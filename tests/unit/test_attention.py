@@ -116,6 +116,17 @@ def test_what_gpus_compute_over_a_flat_row(
     assert_same(batch, attention, inputs(len(batch.tokens), 6, 2, torch.float32), rotates=False)
 
 
+def test_scaled_queries_and_keys_are_a_scale_of_the_softmax_where_the_rotation_cannot_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specrl.training.megatron.attention.kernel._transformer_engine", lambda *_: None)
+    batch = row()
+    q, k, v = inputs(len(batch.tokens), 6, 2, torch.float32)
+    scaled = PackedAttention(None, 1, softmax_scale=1.2**2 * WIDTH**-0.5)(q, k, v, batch.segments)
+    rotated = RotaryAttention(None, Rotary(torch.zeros(WIDTH // 2), 1.2))(q, k, v, batch.segments)
+    torch.testing.assert_close(scaled, rotated)
+
+
 @pytest.mark.parametrize("most", [2**26, 6 * 40 * 60, 1])
 def test_attention_without_a_gradient_is_the_same_and_bounds_its_scores(
     most: int, monkeypatch: pytest.MonkeyPatch

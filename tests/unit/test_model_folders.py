@@ -88,6 +88,22 @@ def cut(size: int) -> Change:
     return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
 
 
+def with_sentencepiece(content: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer.model").write_text(content)
+
+    return change
+
+
+def tokenizer_config(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 INDEX = "model.safetensors.index.json"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -109,8 +125,26 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (config(hidden_act="gelu"), 'hidden_act = "gelu"'),
         (config(sliding_window=4096), "sliding_window = 4096 is not supported"),
         (config(layer_types=["full_attention", "sliding_attention"]), 'layer_types = "sliding_attention" in 1 of 2'),
-        (config(rope_scaling=YARN), 'rope_scaling with rope_type = "yarn"'),
-        (config(rope_scaling={"type": "linear", "factor": 2.0}), 'rope_type = "linear"'),
+        (config(rope_scaling={"type": "dynamic", "factor": 2.0}), 'rope_scaling with rope_type = "dynamic": supported'),
+        (config(rope_scaling="yarn"), 'rope_scaling = "yarn": it must be an object'),
+        (
+            config(rope_scaling={**YARN, "factor": "4"}),
+            'rope_type = "yarn" has factor = "4": it must be a number above 0',
+        ),
+        (config(rope_scaling={"type": "linear"}), 'rope_type = "linear" has factor = null'),
+        (config(rope_parameters={"full_attention": {"rope_theta": 1e6}}), "has full_attention, which is not supported"),
+        (config(rope_parameters="-", rope_theta=0), "rope_theta = 0: it must be a number above 0"),
+        (config(num_key_value_heads="2"), 'num_key_value_heads = "2": it must be a whole number above 0'),
+        (config(head_dim=-32), "head_dim = -32"),
+        (config(tie_word_embeddings="true"), 'tie_word_embeddings = "true": it must be true or false'),
+        (config(dtype="float12"), 'dtype = "float12": it must be one of float32'),
+        (config(quantization_config="fp8"), 'quantization_config = "fp8": it must be an object'),
+        (config(layer_types=["full_attention"]), "layer_types has 1 entries, and num_hidden_layers = "),
+        (config(logit_scale=0.5), "use a checkpoint with logit_scale = 1.0"),
+        (config(eos_token_id="2"), 'eos_token_id = "2": it must be the number of a token'),
+        (config(eos_token_id=-1), "eos_token_id = -1: it must be"),
+        (text("generation_config.json", '{"eos_token_id": [2, 4000]}'), "with eos_token_id = 4000 lies beyond"),
+        (text("config.json", 100_000 * "["), "recursion"),
         (
             config(dual_chunk_attention_config={"chunk_size": 8}),
             "use a checkpoint with dual_chunk_attention_config = null",
@@ -149,6 +183,9 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (text("tokenizer.json", "{"), "has a tokenizer.json that is not JSON"),
         (text("tokenizer.json", "{}"), "has a tokenizer.json that is no tokenizer"),
         (text("tokenizer.json", LFS), "git lfs pull"),
+        (with_sentencepiece("none"), "has a tokenizer.model that is no tokenizer"),
+        (with_sentencepiece(""), "has a tokenizer.model that is no tokenizer"),
+        (tokenizer_config(auto_map={"AutoTokenizer": ["a.B", None]}, tokenizer_class="B"), "code of its own"),
         (tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(128)), "the trainer has no such bias"),
         (tensors(model__norm__weight_scale=torch.ones(1)), "it is quantised"),
         (tensors(v_head__weight=torch.ones(1)), "reward or value model"),
@@ -191,6 +228,35 @@ def test_tokens_beyond_the_embeddings_are_named(folder: Path) -> None:
     tokenizer["model"]["vocab"] |= {f"t{number}": number for number in range(len(tokenizer["model"]["vocab"]), 128)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "token '<new>' = 128, beyond the embeddings' vocab_size = 128 rows" in refusal(folder)
+    tokenizer["added_tokens"].pop()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check_model_folder(folder, 64)
+    tokenizer_config(pad_token={"content": "[PAD]"})(folder)  # which transformers would add
+    assert "token '[PAD]' = 128, beyond the embeddings" in refusal(folder)
+
+
+def test_a_model_without_an_end_and_one_that_is_a_file_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file: give the folder that it lies in"):
+        check_model_folder(folder / "model.safetensors", 64)
+    config(eos_token_id=None)(folder)
+    check_model_folder(folder, 64)
+    tokenizer_config(eos_token=None)(folder)
+    assert "names no token that ends a response" in refusal(folder)
+
+
+def test_families_with_defaults_of_their_own_must_state_them(tmp_path: Path) -> None:
+    for family in FAMILIES.values():
+        folder = materialise_model(tiny(family.name), 0, tmp_path / family.name)
+        found = read_model_config(folder)
+        for key in family.stated:
+            config(**found | {key: "-"})(folder)
+            assert f"{key} = null: it must be" in refusal(folder)
+
+
+@pytest.mark.parametrize("rope", [YARN, {"type": "linear", "factor": 2.0}])
+def test_scaled_rotary_embeddings_are_taken(rope: dict[str, Any], folder: Path) -> None:
+    config(rope_scaling=rope)(folder)
+    check_model_folder(folder, 64)
 
 
 def test_a_vocabulary_without_merges_and_a_lost_link_are_named(folder: Path) -> None:

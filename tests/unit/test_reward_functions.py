@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from specrl.config import Config, DataConfig
+from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import read_problems
 from specrl.data.problems import Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_reward
@@ -56,6 +56,11 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info["index"] == 3
     return {"score": float(solution_str == ground_truth), "acc": 1}
 
+def openrlhf(queries, prompts, labels):
+    return {"rewards": torch.tensor([float(queries == ["Qx"] and prompts == ["Q"] and labels == ["x"])])}
+
+def reads_a_file(prompt, response, answer): return float(open("words.txt").read())
+
 class Scorer:
     def __call__(self, prompt, response, answer): return 0.75
 
@@ -94,6 +99,7 @@ def data(name: str, **settings: Any) -> DataConfig:
         ("trl_without_prompts", 1.0),
         ("trl_async", 0.5),
         ("verl", 1.0),
+        ("openrlhf", 1.0),
         ("scorer", 0.75),
     ],
 )
@@ -113,6 +119,15 @@ def test_what_has_no_number_and_a_column_that_is_not_there_are_failures() -> Non
         "returned {'acc': True}, which is not a finite number"
     )
     assert "missing 1 required positional argument: 'level'" in str(judge(make_reward(data("columns")), prompt, "x"))
+    assert "name files beside its module by Path(__file__)" in str(
+        judge(make_reward(data("reads_a_file")), prompt, "x")
+    )
+
+
+@pytest.mark.parametrize("file", ["rewards/mine.py", "./rewards/mine.py", "rewards.mine.py"])
+def test_the_path_of_a_file_is_refused_with_the_name_of_its_module(file: str) -> None:
+    with pytest.raises(ConfigError, match=r'name the module, not its file: "rewards\.mine:score"'):
+        make_reward(DataConfig(source="file", path="x.jsonl", reward=f"{file}:score"))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

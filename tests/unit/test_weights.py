@@ -103,8 +103,17 @@ def test_the_gate_and_up_rows_of_a_rank_belong_together() -> None:
     assert torch.equal(first.mean(1), torch.cat((torch.zeros(48), torch.ones(48))))
 
 
-def test_llama3_rope_scaling_is_supported() -> None:
-    check_supported(LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE), 1, 1, 1)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3_ROPE,
+        {**LLAMA3_ROPE, "high_freq_factor": 8.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+    ],
+)
+def test_rope_scaling_is_supported(rope: dict[str, object]) -> None:
+    check_supported(LlamaConfig(**SMALL, rope_parameters=rope), 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +121,12 @@ def test_llama3_rope_scaling_is_supported() -> None:
     [
         (LlamaConfig(**SMALL, attention_bias=True), 1, 1, "attention_bias"),
         (LlamaConfig(**SMALL, hidden_act="gelu"), 1, 1, "hidden_act"),
-        (LlamaConfig(**SMALL, rope_parameters={**LLAMA3_ROPE, "high_freq_factor": 8.0}), 1, 1, "rope scaling"),
-        (LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), 1, 1, "rope"),
+        (
+            LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            1,
+            1,
+            "rope",
+        ),
         (Qwen2Config(**SMALL, use_sliding_window=True), 1, 1, "use_sliding_window"),
         (LlamaConfig(**SMALL), 8, 1, r"policy.tensor_parallel = 8 .* num_key_value_heads = 4"),
         (LlamaConfig(**SMALL), 1, 3, r"policy.pipeline_parallel = 3 .* num_hidden_layers = 4"),

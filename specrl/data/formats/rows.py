@@ -10,6 +10,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, BinaryIO, cast
@@ -19,9 +20,15 @@ import pyarrow.parquet as pq
 
 from specrl.config import ConfigError
 from specrl.data.formats.places import SUFFIXES, suffix_of
+from specrl.models.directory import LFS_POINTER
 
 LONGEST_LINE = 16 * 2**20
 """The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""
+SYNONYMS = {
+    "prompt_column": "question problem query instruction input",
+    "answer_column": "solution ground_truth final_answer target label output",
+}
+"""What others call a column, by the setting that names it."""
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
@@ -38,6 +45,9 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
     if reader is None:
         raise ConfigError(f"data file {path}: the name must end in {', '.join(SUFFIXES)}, or in that and .gz")
     try:
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+                raise ConfigError(f"data file {path} is a Git LFS pointer: run `git lfs pull` where it lies")
         yield from reader(path, columns)
     except (OSError, EOFError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
@@ -90,7 +100,10 @@ def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Seq
         (f"{name}.{inner}" for name, value in row.items() if isinstance(value, dict) for inner in value), None
     )
     example = f"; what lies within one is named like {nested}" if nested else ""
-    raise ConfigError(f"{place} has no column {column!r} (data.{key}); it has {names}{example}")
+    known = {name.strip().casefold(): name for name in row}
+    likely = [*get_close_matches(column.casefold(), known, 1), *SYNONYMS.get(key, "").split()]
+    meant = next((f"; perhaps data.{key} = {known[name]!r}" for name in likely if name in known), "")
+    raise ConfigError(f"{place} has no column {column!r} (data.{key}); it has {names}{example}{meant}")
 
 
 def structured(value: Any) -> Any:

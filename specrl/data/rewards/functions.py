@@ -103,8 +103,12 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
         value = _resolved(reward(prompt, response))
         if isinstance(value, dict) and "score" in value:
             value = value["score"]
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
-        return f"raised {shortened(type(error).__name__)}: {_text(error)}"
+        relative = isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/")
+        hint = " (it runs in an empty folder: name files beside its module by Path(__file__))" if relative else ""
+        return f"raised {shortened(type(error).__name__)}: {_text(error)}{hint}"
     if value is None:
         return None
     try:
@@ -166,7 +170,7 @@ def exact_match(_: str, response: str, answer: str) -> float:
 
 
 def _imported(config: DataConfig) -> Reward:
-    """The function behind an import path, called as its parameters say: as specrl's, TRL's or verl's rewards.
+    """The function behind an import path, called as its parameters say: as specrl's, TRL's, verl's or OpenRLHF's.
 
     Raises:
         ConfigError: It is no import path, nothing is there, or it is not callable with (prompt, response, answer).
@@ -179,7 +183,7 @@ def _imported(config: DataConfig) -> Reward:
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters
-        if "completions" not in parameters and "solution_str" not in parameters:
+        if not parameters.keys() & {"completions", "solution_str", "queries"}:
             signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
@@ -195,8 +199,7 @@ def _imported(config: DataConfig) -> Reward:
             asked = [{"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
             said = [{"role": "assistant", "content": response}]
         columns = {name: [value] for name, value in _columns(config, prompt).items()}
-        found = _resolved(function(**taken({**columns, "prompts": [asked], "completions": [said]})))
-        return found[0] if isinstance(found, list | tuple) and len(found) == 1 else found
+        return function(**taken({**columns, "prompts": [asked], "completions": [said]}))
 
     def as_verl(prompt: Prompt, response: str) -> Any:
         columns = _columns(config, prompt)
@@ -212,7 +215,13 @@ def _imported(config: DataConfig) -> Reward:
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
         return function(prompt.text, response, prompt.answer, **taken(others))
 
-    return as_trl if "completions" in parameters else as_verl if "solution_str" in parameters else as_own
+    def as_openrlhf(prompt: Prompt, response: str) -> Any:
+        texts = {"queries": [prompt.text + response], "prompts": [prompt.text], "labels": [prompt.answer]}
+        found = _resolved(function(**taken(texts)))
+        return found["rewards"] if isinstance(found, dict) and "rewards" in found else found
+
+    forms = {"completions": as_trl, "solution_str": as_verl, "queries": as_openrlhf}
+    return next((form for name, form in forms.items() if name in parameters), as_own)
 
 
 def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:

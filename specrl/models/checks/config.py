@@ -7,39 +7,34 @@ not known to mean the same to both is refused here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.families import LLAMA, Family, expert_shape, family_of
+from specrl.models.families import Family, expert_shape, family_of
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-"""The positive numbers that every `config.json` has."""
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
+_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
+SIZES, OTHER_SIZES = _SIZES.split(), _OTHERS.split()
+"""The whole numbers that every `config.json` has, and those that it may have."""
+EOS = "eos_token_id"
+TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 """Tokens that programs send through the embeddings."""
-ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
+DTYPES = ("float32", "bfloat16", "float16")
+_TABLES = "rope_scaling rope_parameters quantization_config compression_config"
+FORMS: tuple[tuple[str, Callable[[Any], bool], Sequence[str]], ...] = (
+    ("a whole number above 0", lambda value: type(value) is int and value > 0, [*SIZES, *OTHER_SIZES]),
+    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, ["rms_norm_eps", "rope_theta"]),
+    ("true or false", lambda value: type(value) is bool, ["tie_word_embeddings", "norm_topk_prob"]),
+    ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, ["dtype", "torch_dtype"]),
+    ("a list", lambda value: type(value) is list, ["layer_types", "mlp_layer_types", "mlp_only_layers"]),
+    ("an object", lambda value: type(value) is dict, _TABLES.split()),
 )
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3's rotary scaling that Megatron-core has built in."""
+"""What the values of keys must be where they are given and not null."""
+_ROPE = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor "
+ROPE_KEYS = (_ROPE + "beta_fast beta_slow mscale mscale_all_dim truncate").split()
+ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
+"""The rotary embeddings that trainer and engine compute alike, and the keys that each must have."""
 
 
 def check_config(config: Mapping[str, Any]) -> Family:
@@ -50,40 +45,50 @@ def check_config(config: Mapping[str, Any]) -> Family:
             key, its value and what is supported.
     """
     family = family_of(config)
-    for problem in (*_size_problems(config, family), *_setting_problems(config, family)):
-        raise ConfigError(problem)
+    for problems in (_size_problems, _setting_problems, _rope_problems):
+        for problem in problems(config, family):
+            raise ConfigError(problem)
     expert_shape(config)  # refuses layers without experts among those with
-    llama3_factor(config)
     return family
 
 
 def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
-    lines = []
-    for key in SIZES if family is LLAMA else (*SIZES, "num_key_value_heads"):  # others have defaults of their own
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            lines.append(f"{key} = {_json(value)}: it must be a whole number above 0")
+    lines = [
+        f"{key} = {_json(config.get(key))}: it must be {form}"
+        for form, is_right, keys in FORMS
+        for key in keys
+        if (key in (*SIZES, *family.stated) or config.get(key) is not None) and not is_right(config.get(key))
+    ]
     if lines:
         return lines
-    hidden, heads, vocabulary = config["hidden_size"], config["num_attention_heads"], config["vocab_size"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if heads % (groups := config.get("num_key_value_heads") or heads):
         lines.append(f"num_key_value_heads = {groups} must divide num_attention_heads = {heads}")
     if not config.get("head_dim") and hidden % heads:
         lines.append(f"num_attention_heads = {heads} must divide hidden_size = {hidden}, or head_dim must be given")
+    return lines + token_problems(config, config["vocab_size"])
+
+
+def token_problems(config: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """A line for each special token of a `config.json` or `generation_config.json` that the embeddings cannot have."""
+    lines: list[str] = []
     for key in TOKEN_IDS:
-        ids = config.get(key)
-        lines += [
-            f"{key} = {token} lies beyond the embeddings, which have vocab_size = {vocabulary} rows"
-            for token in (ids if isinstance(ids, list) else [ids])
-            if isinstance(token, int) and token >= vocabulary
-        ]
+        given = config.get(key)
+        for token in given if isinstance(given, list) and key == EOS else [given]:
+            if token is None or (token == -1 and key != EOS):  # old checkpoints say -1 for none
+                continue
+            if type(token) is not int or token < 0:
+                lines.append(f"{key} = {_json(given)}: it must be the number of a token, or null")
+            elif token >= vocab_size:
+                lines.append(f"{key} = {token} lies beyond the embeddings, which have vocab_size = {vocab_size} rows")
     return lines
 
 
 def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     of = f"is not supported in a {family.architecture}"
     if config.get("quantization_config") or config.get("compression_config"):
-        method = (config.get("quantization_config") or {}).get("quant_method", "a method that is not named")
+        table = config.get("quantization_config") or config["compression_config"]
+        method = table.get("quant_method", "a method that is not named")
         yield (
             f"quantization_config with quant_method = {_json(method)} {of}: weights must be in F32, BF16 or F16; "
             "use the checkpoint that it was made from, or dequantise it"
@@ -96,6 +101,8 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
         if other := [value for value in found if value != entry]:
             where = f"in {len(other)} of {len(found)} layers"
             yield f'{key} = "{other[0]}" {where} {of}: it must be "{entry}" in all of them'
+        if found and len(found) != config["num_hidden_layers"]:
+            yield f"{key} has {len(found)} entries, and num_hidden_layers = {config['num_hidden_layers']}"
     if config.get("tie_word_embeddings") and not family.can_tie:
         yield f"tie_word_embeddings = true {of}: vLLM needs its output layer in the checkpoint"
     layers = config["num_hidden_layers"]
@@ -118,8 +125,15 @@ def _settings(family: Family) -> dict[str, Any]:
         "attention_out_bias": False,
         "mlp_bias": False,
         "use_bias": False,
+        "bias": False,
+        "qkv_bias": family.qkv_bias,
+        "qk_norm": family.qk_norm,
+        "logit_scale": 1.0,
         "use_sliding_window": False,
         "partial_rotary_factor": 1.0,
+        "rotary_pct": 1.0,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_base": None,
         "dual_chunk_attention_config": None,
         "is_causal": True,
     }
@@ -136,8 +150,8 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
         config: The contents of the model's `config.json`, of any version of transformers.
     """
     found = rope_keys(config)
-    kind = found.get("rope_type") or found.get("type") or "default"
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = found.get("rope_type") or "default"
+    theta = next((value for value in (found.get("rope_theta"), config.get("rope_theta")) if value is not None), 1e4)
     rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
     if kind not in ("default", "linear"):
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -145,31 +159,30 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a `config.json` says of rotary embeddings in tables; where both speak, the older one counts."""
-    older = config.get("rope_scaling") or {}
-    kind = {"rope_type": older["type"]} if older.get("type") else {}
-    return {**(config.get("rope_parameters") or {}), **kind, **older}
+    """The table of rotary embeddings in a `config.json`, as transformers reads it: an older one takes its place."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {**found, "rope_type": found["type"]} if found.get("type") else dict(found)
 
 
 def _rope_key(config: Mapping[str, Any]) -> str:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    return f"{key} with rope_type = {_json(rope_of(config)['rope_type'])}"
+    return f"{key} with rope_type = {_json(rope_keys(config).get('rope_type') or 'default')}"
 
 
-def llama3_factor(config: Mapping[str, Any]) -> float | None:
-    """The factor of Llama 3's rotary scaling, or None for a model without scaling.
-
-    Raises:
-        ConfigError: The model scales in another way, or with other constants than Megatron-core has built in.
-    """
-    if rope_keys(config).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported: rotary embeddings must cover the whole head")
-    rope = rope_of(config)
-    if rope["rope_type"] == "default":
-        return None
-    if rope["rope_type"] != "llama3" or any(rope.get(key) != value for key, value in LLAMA3_ROPE.items()):
-        raise ConfigError(
-            f"{_rope_key(config)}: this rope scaling is not supported, only none, or llama3 with "
-            f"{json.dumps(LLAMA3_ROPE)}; without it the model works up to its original length"
-        )
-    return float(rope["factor"])
+def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
+    found, where = rope_keys(config), _rope_key(config)
+    kind = found.pop("rope_type", None) or "default"
+    if kind not in ROPE_KINDS:
+        yield f"{where}: supported are {', '.join(ROPE_KINDS)}; without it the model works up to its original length"
+        return
+    needed = ROPE_KINDS[kind].split()
+    for key in dict.fromkeys((*found, *needed)):
+        value = found.get(key)
+        if key in ("type", "truncate") or (value is None and key not in needed):
+            continue
+        if key == "partial_rotary_factor" and value != 1.0:
+            yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
+        elif key not in (*ROPE_KEYS, "partial_rotary_factor"):
+            yield f"{where} has {key}, which is not supported"
+        elif type(value) not in (int, float) or value <= 0:
+            yield f"{where} has {key} = {_json(value)}: it must be a number above 0"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.checks.config import check_config
+from specrl.models.checks.config import EOS, check_config, token_problems
 from specrl.models.checks.headers import check_weights, remedy
 from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
 
@@ -30,7 +32,7 @@ def check_model_folder(directory: Path, max_length: int) -> dict[str, Any]:
     config = check_directory(directory, max_length)
     try:
         check_weights(directory, config)
-        check_tokenizer(directory, config["vocab_size"])
+        check_tokenizer(directory, config)
     except OSError as error:
         raise ConfigError(f"model directory {directory} cannot be read: {error.strerror or error}") from error
     return config
@@ -59,25 +61,68 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
     return config
 
 
-def check_tokenizer(directory: Path, vocab_size: int) -> None:
+def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     """Check that the tokenizer of a Hugging Face directory can be read, and knows no tokens beyond the embeddings.
 
+    Args:
+        config: The contents of its `config.json`.
+
     Raises:
-        ConfigError: It is missing, damaged or too large; the message is one line that names the directory.
+        ConfigError: It is missing, damaged or too large, or nothing says with which token a response ends; the message
+            is one line that names the directory.
     """
     try:
-        for name in SMALL_FILES:
-            if (directory / name).is_file():
-                read_object(directory / name)
-        largest, token = max(_token_ids(directory), default=(-1, ""))
+        small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
+        settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
+        generation = small.get("generation_config.json", {})
+        for problem in token_problems(generation, config["vocab_size"]):
+            raise ConfigError(f"has a generation_config.json with {problem}")
+        tokens = _token_ids(directory)
+        if "auto_map" in settings:
+            _load_without_its_code(directory)
     except ConfigError as error:
         raise ConfigError(f"model directory {directory} {error}") from error
-    if largest >= vocab_size:
+    largest, token = max(tokens, default=(-1, ""))
+    known = {token for _, token in tokens}
+    if known and (added := sorted(_special_tokens(settings) - known)):
+        largest, token = largest + len(added), added[-1]  # transformers gives them the numbers behind the others'
+    if largest >= (vocab_size := config["vocab_size"]):
         raise ConfigError(
             f"model directory {directory} has a tokenizer with token {token!r} = {largest}, beyond the embeddings' "
             f"vocab_size = {vocab_size} rows: resize these (resize_token_embeddings of transformers), or take the "
             "model's own tokenizer"
         )
+    if all(end in (None, [], "") for end in (config.get(EOS), generation.get(EOS), settings.get("eos_token"))):
+        where = f"{EOS} in {CONFIG_FILE} and eos_token in tokenizer_config.json"
+        raise ConfigError(f"model directory {directory} names no token that ends a response: set {where}")
+
+
+def _load_without_its_code(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        raise ConfigError(
+            "has a tokenizer with code of its own, which is not executed: remove auto_map from tokenizer_config.json "
+            "if tokenizer.json is all of it, or take another tokenizer"
+        ) from error
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
+    """The tokens that `tokenizer_config.json` and the like name."""
+    lists = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
+    found = [value for key, value in settings.items() if key.endswith("_token") or key in lists]
+    texts = set[str]()
+    while found:
+        value = found.pop()
+        if isinstance(value, str):
+            texts.add(value)
+        elif isinstance(value, list):
+            found += value
+        elif isinstance(value, dict):
+            found += [value["content"]] if "content" in value else value.values()
+    return texts
 
 
 def _token_ids(directory: Path) -> list[tuple[int, str]]:
@@ -90,9 +135,7 @@ def _token_ids(directory: Path) -> list[tuple[int, str]]:
     if name is None:
         raise ConfigError(f"has no tokenizer (one of {', '.join(TOKENIZER_FILES)}): copy that of its base model")
     if name == "tokenizer.model":
-        if (directory / name).read_bytes()[: len(LFS_POINTER)] == LFS_POINTER.encode():
-            raise ConfigError(f"has a Git LFS pointer in place of {name}: run `git lfs pull` in it")
-        return []
+        return _sentencepiece_ids((directory / name).read_bytes())
     found = read_object(directory / name)
     if name == "vocab.json":
         if not (directory / "merges.txt").is_file():
@@ -107,3 +150,18 @@ def _token_ids(directory: Path) -> list[tuple[int, str]]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"has a {name} that is no tokenizer: {reason}; download it again") from error
     return [(index, token) for token, index in vocabulary.items()]
+
+
+def _sentencepiece_ids(model: bytes) -> list[tuple[int, str]]:
+    if model.startswith(LFS_POINTER.encode()):
+        raise ConfigError("has a Git LFS pointer in place of tokenizer.model: run `git lfs pull` in it")
+    if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", model):  # tiktoken's format
+        return []
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor()
+    try:
+        pieces.LoadFromSerializedProto(model or b"none")
+    except RuntimeError as error:
+        raise ConfigError("has a tokenizer.model that is no tokenizer: download it again") from error
+    return [(index, pieces.IdToPiece(index)) for index in range(pieces.GetPieceSize())]

@@ -57,8 +57,9 @@ UNKNOWN = {
     r"^(_orig_mod|module|_fsdp_wrapped_module)\.": "save the model itself, and not what a trainer wraps it in",
     r"experts\.(gate_up|down)_proj$": "its experts are stacked: save each expert's matrices by themselves",
     r"\.bias$": "the trainer has no such bias",
+    r"^(embed_tokens|layers|norm)\.": "it was saved without its head: load and save it with AutoModelForCausalLM",
     r"^(v_head|score|value_head|summary)\.": "it is a reward or value model: use one that was saved without that head",
-    r"visual|vision|audio": "only the language model of it can be trained: save that alone",
+    r"visual|vision|audio|language_model": "only the language model of it can be trained: save that alone",
 }
 """Why a model may have tensors that its `config.json` does not speak of, by a pattern of their names."""
 
@@ -115,7 +116,8 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
     for name, shape in expected.items():
         tensor = stored[name]
         if tensor.dtype not in TYPES:
-            yield f"has {name} in {tensor.dtype}, and not in one of {', '.join(TYPES)}: {QUANTISED}"
+            why = "save it in one of these or, where it is quantised, use the checkpoint that it was made from"
+            yield f"has {name} in {tensor.dtype}, and not in one of {', '.join(TYPES)}: {why}"
         if tensor.shape != shape:
             own = f"has {name} of shape {list(tensor.shape)}"
             yield f"{own}, and its {CONFIG_FILE} says {list(shape)}: correct that, or {AGAIN}"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -24,8 +23,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from specrl.models.checks.config import check_config, llama3_factor
+from specrl.models.checks.config import check_config, rope_of
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
+from specrl.models.rope import rope_frequencies
 from specrl.training.gather import rows_of
 from specrl.training.megatron.attention.kernel import PackedAttention
 from specrl.training.megatron.attention.layout import row_layout
@@ -176,7 +176,7 @@ def transformer_config(
         cuda: Whether the layers are Transformer Engine's.
         native_fp8: Whether Transformer Engine computes in blockwise FP8.
     """
-    family, experts = family_of_model(hf), expert_shape_of_model(hf)
+    family, experts, (_, scale) = family_of_model(hf), expert_shape_of_model(hf), _rope(hf)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     recompute_all = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -215,6 +215,7 @@ def transformer_config(
         bias_activation_fusion=True,  # saves the activation's input alone
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
+        softmax_scale=scale**2 * head_dim(hf) ** -0.5 if cuda and scale != 1 else None,  # `Rotary` scales by itself
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
         **(recompute_all if recompute else {}),
@@ -244,26 +245,26 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
     """This rank's part of the network; nothing has initialised its parameters."""
-    scaling = llama3_factor(hf.to_dict())
-    rope = {
-        "rotary_base": hf.rope_parameters["rope_theta"],
-        "rope_scaling": scaling is not None,
-        "rope_scaling_factor": scaling or 1.0,
-    }
-    tensor = config.tensor_model_parallel_size
-    return PolicyModel(
+    frequencies, scale = _rope(hf)
+    model = PolicyModel(
         config,
-        _cuda_layers(config) if cuda else _cpu_layers(config, rope),
+        _cuda_layers(config) if cuda else _cpu_layers(config, Rotary(frequencies, scale)),
         family=family_of_model(hf),
         true_vocab_size=hf.vocab_size,
-        vocab_size=-(-hf.vocab_size // tensor) * tensor,
+        vocab_size=-(-hf.vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
-        **rope,
     )
+    if cuda:
+        model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    return model
+
+
+def _rope(hf: Any) -> tuple[Tensor, float]:
+    return rope_frequencies(rope_of(hf.to_dict()), head_dim(hf), hf.max_position_embeddings)
 
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
@@ -276,15 +277,14 @@ def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
-    frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
+def _cpu_layers(config: TransformerConfig, rotary: Rotary) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(RotaryAttention, rotary=Rotary(frequencies))
+    attention.core_attention = partial(RotaryAttention, rotary=rotary)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)

@@ -30,15 +30,18 @@ class PackedAttention(torch.nn.Module):
     There is no kernel for float32 and for GPUs before Hopper; there the attention is that of `local.py`.
     """
 
-    def __init__(self, config: Any, layer_number: int, kernel: Kernel | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, kernel: Kernel | None = None, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self._kernel = kernel or _transformer_engine(config, layer_number)
+        self._kernel, self._scale = kernel or _transformer_engine(config, layer_number, softmax_scale), softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
         """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
         layout = row_layout(attention_mask, query.device)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._kernel is None:
+            q = q if self._scale is None else q * (self._scale * q.shape[-1] ** 0.5)
             return _without_kernel(q, k, v, layout)
         if layout.keys is not None:
             k, v = k[layout.keys], v[layout.keys]  # whose backward pass adds up in a fixed order
@@ -53,13 +56,14 @@ def _without_kernel(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tenso
     return context.permute(2, 0, 1, 3).reshape(tokens, 1, heads * width)
 
 
-def _transformer_engine(config: Any, layer_number: int) -> Kernel | None:
+def _transformer_engine(config: Any, layer_number: int, softmax_scale: float | None) -> Kernel | None:
     if config.params_dtype == torch.float32 or torch.cuda.get_device_capability() < KERNEL_CAPABILITY:
         return None
     module = extension.te.pytorch.DotProductAttention(
         num_attention_heads=config.num_attention_heads,
         kv_channels=config.kv_channels,
         num_gqa_groups=config.num_query_groups,
+        softmax_scale=softmax_scale,
         attention_dropout=0.0,
         qkv_format="thd",
         attn_mask_type="padding_causal_bottom_right",

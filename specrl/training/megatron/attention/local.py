@@ -20,14 +20,15 @@ MAX_SCORES = 2**26
 class Rotary:
     """The cosines and sines of the rotary embedding (Su et al., 2021), which rotates halves against each other."""
 
-    def __init__(self, frequencies: Tensor) -> None:
-        self._frequencies = frequencies.float()  # [width / 2]
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
+        self._frequencies, self._scale = frequencies.float(), scale  # [width / 2], and YaRN's factor
 
     @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
     def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
         angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
