@@ -39,18 +39,10 @@ class PackedAttention(torch.nn.Module):
         layout = row_layout(attention_mask, query.device)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._kernel is None:
-            return _without_kernel(q, k, v, layout)
+            return attend(*(x.transpose(0, 1) for x in (q, k, v)), layout.segments)
         if layout.keys is not None:
             k, v = k[layout.keys], v[layout.keys]  # whose backward pass adds up in a fixed order
         return self._kernel(q, k, v, layout).reshape(len(q), 1, -1)
-
-
-def _without_kernel(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
-    tokens, heads, width = q.shape
-    groups = k.shape[1]
-    by_group = q.view(tokens, groups, heads // groups, width).permute(1, 2, 0, 3).contiguous()
-    context = attend(by_group, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), layout.segments)
-    return context.permute(2, 0, 1, 3).reshape(tokens, 1, heads * width)
 
 
 def _transformer_engine(config: Any, layer_number: int) -> Kernel | None:
