@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specrl.artifacts import atomic_path, write_json
-from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, INDEX_FILE, WEIGHTS_FILE, weight_files
+from specrl.models.directory import (
+    CONFIG_FILE,
+    COPIED_SUFFIXES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    read_model_config,
+    weight_files,
+)
+from specrl.models.families import family_of
 
 FILE_BYTES = 4 * 2**30
 """The largest size of a written file in bytes, unless it holds a single tensor that is larger."""
@@ -163,3 +171,13 @@ def _copy_rest(directory: Path, source: Path, dtype: torch.dtype, keys: Mapping[
     config = json.loads((source / CONFIG_FILE).read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     write_json(directory / CONFIG_FILE, {**config, **keys})
+
+
+def mtp_layers(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's layers for multi-token prediction, which are no part of its policy."""
+    mtp = family_of(read_model_config(directory)).mtp
+    if mtp is None:
+        return
+    reader = TensorReader(directory)
+    for name in sorted(name for name in reader.names if name.startswith(mtp.prefix)):
+        yield name, reader.read(name)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.gather import rows_of
-from specrl.training.megatron.attention.kernel import PackedAttention
-from specrl.training.megatron.attention.layout import RowLayout
-from specrl.training.megatron.attention.local import Rotary, RotaryAttention
+from specrl.training.megatron.attention import PackedAttention, Rotary, RotaryAttention, RowLayout
 from tests.peak_memory import peak_bytes
 
 WIDTH = 8
@@ -109,7 +107,7 @@ def variable_length(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tenso
 def test_what_gpus_compute_over_a_flat_row(
     kernel: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specrl.training.megatron.attention.kernel._transformer_engine", lambda *_: None)
+    monkeypatch.setattr("specrl.training.megatron.attention._transformer_engine", lambda *_: None)
     batch = row()
     attention = PackedAttention(None, 1, kernel)
     assert_same(batch, attention, inputs(len(batch.tokens), 6, 2, torch.float32), rotates=False)

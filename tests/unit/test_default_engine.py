@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from specrl.config import Config, EngineConfig
-from specrl.distributed.ranks import KERNELS
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.default_engine import (
     DefaultEngine,
@@ -43,7 +42,6 @@ def test_its_processes_find_no_llvmlite_when_they_start() -> None:
 def test_its_environment_is_the_users() -> None:
     ours = {
         **ENVIRONMENT,
-        **KERNELS,
         BATCH_INVARIANT: "1",
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -52,7 +50,7 @@ def test_its_environment_is_the_users() -> None:
     }
     theirs = default_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
-    assert not {*KERNELS, BATCH_INVARIANT} & set(theirs)
+    assert not {BATCH_INVARIANT} & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
     chosen = default_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands

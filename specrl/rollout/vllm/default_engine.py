@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from specrl.config import Config
-from specrl.distributed.ranks import KERNELS
 from specrl.processes import cpu_seconds, end_with_parent
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.cpu_kernels import STOCK
@@ -228,7 +227,7 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 def default_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a default engine: this process's, without those that are meant for its own engine."""
-    own = ENVIRONMENT | KERNELS | {BATCH_INVARIANT: "1"}
+    own = ENVIRONMENT | {BATCH_INVARIANT: "1"}
     ours = {name: value for name, value in own.items() if name not in KEPT_VARIABLES}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if ours.get(name) != value}

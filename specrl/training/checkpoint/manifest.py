@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from torch import Tensor
+
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.training.checkpoint.files import wrong_block
-from specrl.training.checkpoint.pieces import Piece
+from specrl.training.pieces import Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-MASTER = "master"
-KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
 
 
 class CheckpointError(ValueError):
@@ -57,18 +57,34 @@ class Manifest:
     """The fields of `KvScales`; None without an FP8 KV cache."""
 
 
-def stored_name(kind: str, piece: Piece) -> str:
-    (first, last), (left, right) = piece.rows, piece.columns
-    return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
+class StoredPolicy:
+    """Reads the policy in the files of a checkpoint, by rectangles of its tensors in whatever layout."""
 
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        self._files: dict[str, Any] = {}
+        for file in manifest.files:
+            for piece in file.pieces:
+                self._held[piece.tensor].append((file.name, piece))
 
-def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
-    """The pieces of each tensor of the policy, each with the name of the file that holds it."""
-    held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-    for file in manifest.files:
-        for piece in file.pieces:
-            held[piece.tensor].append((file.name, piece))
-    return held
+    def read(self, wanted: Piece, into: Mapping[str, Tensor]) -> None:
+        """Fill matrices with what is stored of a rectangle, by the names in `KINDS`."""
+        missing = wanted.size
+        for name, stored in self._held[wanted.tensor]:
+            common = wanted.overlap(stored)
+            if common is None:
+                continue
+            for kind, matrix in into.items():
+                part = self.file(name).get_slice(stored_name(kind, stored))[common.inside(stored)]
+                matrix[common.inside(wanted)].copy_(part)
+            missing -= common.size
+        assert not missing, f"{missing} elements of {wanted} are in no file of {self._folder}"
+
+    def file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, framework="pt")
+        return self._files[name]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

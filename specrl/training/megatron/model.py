@@ -27,9 +27,7 @@ from torch import Tensor
 from specrl.models.checks.config import check_config, llama3_factor
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
 from specrl.training.gather import rows_of
-from specrl.training.megatron.attention.kernel import PackedAttention
-from specrl.training.megatron.attention.layout import row_layout
-from specrl.training.megatron.attention.local import Rotary, RotaryAttention
+from specrl.training.megatron.attention import PackedAttention, Rotary, RotaryAttention, row_layout
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -16,7 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
-from specrl.training.checkpoint.manifest import KINDS, MASTER
+from specrl.training.megatron.weights import WeightMap, bands
+from specrl.training.pieces import KINDS, MASTER, Shard, cut
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
@@ -150,3 +151,22 @@ class PolicyOptimizer:
             found = {int(group["step"]) for group in groups if group["params"] and "step" in group}
         assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
         return found.pop() if found else 0
+
+
+def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
+    """What this rank holds of each parameter of its part of the model; the tensors are not copies."""
+    own = dict(model.named_parameters())
+    shards = []
+    for parameter in weights.parameters:
+        if not parameter.is_here:
+            continue
+        held = optimizer.share_of(own[parameter.name])
+        if held is None:
+            continue
+        (start, stop), state = held
+        rank, size = parameter.place
+        pieces = cut(bands(weights, parameter, rank, size), start, stop)
+        length = sum(piece.size for piece in pieces)  # what follows is the padding of the vocabulary
+        is_written = not parameter.is_copy and (parameter.split != "none" or rank == 0)
+        shards.append(Shard(tuple(pieces), {name: flat[:length] for name, flat in state.items()}, is_written))
+    return shards

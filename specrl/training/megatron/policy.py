@@ -28,11 +28,9 @@ from transformers import AutoConfig
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
-from specrl.models.hf_io import write_model
+from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
-from specrl.training.checkpoint.pieces import Shard
-from specrl.training.checkpoint.policy_folder import mtp_layers
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
@@ -47,9 +45,9 @@ from specrl.training.megatron.model import (
     check_supported,
     transformer_config,
 )
-from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
+from specrl.training.megatron.optimizer import PolicyOptimizer, policy_shards, wrap
 from specrl.training.megatron.routing import RoutingReplay
-from specrl.training.megatron.shards import policy_shards, tensor_shapes
+from specrl.training.pieces import Shard
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
@@ -196,7 +194,7 @@ class Policy:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every Hugging Face tensor that is trained, by its name."""
-        return tensor_shapes(self._weights)
+        return weights.tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
         """This rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""

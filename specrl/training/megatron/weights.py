@@ -29,6 +29,7 @@ from specrl.models.families import (
     head_dim,
 )
 from specrl.models.hf_io import TensorReader
+from specrl.training.pieces import Band, Piece
 
 Split = Layout | Literal["none", "vocabulary"]
 """How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
@@ -320,3 +321,38 @@ def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader,
         raise ValueError(
             f"{', '.join(parameter.hf)} in {directory}: merged shape {found}, but config.json says {expected}"
         )
+
+
+def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
+    """The shape of every Hugging Face tensor that the model is made of, by its name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter in weights.parameters:
+        for band in bands(weights, parameter, 0, 1):
+            name, rows = band.piece.tensor, band.piece.rows[1]
+            shapes[name] = (rows, *parameter.shape[1:])  # a tensor's last band has its last row
+    return shapes
+
+
+def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> list[Band]:
+    """Which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are."""
+    rows, width = parameter.shape[0], parameter.shape[1] if len(parameter.shape) > 1 else 1
+    if parameter.split == "none":
+        return [Band(0, Piece(parameter.hf[0], (0, rows), (0, width)))]
+    if parameter.split == "columns":
+        step = width // size
+        return [Band(0, Piece(parameter.hf[0], (0, rows), (rank * step, (rank + 1) * step)))]
+    if parameter.split == "vocabulary":
+        step = rows // size
+        last = min((rank + 1) * step, weights.vocab_size)
+        return [Band(0, Piece(parameter.hf[0], (rank * step, last), (0, width)))] if rank * step < last else []
+    if parameter.split == "gate_up":
+        groups, heights = 1, [rows // 2 // size] * 2
+    else:
+        groups = weights.num_groups // size
+        heights = [rows // weights.num_groups - 2 * weights.head_dim, weights.head_dim, weights.head_dim]
+    found, first = list[Band](), 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for name, height in zip(parameter.hf, heights, strict=True):
+            found.append(Band(first, Piece(name, (group * height, (group + 1) * height), (0, width))))
+            first += height
+    return found

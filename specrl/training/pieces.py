@@ -12,6 +12,10 @@ from math import prod
 
 from torch import Tensor
 
+MASTER = "master"
+KINDS = (MASTER, "exp_avg", "exp_avg_sq")
+"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -42,6 +46,11 @@ class Piece:
         """The rows and columns of this rectangle, counted from the corner of one that contains it."""
         row, column = outer.rows[0], outer.columns[0]
         return slice(self.rows[0] - row, self.rows[1] - row), slice(self.columns[0] - column, self.columns[1] - column)
+
+
+def stored_name(kind: str, piece: Piece) -> str:
+    (first, last), (left, right) = piece.rows, piece.columns
+    return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""Attention over a flat row of segments: Transformer Engine's variable-length kernels, or PyTorch's own.
+
+Megatron hands `MicroBatch.segments` to every layer in the place of an attention mask, also where activations are
+computed again in the backward pass, when another micro-batch may have passed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine as extension
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+KERNEL_CAPABILITY = (9, 0)
+"""The first generation of GPUs (Hopper) on which cuDNN's kernels take variable lengths."""
+
+Observe = Callable[[Tensor, Tensor, Tensor], None]
+"""A function of rotated queries, rotated keys and values, [1, heads, tokens, width] each."""
+
+
+class Segment(NamedTuple):
+    """Tokens that attend to each other causally, and to all tokens of a prefix; see `MicroBatch.segments`."""
+
+    start: int
+    stop: int
+    prefix_start: int
+    prefix_stop: int
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return self.stop - self.start
+
+    @property
+    def num_keys(self) -> int:
+        """The number of tokens that the last token attends to."""
+        return self.length + self.prefix_stop - self.prefix_start
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The segments of a flat row, and what follows from them."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each token in its sequence, [tokens] int64: a segment continues behind its prefix."""
+        parts = [torch.arange(each.num_keys - each.length, each.num_keys) for each in self.segments]
+        return torch.cat(parts).to(self.device)
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens that one attends to."""
+        return max(each.num_keys for each in self.segments)
+
+    @cached_property
+    def keys(self) -> Tensor | None:
+        """The place of every key, segment by segment, [keys] int64; None if they are the row as it is."""
+        if all(each.num_keys == each.length for each in self.segments):
+            return None
+        ranges = [
+            torch.arange(*part)
+            for each in self.segments
+            for part in ((each.prefix_start, each.prefix_stop), (each.start, each.stop))
+        ]
+        return torch.cat(ranges).to(self.device)
+
+    @cached_property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The cumulative numbers of queries and of keys, [segments + 1] int32 each, as variable-length kernels want."""
+        queries = accumulate((each.length for each in self.segments), initial=0)
+        keys = accumulate((each.num_keys for each in self.segments), initial=0)
+        first, second = (torch.tensor(list(each), dtype=torch.int32) for each in (queries, keys))
+        return first.to(self.device), second.to(self.device)
+
+    @property
+    def most_queries(self) -> int:
+        """The length of the longest segment."""
+        return max(each.length for each in self.segments)
+
+
+def row_layout(segments: Tensor, device: torch.device) -> RowLayout:
+    """The layout of a row, the same object for the same segments, so that its tensors are made once."""
+    return _row_layout(tuple(Segment(*row) for row in segments.tolist()), device)
+
+
+@lru_cache(maxsize=32)
+def _row_layout(segments: tuple[Segment, ...], device: torch.device) -> RowLayout:
+    return RowLayout(segments, device)
+
+
+class Rotary:
+    """The cosines and sines of the rotary embedding (Su et al., 2021), which rotates halves against each other."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self._frequencies = frequencies.float()  # [width / 2]
+
+    @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
+    def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
+        angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` [..., tokens, width] by the angles of its tokens, [tokens, width / 2]."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+    """PyTorch's attention, [tokens, 1, heads x width], given [heads, tokens, width] and [groups, tokens, width]."""
+    # Repeated, because kernels for float32 on GPUs take no groups.
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    lengths = [segment.length for segment in layout.segments]
+    parts = []
+    for segment, *own in zip(layout.segments, *(torch.split(x[None], lengths, 2) for x in (q, k, v)), strict=True):
+        query, key, value = own
+        if segment.num_keys == segment.length:
+            parts.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+            continue
+        before = slice(segment.prefix_start, segment.prefix_stop)
+        keys, values = (torch.cat((x[None, :, before], y), 2) for x, y in ((k, key), (v, value)))
+        mask: Any = causal_lower_right(segment.length, segment.num_keys)
+        parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask))
+    return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
+
+
+@lru_cache(maxsize=8)
+def _angles(rotary: Rotary, layout: RowLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(layout.longest, dtype, layout.device)
+    return cos[layout.positions], sin[layout.positions]
+
+
+class RotaryAttention(torch.nn.Module):
+    """Megatron's `core_attention` over a flat row, which rotates queries and keys too."""
+
+    def __init__(self, config: Any, rotary: Rotary, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.observe: Observe | None = None
+        """A function called in each forward pass, with rotated queries and what the engine's KV cache would hold."""
+        self._rotary = rotary
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+        """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
+        layout: RowLayout = row_layout(attention_mask, query.device)
+        q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))
+        q, k = (rotate(x, *_angles(self._rotary, layout, x.dtype)) for x in (q, k))
+        if self.observe is not None:
+            self.observe(q.detach()[None], k.detach()[None], v.detach()[None])
+        return attend(q, k, v, layout)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
+"""A function of queries [tokens, heads, width] and, gathered as in `RowLayout.keys`, keys and values
+[keys, groups, width] that returns [tokens, heads x width]."""
+
+
+class PackedAttention(torch.nn.Module):
+    """Megatron's `core_attention` over a flat row, whose queries and keys come rotated.
+
+    A shared prompt's keys and values are gathered for each of its responses, so that every segment is one item of the
+    kernel's batch, whose causal mask is aligned at the bottom right. There is no kernel for float32 and for GPUs before
+    Hopper; there the attention is PyTorch's.
+    """
+
+    def __init__(self, config: Any, layer_number: int, kernel: Kernel | None = None, **_: Any) -> None:
+        super().__init__()
+        self._kernel = kernel or _transformer_engine(config, layer_number)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+        """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
+        layout = row_layout(attention_mask, query.device)
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if self._kernel is None:
+            return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), layout)
+        if layout.keys is not None:
+            k, v = k[layout.keys], v[layout.keys]  # whose backward pass adds up in a fixed order
+        return self._kernel(q, k, v, layout).reshape(len(q), 1, -1)
+
+
+def _transformer_engine(config: Any, layer_number: int) -> Kernel | None:
+    if config.params_dtype == torch.float32 or torch.cuda.get_device_capability() < KERNEL_CAPABILITY:
+        return None
+    module = extension.te.pytorch.DotProductAttention(
+        num_attention_heads=config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        num_gqa_groups=config.num_query_groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal_bottom_right",
+        tp_size=config.tensor_model_parallel_size,
+        layer_number=layer_number,
+        attention_type="cross",
+    )
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+        queries, keys = layout.ends
+        result: Tensor = module(
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            cu_seqlens_q=queries,
+            cu_seqlens_kv=keys,
+            max_seqlen_q=layout.most_queries,
+            max_seqlen_kv=layout.longest,
+            attn_mask_type="padding_causal_bottom_right",
+        )
+        return result
+
+    return kernel
