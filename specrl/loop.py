@@ -19,7 +19,6 @@ from specrl.distributed import Ranks
 from specrl.events import SIGNAL, record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
-from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
@@ -36,6 +35,7 @@ from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
+from specrl.validation.precision import PrecisionMonitor
 from specrl.validation.signal import PATIENCE, lost_signals
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation

@@ -15,13 +15,13 @@ from specrl.tracking import Tracker, stage_run
 from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,
+    calibration_data,
     layer_details,
     recipe_from,
     write_layers,
 )
-from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import SwitchableLinears
 from specrl.training.calibration.plots import plot_errors, plot_kl
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
@@ -36,7 +36,7 @@ def main(context: StageContext) -> None:
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
-        switch = SwitchableLinears(power_of_two=config.precision.scales == "power_of_two")
+        switch = LinearPrecision(emulates=True, power_of_two=config.precision.scales == "power_of_two")
         with logs.phase("loading of the policy"):
             policy = Policy(
                 policy_dir,

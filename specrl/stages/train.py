@@ -22,7 +22,6 @@ from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
-from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import Recipe, check_shards, load_recipe
 from specrl.progress import Progress
 from specrl.rollout.bubbles.coordinator import EngineRank
@@ -40,6 +39,7 @@ from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
+from specrl.validation.precision import PrecisionMonitor
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 

@@ -104,7 +104,7 @@ class EmulatedLinear:
         moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
         """
         weight: Tensor = self.module.weight.detach()
-        if self._source is None or not torch.equal(_bits(weight), _bits(self._source)):
+        if self._source is None or not torch.equal(weight, self._source):
             self._source = weight.clone()
             self._quantised = self.quantise_weight()
             self.num_weight_quantisations += 1
@@ -231,13 +231,16 @@ def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = F
 class LinearPrecision:
     """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
 
-    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so.
+    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so. With
+    `emulates` it is an emulation on GPUs too, in which single layers can be switched.
     """
 
-    def __init__(self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False) -> None:
+    def __init__(
+        self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False, emulates: bool = False
+    ) -> None:
         self.bf16_layers = frozenset(bf16_layers)
         self.power_of_two = power_of_two
-        self.is_native = torch.cuda.is_available()
+        self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
         """All linear layers of this rank by name, where Transformer Engine computes them."""
@@ -262,6 +265,11 @@ class LinearPrecision:
             return
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
 
+    def set_fp8(self, names: Collection[str]) -> None:
+        """Let exactly these layers compute in emulated FP8; names of layers that other ranks hold are ignored here."""
+        for name, linear in self.linears.items():
+            linear.active = layer_of(name) in names
+
     def assert_quantised(self, *, trained: bool = False) -> None:
         """Raise NotQuantisedError unless every layer that should has computed in FP8, with its present weight.
 
@@ -284,10 +292,3 @@ class LinearPrecision:
                 )
             if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
                 raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, the widest that fit: they compare faster, and NaN equals itself."""
-    flat = tensor.reshape(-1)
-    fits = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
-    return flat.view(torch.int64 if fits else torch.int16)

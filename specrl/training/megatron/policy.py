@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
 from specrl.training.megatron.export import export
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.model import (
     DTYPES,
     HeadInput,
@@ -59,16 +60,6 @@ again. The same is true of the metrics.
 """
 FP8_TOKENS = 16
 """Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
-
-
-class LinearArithmetic(Protocol):
-    """Changes the arithmetic of a model's linear layers in place, to FP8 for instance."""
-
-    is_native: bool
-    """Whether Transformer Engine computes in FP8, on a GPU; otherwise Megatron's local layers emulate it."""
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Change the layers of this rank's part of the model; the policy calls it once, before it is used."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class Policy:
         ranks: Ranks,
         trainable: bool = True,
         seed: int,
-        fp8: LinearArithmetic | None = None,
+        fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
     ) -> None:
         """Load a Hugging Face directory (collective).
@@ -155,7 +146,7 @@ class Policy:
         else:
             self.model.eval().requires_grad_(False)
 
-    def _load(self, fp8: LinearArithmetic | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
+    def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
         cuda = self.ranks.device.type == "cuda"
         if fp8 is not None and not fp8.is_native:
             cuda = False  # Megatron's local layers, on whatever device

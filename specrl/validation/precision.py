@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+
+import pyarrow as pa
 
 from specrl.config import Config
 from specrl.distributed import Ranks
-from specrl.precision.gate import check_agreement
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.mismatch import MismatchSums
 from specrl.precision.recipe import KvScales, Mode
+from specrl.rollout.engine import Engine
 from specrl.timeline import Timer
+from specrl.training.megatron.fp8 import LinearPrecision
+
+MOST_ROWS = 12
+"""The largest number of layers that an error message lists."""
 
 
-class GenerationPrecision(Protocol):
-    """The part of the rollout engine that the monitor uses."""
-
-    def assert_quantised(self) -> None:
-        """Raise NotQuantisedError unless the engine computed in FP8 where it should."""
-
-
-class TrainingPrecision(Protocol):
-    """The part of the trainer's FP8 linear layers that the monitor uses."""
-
-    @property
-    def mode(self) -> Mode:
-        """How they compute FP8."""
-        ...
-
-    def assert_quantised(self, *, trained: bool) -> None:
-        """Raise NotQuantisedError unless the layers computed in FP8 where they should."""
+class EngineMismatchError(RuntimeError):
+    """Training and generation disagree by more than the run allows."""
 
 
 class PrecisionMonitor:
@@ -40,18 +31,12 @@ class PrecisionMonitor:
         self,
         config: Config,
         ranks: Ranks,
-        generation: GenerationPrecision,
-        training: TrainingPrecision | None,
+        generation: Engine,
+        training: LinearPrecision | None,
         kv_observer: KvObserver | None,
         layers_path: Path,
     ) -> None:
-        """Monitor one rank.
-
-        Args:
-            training: The trainer's linear layers; None where it computes in BF16 or FP32.
-            kv_observer: None where the KV cache is not in FP8.
-            layers_path: The calibration's table of layers, which the error quotes when the engines disagree.
-        """
+        """Take None for the trainer's layers where none is in FP8, and for the observer where the KV cache is not."""
         self._config, self._ranks = config, ranks
         self._generation, self._training, self._kv_observer = generation, training, kv_observer
         self._layers_path = layers_path
@@ -91,3 +76,34 @@ class PrecisionMonitor:
         metrics = mismatch.over(self._ranks).metrics()
         check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)
         return metrics
+
+
+def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
+    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN.
+
+    Without `mismatch/bulk_error` nothing was trained on, and there is nothing to check.
+    """
+    error = metrics.get("mismatch/bulk_error")
+    if error is None or error <= limit:
+        return
+    raise EngineMismatchError(
+        f"token_mult_prob_error is {error:.4f} without the largest thousandth of the tokens "
+        f"(KL {metrics['mismatch/kl']:.4f} nats per token): training and generation disagree by more than "
+        f"precision.max_token_mult_prob_error = {limit:g}. Lower precision.max_kl, so that more "
+        "layers stay in BF16, or use the same precision for both. The calibration measured:\n"
+        f"{layer_table(layers_path)}"
+    )
+
+
+def layer_table(layers_path: Path) -> str:
+    """As text, a table of the layers that change the model's output most when they alone are in FP8."""
+    with pa.ipc.open_file(str(layers_path)) as reader:
+        rows = reader.read_all().to_pylist()
+    rows.sort(key=lambda row: -row["kl_alone"])
+    lines = [f"{'layer':24} {'precision':9} {'error':>7} {'KL alone':>10} {'amax':>9}"]
+    lines += [
+        f"{row['name']:24} {row['precision']:9} {row['relative_error']:7.2%} {row['kl_alone']:10.2e} "
+        f"{row['activation_amax_max']:9.3g}"
+        for row in rows[:MOST_ROWS]
+    ]
+    return "\n".join([*lines, f"... {len(rows) - MOST_ROWS} more in {layers_path}"] if len(rows) > MOST_ROWS else lines)
