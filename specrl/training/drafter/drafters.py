@@ -43,7 +43,7 @@ def load_drafter(config: Config, drafter_dir: Path, policy_dir: Path, ranks: Ran
 def save_drafter(drafter: Drafter, policy: Policy, directory: Path, policy_version: int) -> None:
     """Write an EAGLE-3 directory, or the whole policy with its multi-token-prediction layer (collective)."""
     if isinstance(drafter.model, Mtp):
-        policy.save_pretrained(directory, drafter.named_weights(), drafter.position_keys)
+        policy.save_pretrained(directory, drafter.named_weights())
     elif policy.ranks.is_first:
         drafter.save(directory, policy_version)
 

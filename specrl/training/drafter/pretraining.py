@@ -49,7 +49,7 @@ def pretrain(
     area = max(policy.ranks.gather(sum(feature_area(batch) for batch in batches)))
     fit = area <= config.max_tokens_per_window
     features = features_of(batches) if fit else FeatureStream(len(batches), stream)
-    return drafter.update(features, lr=lr, epochs=config.epochs, on_progress=on_progress, boundaries=checkpoints)
+    return drafter.update(features, lr=lr, epochs=config.epochs, on_progress=on_progress, checkpoints=checkpoints)
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:

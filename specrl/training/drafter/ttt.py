@@ -236,13 +236,6 @@ class Tally:
         self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
-    def reached(self) -> Tensor:
-        """The numbers of chains at each step, and of those whose tokens before it are all right: `[2, steps]`."""
-        right = self._matches.cumprod(1)
-        chains = torch.tensor([len(alive) for alive in self._batch.alive], device=right.device)
-        before = [right[alive, step].sum() for step, alive in enumerate(self._batch.alive[1:])]
-        return torch.stack([chains, torch.stack([chains[0], *before])]).double()
-
     def sums(self) -> Tensor:
         """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.
 

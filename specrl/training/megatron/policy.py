@@ -254,18 +254,16 @@ class Policy:
         self,
         directory: Path,
         mtp_layer: Iterable[tuple[str, Tensor]] = (),
-        keys: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
 
         Args:
             mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
-            keys: Entries of `config.json` beside those that the model was loaded with.
         """
         trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
-        write_model(directory, self.model_dir, chain(own, others), self.dtype, keys, writes=self.ranks.is_first)
+        write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
     @contextmanager
