@@ -42,8 +42,7 @@ class Ranks:
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """The values of all ranks, in rank order, on every rank (collective); a thread needs a group of its own.
 
-        Values are pickled and every rank holds all of them, which suits a few numbers, counters and error messages.
-        Whatever grows with the number of responses or tokens travels as arrays, see `specrl.distributed.arrays`.
+        They are pickled, for a few numbers and messages: what grows with responses or tokens travels as arrays.
         """
         if self.world_size == 1:
             return [value]

@@ -24,18 +24,11 @@ def serve_arguments(
     *,
     files: Path | None = None,
 ) -> list[str]:
-    """The words of the `vllm serve` command that uses the drafter.
+    """The words of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 
     With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
     without GPUs is then served as its engine generated, with a KV cache of the same size; vLLM would take nearly all
-    memory of the machine.
-
-    Args:
-        policy: The policy's directory or hub id.
-        drafter_dir: The drafter's directory; the same as `policy` where a layer of the policy drafts.
-        k: The number of tokens drafted per iteration.
-        config: The run's configuration; None leaves the rest to vLLM.
-        files: Where the drafter's files are now, if they are not in `drafter_dir` yet.
+    memory of the machine. A drafter directory that is the policy's stands for a layer of the policy.
     """
     speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:
@@ -78,14 +71,7 @@ def model_card(
     command: str,
     about: str = "",
 ) -> str:
-    """The card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
-
-    Every figure in it was measured by this run.
-
-    Args:
-        command: The command that serves the exported directory.
-        about: A paragraph about what departs from the trained drafter.
-    """
+    """The card as Markdown, with a paragraph `about` what departs from the trained drafter; all figures are this run's."""
     data, temperature = _data(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [

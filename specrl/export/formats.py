@@ -50,11 +50,7 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(name: str) -> Format:
-    """A format.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
+    """A format; raise ConfigError if there is none of that name."""
     if name not in FORMATS:
         raise ConfigError(f"--format {name}: allowed are {', '.join(FORMATS)}, and policy")
     return FORMATS[name]

@@ -48,11 +48,7 @@ SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e
 
 
 def find_scheme(name: str) -> Scheme:
-    """A scheme.
-
-    Raises:
-        ConfigError: There is no such scheme.
-    """
+    """A scheme; raise ConfigError if there is none of that name."""
     if name not in SCHEMES:
         raise ConfigError(f"--quantize {name}: allowed are {', '.join(SCHEMES)}")
     return SCHEMES[name]
@@ -72,12 +68,7 @@ def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -
 
 
 def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Round a weight `[out, in]` to 8 bits.
-
-    Returns:
-        The rounded weight, int8 or float8_e4m3fn `[out, in]`, and the scales, float32 `[out, 1]`. Their product
-        approximates the weight.
-    """
+    """A weight `[out, in]` rounded to 8 bits, and its scales, float32 `[out, 1]`: the product approximates it."""
     if scheme.kind == "float":
         return quantise(weight, (1, weight.shape[1]))
     values = weight.float()
@@ -105,11 +96,7 @@ def quantisation_config(scheme: Scheme) -> dict[str, Any]:
 
 
 def quantisation_paragraph(scheme: Scheme, original: Path) -> str:
-    """What the model card says of the quantisation.
-
-    Args:
-        original: The folder of the drafter that was quantised.
-    """
+    """What the model card says of the quantisation of the drafter in the folder `original`."""
     return f"""The linear layers of its decoder have {scheme.words} weights, in the layout of `compressed-tensors`: each
 rounded to the nearest, with one scale per output channel and without calibration. What they read is quantised while
 serving, with one scale per token. Norms, head and `fc` are not quantised. The figures below were measured before the

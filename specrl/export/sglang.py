@@ -35,11 +35,7 @@ def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
 
 
 def write_sglang(drafter: ExportedDrafter, directory: Path) -> None:
-    """Write `directory` as SGLang loads it.
-
-    Raises:
-        ValueError: SGLang would compute something else than the drafter was trained to.
-    """
+    """Write `directory` as SGLang loads it; raise ValueError if it would compute something else."""
     config = sglang_config(drafter.config, drafter.policy_config["num_hidden_layers"])
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {sglang_name(name): tensor for name, tensor in TensorReader(drafter.directory).items()}
@@ -57,15 +53,9 @@ def sglang_name(name: str) -> str:
 
 
 def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The contents of SGLang's `config.json`, given those of the EAGLE-3 directory's.
+    """SGLang's `config.json`, given the EAGLE-3 directory's and the number of the policy's layers; see `write_sglang`.
 
     SGLang names a feature by the layer that it leaves, in `eagle_config`, and not by the one that it enters.
-
-    Args:
-        num_layers: The number of the policy's layers.
-
-    Raises:
-        ValueError: See `write_sglang`.
     """
     layers = eagle3[LAYERS]
     reasons = {

@@ -46,11 +46,7 @@ WINDOW_KEYS = ("sliding_window", "layer_types")
 
 
 def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
-    """Write `directory` in the format of `speculators`.
-
-    Raises:
-        ValueError: The library or vLLM could not load such a drafter from this format.
-    """
+    """Write `directory` in the format of `speculators`; raise ValueError if it or vLLM could not load the drafter."""
     config = speculators_config(drafter)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {

@@ -36,11 +36,7 @@ class KvObserver:
     """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """Watch the attention layers of this rank's part of a model of `num_layers` layers.
-
-        Args:
-            training_only: Whether to leave out passes that do not train, such as the parity probe's.
-        """
+        """Watch this rank's attention layers; with `training_only` not in the parity probe's passes, for instance."""
         self.training_only = training_only
         """Whether the policy must leave out passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)

@@ -32,13 +32,9 @@ On older ones vLLM would use kernels that leave activations in BF16.
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
-    """Check that the trainer can compute in native FP8 where it has a GPU, and set the kind of scales.
+    """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set the kind of scales.
 
     It must be called before Transformer Engine is used.
-
-    Raises:
-        ValueError: There is no GPU although native FP8 is asked for, or the GPU, its packages, the environment or the
-            size of the model's heads do not allow native FP8.
     """
     if not torch.cuda.is_available():
         if config.hardware == "native":

@@ -83,11 +83,7 @@ def main(context: StageContext) -> None:
 
 
 def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
-    """Write the drafter of `drafter.source` in specrl's own layout, and say what was found; return its folder.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """Write the drafter of `drafter.source` in specrl's own layout; return its folder; raise ValueError if it cannot."""
     start = context.continues
     if not context.config.adopts_drafter or (start is not None and start.has_drafter):
         return None

@@ -174,16 +174,7 @@ def pretrain_drafter(
     """Train the drafter on the features of the policy's responses and write its directory (collective).
 
     With `drafter.epochs = 0` it is measured on them and stays as it is. A policy's own multi-token-prediction layer
-    starts from its present weights, and its directory holds the whole policy.
-
-    Args:
-        rollouts: The responses of all ranks.
-
-    Returns:
-        The metrics of `Drafter.update`.
-
-    Raises:
-        LeftJobError: The ranks have left their job between two steps; another job goes on from there.
+    starts from its present weights, and its directory holds the whole policy. Raises LeftJobError between two steps.
     """
     config = context.config
     prepared = context.input("prepare", PrepareResult)

@@ -197,11 +197,7 @@ def training_precision(config: Config, recipe: Recipe | None) -> LinearPrecision
 
 
 def check_precision(config: Config, policy_dir: Path) -> None:
-    """Refuse FP8 that this device or this layout does not have, before any weights are read.
-
-    Raises:
-        ValueError: The message is one line that names the key.
-    """
+    """Raise ValueError for FP8 that this device or this layout does not have, before any weights are read."""
     precision, hf = config.precision, AutoConfig.from_pretrained(policy_dir)
     if precision.training == "fp8":
         native.check_training(hf, precision)

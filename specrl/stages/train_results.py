@@ -34,11 +34,7 @@ BEST_FOLDER, CURVE_PICTURE = "best", "validation.svg"
 
 
 def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker, seconds: float) -> None:
-    """Save the last and the best policy, each with its drafter; write the result file last (collective).
-
-    Args:
-        last: The number of steps that the last policy was trained for.
-    """
+    """Save the policy after `last` steps and the best one, with their drafters; the result comes last (collective)."""
     folder, records = context.stage_dir, read_steps(trainer.recorder.steps_dir)
     write_next_step(folder, last, trainer.ranks, trainer.generator, trainer.engine)
     with logs.phase("writing of policy and drafter"):

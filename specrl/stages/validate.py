@@ -87,12 +87,7 @@ def answer_all(
     progress: Progress,
     phase: str,
 ) -> tuple[list[SetScore], SpeculationStats]:
-    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
-
-    Args:
-        step: The number of RL steps that the policy has been trained for.
-        phase: The name under which progress is reported.
-    """
+    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective)."""
     found = []
     with logs.phase(phase):
         for chosen in sets:
@@ -107,11 +102,7 @@ def answer_all(
 def check_exactness(
     engine: Engine, prompts: list[Prompt], config: Config, tracker: Tracker, progress: Progress
 ) -> ExactnessResult:
-    """Compare speculation with plain decoding on the real policy; every rank does the same work.
-
-    Raises:
-        ExactnessError: A gate failed; the figures are in MLflow by then.
-    """
+    """Compare speculation with plain decoding on the real policy; raise ExactnessError after logging the figures."""
     progress.update(0, 1, phase="exactness")
     origin = Origin(derive_seed(config.seed, "exactness"), step=0)
     requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: config.validate_.exactness_prompts]]
@@ -125,12 +116,7 @@ def check_exactness(
 
 
 def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:
-    """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
-
-    Args:
-        following: The training step that would come next: its requests are timed, with the text that it would find.
-            What training had learned of drafts and their times is learned anew, within the measured time.
-    """
+    """One matched pair for each of `validate.speed_batches`, on the training step that would come next (collective)."""
     if not engine.speculates:
         return []
     settings = config.validate_

@@ -124,14 +124,8 @@ def pack(
     """Lay sequences out in micro-batches of at most `tokens_per_micro_batch` tokens, or of one sequence.
 
     Sequences with the same prompt share it, unless they do not fit together or are more than `MOST_SHARING`. The
-    longest come first, so that memory peaks at the beginning. The same sequences give the same micro-batches.
-
-    Args:
-        counts_repeated: Whether a shared prompt counts for each of its responses. Then a micro-batch has no more
-            responses than without sharing, as one on which a drafter makes an optimizer step must not.
-
-    Raises:
-        ValueError: One of the two numbers is below 1.
+    longest come first, so that memory peaks at the beginning. With `counts_repeated` a shared prompt counts for each of
+    its responses: a drafter makes an optimizer step on a micro-batch, which sharing must not make larger.
     """
     if tokens_per_micro_batch < 1 or pad_multiple < 1:
         raise ValueError(

@@ -45,12 +45,10 @@ class RolloutBatch:
         engine_size: int = 1,
         prompt_places: Mapping[int, int] | None = None,
     ) -> RolloutBatch:
-        """Gather the numbers of the rollouts of all engines (collective).
+        """Gather the numbers of the rollouts of all engines, of `engine_size` ranks each (collective).
 
-        Args:
-            rollouts: Those of this rank's engine, whose ranks have the same ones; what counts is its first rank's.
-            engine_size: The number of consecutive ranks that are one engine.
-            prompt_places: The place of each prompt, by its id; by default rollouts are in the order of the ranks.
+        They are in the order of `prompt_places`, by the prompt's id, or else of the ranks; an engine's first rank
+        speaks.
         """
         speaks = ranks.rank % engine_size == 0
         columns, origin = gather_columns(ranks, _numbers(rollouts if speaks else []))

@@ -59,12 +59,9 @@ class Sample:
 def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[int]], bool]) -> list[int]:
     """Which items to take so that the sample's lengths are spread as those of all items are, the longest first.
 
-    The items are sorted by length and taken at equal distances (a systematic sample): each is as likely as any other,
-    and of every range of lengths the sample has its share, up to one item.
-
-    Args:
-        offset: Where the first item is taken, from 0 to less than 1 of the distance.
-        fits: Whether a sample is small enough. One of a single item is taken in any case.
+    The items are sorted by length and taken at equal distances, from `offset` of the first distance on (a systematic
+    sample): each is as likely as any other, and every range of lengths has its share, up to one item. One is taken even
+    if it does not fit.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 

@@ -130,10 +130,8 @@ def deal_groups(
 ) -> list[list[int]]:
     """Deal rollouts in shares of nearly equal numbers of tokens to compute, a shared prompt counted once.
 
-    Groups stay whole if no finer division makes the largest share smaller. Every rank comes to the same result.
-
-    Args:
-        homes: By number, the share that a rollout is in already.
+    Groups stay whole if no finer division makes the largest share smaller. `homes` is the share that each is in
+    already.
     """
     groups: dict[int, list[int]] = {}
     for number in numbers:

@@ -80,11 +80,7 @@ def update_policy(
     """Train the policy on the groups that carry signal (collective).
 
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
-    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them. With fewer groups than
-    `updates_per_step` there are as many updates as groups.
-
-    Args:
-        spec: The features that the drafter is trained on; with None, no features are kept.
+    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
     """
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)

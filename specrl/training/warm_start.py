@@ -28,8 +28,7 @@ def warm_start(
 ) -> tuple[float, float]:
     """Train the policy once on each of `warm_start.num_examples` demonstrations (collective).
 
-    Returns:
-        The cross-entropy of the first and of the last tenth of the steps, nats per response token.
+    The cross-entropy of the first and of the last tenth of the steps comes back, in nats per response token.
     """
     batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
     losses = []

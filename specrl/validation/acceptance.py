@@ -21,9 +21,6 @@ def measure_acceptance(
     """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
 
     Each prompt is answered once, with the seed that validation gives its first response.
-
-    Args:
-        on_progress: A function that is called as `on_progress(measured, total)` before each measurement.
     """
     asked = [
         (chosen, temperature)

@@ -37,11 +37,7 @@ class HeldOutSet:
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
-    """The sets of `validate.sets` in their order.
-
-    Raises:
-        ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
-    """
+    """The sets of `validate.sets` in their order; raise ConfigError if one is wrong or has too few problems."""
     found = []
     for name, chosen in config.validate_.held_out_sets.items():
         found.append(HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen))
@@ -62,16 +58,8 @@ def answer(
     """Answer a held-out set with the policy in the engine; return its scores and the counters of drafts (collective).
 
     The seeds belong to validation alone and are the same whatever the policy, so that versions are compared on equal
-    terms. Speculation changes no response (invariant 1), so that scores with and without it are the same.
-
-    Args:
-        rewards: The pool that computes the rewards; None on ranks whose engine has another first rank.
-        step: The number of RL steps that the policy has been trained for.
-        learn: As in `Engine.generate`.
-        last: The responses of the last validation, to draft from; they are replaced by those of this one.
-
-    Raises:
-        RewardError: The reward fails on every response.
+    terms. `last` holds the responses of the last validation, to draft from, and then these. Raises RewardError if the
+    reward fails on every response.
     """
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
@@ -104,13 +92,7 @@ def answer(
 
 
 def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
-    """What the scores need of all responses, prompts in the order of the set (collective).
-
-    Args:
-        rollouts: The responses of this rank's engine, of which each `samples` belong to one prompt; the ranks of an
-            engine but the first have none.
-        num_engines: The number of engines, to which the prompts were dealt in turn.
-    """
+    """The responses of all engines, to which prompts were dealt in turn, in the order of the set (collective)."""
     own = {
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),

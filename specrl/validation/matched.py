@@ -23,12 +23,8 @@ def matched_pair(
 ) -> SpeedPair:
     """Generate all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, in turn.
 
-    The same seeds give the same tokens, so that both are the same work.
-
-    Args:
-        k: The draft length, which the engine is left with; None leaves the choice to its cost model.
-        give_texts: Gives the engine all text to begin with, before each speculative repeat and outside of its time; the
-            repeat then draws on its own responses too, as a step does. Without it none is drafted from.
+    The same seeds give the same tokens, so that both are the same work. With `k` of None the cost model chooses.
+    `give_texts` gives the engine all text to begin with, before each speculative repeat and outside of its time.
     """
     runs: dict[int | None, list[Run]] = {0: [], k: []}
     for repeat in range(repeats):

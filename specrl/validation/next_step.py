@@ -59,13 +59,9 @@ class NextStep:
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, tokenizer: Any) -> NextStep:
-        """The step that follows a policy of the train stage in `train_dir`.
+        """The step that follows the policy of `step` steps of the train stage in `train_dir`.
 
         There is pre-generated text only for a policy after the last step, in the job that ended with that step.
-
-        Args:
-            step: The number of RL steps that the policy was trained for.
-            tokenizer: The policy's tokenizer.
         """
         path = train_dir / FOLDER / STATE_FILE
         state: dict[str, Any] = {"step": None, "begun": (0, 0)}
@@ -113,11 +109,7 @@ class NextStep:
 
 
 def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[list[list[int]]]:
-    """The responses of the first engine in the steps before `step`, as many as have `most_tokens` tokens.
-
-    Returns:
-        The responses of each step in the order in which they were finished; the oldest step first.
-    """
+    """The first engine's last responses before `step`, some `most_tokens` tokens, by step, the oldest first."""
     found: list[list[list[int]]] = []
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():

@@ -19,9 +19,7 @@ Metrics = Mapping[str, float]
 def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> list[str]:
     """A line for each reason to doubt the run that has now held for `PATIENCE` steps, or for all of a short run.
 
-    Args:
-        history: The metrics of the latest steps, the present one last: `PATIENCE` + 1 of them, unless there are fewer.
-        first: The metrics of the first step.
+    `history` has the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
     """
     patience = min(PATIENCE, config.train.num_steps)
     doubts = {_nothing_learned: _why_nothing, _all_cut_off: _why_cut_off, _collapsed: _why_collapsed}

@@ -23,11 +23,7 @@ class EarlyStop:
         """Why training ends, in one line; None while it goes on."""
 
     def restore(self, known: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Forget everything, and take in what an earlier start of the stage has measured.
-
-        Args:
-            known: The number of RL steps and the metrics of each measurement, the same on all ranks.
-        """
+        """Forget everything, and take in what an earlier start measured, by step, the same on all ranks."""
         self._values, self.reason = [], None
         for step, metrics in sorted(known, key=lambda measured: measured[0]):
             self.observe(step, metrics)
@@ -66,11 +62,7 @@ def stop_reason(condition: StopConfig, values: Values) -> str | None:
 
 
 def best_of(metric: str, values: Values) -> tuple[int, float] | None:
-    """The best of the values, the first of equal ones; None if none is a number.
-
-    Args:
-        metric: The metric's name, whose definition says whether higher or lower values are better.
-    """
+    """The best of the values, as the metric's definition has it, the first of equal ones; None if none is a number."""
     definition = find_metric(metric)
     assert definition is not None and definition.better is not None, metric
     sign = 1 if definition.better == "higher" else -1

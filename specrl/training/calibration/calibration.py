@@ -123,12 +123,7 @@ def calibration_data(
 
 
 def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: int = 1) -> list[Rollout]:
-    """The leading rollouts that fit into `tokens`, the first sample of every prompt before any second one.
-
-    Args:
-        prompts: Whether the tokens of prompts count.
-        at_least: The number of rollouts that are returned even if they do not fit.
-    """
+    """The leading rollouts that fit into `tokens`, the first sample of every prompt before any second one."""
     chosen: list[Rollout] = []
     for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
         tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)
@@ -161,13 +156,7 @@ def calibrate(
     *,
     always_bf16: Sequence[str] = (),
 ) -> Calibration:
-    """Measure every linear layer and choose those that stay in BF16 (collective).
-
-    Args:
-        policy: The policy, built with `fp8=switch`.
-        max_kl: The largest KL(bf16 || fp8) that the choice may have, in nats per token.
-        on_progress: Called with the number of passes done, their total and the name of the phase.
-    """
+    """Choose the layers that stay in BF16, so that KL(bf16 || fp8) is at most `max_kl` nats per token (collective)."""
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
     statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)

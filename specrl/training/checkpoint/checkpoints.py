@@ -87,11 +87,7 @@ class Checkpoints:
         self._ranks.barrier()
 
     def restore(self, drafter: Drafter | None) -> Restored | None:
-        """Restore from the newest checkpoint that is whole, and rename damaged ones; None if there is none at all.
-
-        Raises:
-            CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
-        """
+        """Restore from the newest whole checkpoint, and rename damaged ones; raise CheckpointError if all are."""
         started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
         if not steps:
@@ -102,11 +98,7 @@ class Checkpoints:
         return found
 
     def save(self, state: TrainState) -> None:
-        """Copy the state and begin to write it, once the last one is written. The first rank writes the drafter.
-
-        Raises:
-            CheckpointError: The last checkpoint could not be written.
-        """
+        """Copy the state and begin to write it, once the last one is written; raise CheckpointError if that failed."""
         if self._writing is not None and not self._writing.done():
             logger.info("the next checkpoint is due: waiting until the last one is written")
         self.wait()

@@ -26,12 +26,8 @@ ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: torch.dtype, ranks: Ranks) -> None:
     """Write the policy of a checkpoint as a Hugging Face directory, verified (collective); rank 0 writes.
 
-    At most `hf_io.FILE_BYTES` and one tensor are in memory.
-
-    Args:
-        base_dir: The policy from which that training began. Its configuration, tokenizer and layers for
-            multi-token prediction, which are no part of a policy's checkpoint, are taken as they are.
-        dtype: What the FP32 master weights are rounded to.
+    `base_dir` is the policy from which that training began: its configuration, tokenizer and layers for multi-token
+    prediction are no part of a checkpoint. At most `hf_io.FILE_BYTES` and one tensor are in memory.
     """
     check_whole(folder, ranks)
     if ranks.is_first:

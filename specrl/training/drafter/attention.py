@@ -69,11 +69,8 @@ def attend(
 ) -> Tensor:
     """Attend to packed rows, and to keys that each query has for itself: [queries, heads, width].
 
-    Args:
-        queries: [queries, heads, width], scaled.
-        keys: [keys, kv_heads, width], as the values.
-        window: The number of keys of its row that a query sees; None for all.
-        own_keys: [queries, kv_heads, width] each, as `own_values`: further keys, which their query alone sees.
+    Queries are [queries, heads, width], scaled; keys and values [keys, kv_heads, width], of which a query sees the last
+    `window`; each of the own ones is [queries, kv_heads, width].
     """
     result: Tensor = _Attention.apply(queries, keys, values, spans, window, *own_keys, *own_values)  # type: ignore[no-untyped-call]
     return result

@@ -18,11 +18,9 @@ from specrl.training.megatron.policy import Policy
 def new_drafter(
     config: Config, policy_dir: Path, responses: Sequence[Rollout], ranks: Ranks, source_dir: Path | None = None
 ) -> Drafter:
-    """The drafter that pretraining starts from (collective).
+    """The drafter that pretraining starts from: the policy's layer, `drafter.source`, or a new one (collective).
 
-    Args:
-        responses: This rank's responses of the policy; EAGLE-3's draft vocabulary is chosen from those of all ranks.
-        source_dir: The drafter of `drafter.source`, as `prepare` wrote it; None makes a new one.
+    EAGLE-3's draft vocabulary is chosen from the responses of all ranks, of which this rank has some.
     """
     if config.speculation.draft_method.is_policy_layer:
         return Drafter.of_policy(policy_dir, config.drafter, ranks, config.seed)

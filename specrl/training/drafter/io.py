@@ -122,9 +122,7 @@ class StoredDrafter:
 def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:
     """Read an EAGLE-3 drafter of any layout for a policy of this type, whose embeddings take the place of its own.
 
-    Raises:
-        ValueError: It is no EAGLE-3 drafter, is incomplete, computes what specrl does not, or was made for a policy of
-            another shape.
+    Raises ValueError if it is incomplete, computes what specrl does not, or was made for a policy of another shape.
     """
     published = suited(read_published(directory), read_model_config(policy_dir), directory)
     tensors = _norms_renamed(dict(_tensors(directory)))

@@ -25,11 +25,7 @@ def pretrain(
     """Train the drafter for `config.epochs` on this rank's micro-batches, or measure it with 0 epochs (collective).
 
     Features are computed once if they fit `max_tokens_per_window` on every rank. Otherwise they are computed anew in
-    each epoch, window by window in the order in which they are trained on. That takes time and changes no result: the
-    policy is frozen, and the steps are the same.
-
-    Raises:
-        LeftJobError: The ranks have left the training between two steps, with a checkpoint.
+    each epoch, window by window, which changes no result: the policy is frozen, and the steps are the same.
     """
     lr = config.lr if config.epochs else 0.0
     spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
@@ -53,11 +49,7 @@ def pretrain(
 
 
 def windows(areas: Sequence[Sequence[int]], max_tokens: int) -> list[range]:
-    """Cut an epoch's steps where any rank's micro-batches would exceed `max_tokens`, after at least one step.
-
-    Args:
-        areas: For each rank, the padded tokens of its micro-batches in the order of the steps.
-    """
+    """Cut an epoch's steps where a rank's padded tokens, `areas[rank][step]`, would exceed `max_tokens`."""
     found: list[range] = []
     start, held = 0, [0] * len(areas)
     num_steps = max(len(own) for own in areas)

@@ -228,15 +228,9 @@ class Drafter:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
 
         With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the online
-        update) is constant. `lr = 0` measures without moving anything.
-
-        Args:
-            features: None stands for a micro-batch of which this rank has no row, but another one has.
-            checkpoints: Those of a training that may be interrupted between its steps.
-
-        Returns:
-            `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics of
-            `metrics_from_sums`, all of the last epoch. Each batch is measured before it is trained on.
+        update) is constant. `lr = 0` measures without moving anything. Features are None for a micro-batch that only
+        other ranks have. `loss` (see `train_chains`), `grad_norm` (before clipping) and the metrics of
+        `metrics_from_sums` are those of the last epoch; each batch is measured before it is trained on.
         """
         stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1

@@ -205,11 +205,10 @@ def layer_of(name: str) -> str:
 
 
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those named in `exclude`; return them.
+    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those in `exclude`; return them.
 
-    Raises:
-        ValueError: A layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names a layer
-            that the model does not have.
+    Raises ValueError for Transformer Engine's layers, which have native FP8, and for names that the model does not
+    have.
     """
     unknown = sorted(set(exclude) - set(layer_names(model.family, model.config.num_layers)))
     if unknown:

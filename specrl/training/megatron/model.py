@@ -168,12 +168,7 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
 def transformer_config(
     hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration of a model, for the parallel sizes that are set up.
-
-    Args:
-        cuda: Whether the layers are Transformer Engine's.
-        native_fp8: Whether Transformer Engine computes in blockwise FP8.
-    """
+    """Megatron's configuration of a model; with `cuda` its layers are Transformer Engine's."""
     family, experts = family_of_model(hf), expert_shape_of_model(hf)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()

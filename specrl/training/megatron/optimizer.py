@@ -79,8 +79,7 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective).
 
-        Raises:
-            FloatingPointError: The norm, which all ranks share, is not finite; nothing has been updated.
+        Raises FloatingPointError if the norm, which all ranks share, is not finite; nothing has been updated.
         """
         # Megatron's own `step` would apply it: without FP16 it looks at no gradient.
         self._megatron.prepare_grads()
@@ -96,11 +95,9 @@ class PolicyOptimizer:
         return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
-        """Which elements of a parameter this rank updates, and their state; None if it updates none of them.
+        """The elements of a parameter that this rank updates, and their flat FP32 state, no copies, by `KINDS`.
 
-        Returns:
-            The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
-            and moments of these elements, by the names in `KINDS`. They are not copies.
+        None if it updates none of it.
         """
         owners = [part for part in self._parts if parameter in part.model_param_group_index_map]
         if not owners:
@@ -123,11 +120,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def restored(self, counters: Mapping[str, int]) -> None:
-        """Continue from state that was copied into the tensors of `share_of`, on all ranks (collective).
-
-        Args:
-            counters: What `counters` returned when that state was stored.
-        """
+        """Continue from state that was copied into the tensors of `share_of`, and its `counters` (collective)."""
         for part in self._parts:
             if self._counts_per_parameter:
                 for state in part.optimizer.state.values():

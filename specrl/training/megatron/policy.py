@@ -97,15 +97,10 @@ class Policy:
         fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
     ) -> None:
-        """Load a Hugging Face directory (collective).
+        """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
-        Args:
-            dtype: `bfloat16` or `float32`, of parameters and activations; masters, gradients and moments are float32.
-            trainable: Whether there are gradient buffers and an optimizer.
-            keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
-
-        Raises:
-            ValueError: The model or the layout is not supported; the line says what is.
+        `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
+        a copy of the parameters is kept for `reference_weights`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -201,20 +196,16 @@ class Policy:
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
-        """Update the policy once on the micro-batches of all data-parallel ranks (collective).
-
-        Without a single token, nothing moves.
+        """Update the policy once on all ranks' micro-batches; without a token, nothing moves (collective).
 
         Args:
-            features: What to keep for the drafter from this forward pass.
-            windows: What to keep of which sequences, by `TokenSequence.index`, on which rank; the ranks that hold the
-                policy together pass the same. By default each rank keeps everything.
+            windows: What to keep of which sequences' features, by `TokenSequence.index`, on which rank: the same on all
+                that hold the policy together. By default each rank keeps everything.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
-            lr: The learning rate of this update; `policy.lr` by default.
 
         Returns:
-            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
-            `grad_norm` (before clipping); and the `Features` of each micro-batch of which this rank keeps a row.
+            The loss function's metrics summed over all, with `loss`, `lr` and `grad_norm` (before clipping); and the
+            `Features` of each micro-batch of which this rank keeps a row.
 
         Raises:
             FloatingPointError: The loss or the gradient is not finite; the weights are as before.
@@ -255,11 +246,7 @@ class Policy:
         directory: Path,
         mtp_layer: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
-
-        Args:
-            mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
-        """
+        """Write a Hugging Face directory, with a trained multi-token-prediction layer (collective); rank 0 writes."""
         trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))

@@ -279,11 +279,8 @@ def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place:
 def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type (collective).
 
-    Of every tensor only the part is read that this rank holds, and only by the first of the data-parallel ranks that
-    hold it, so that each byte is read once. The others receive it.
-
-    Raises:
-        ValueError: The files do not hold the model of `config.json`, whole and nothing else; every rank raises it.
+    Of every tensor only the first of the data-parallel ranks reads its part, and sends it to the others. Raises
+    ValueError on every rank if the files do not hold the model of `config.json`, whole and nothing else.
     """
     check_weights(directory, read_model_config(directory))
     own = dict(model.named_parameters())

@@ -43,11 +43,7 @@ class Eagle3Shape(DraftShape):
         chosen_layers: tuple[int, ...] | None = None,
         sliding_window: int | None = None,
     ) -> Eagle3Shape:
-        """The shape of a drafter for a policy: a Llama without biases and QK norms, with the policy's rotary embedding.
-
-        Raises:
-            ValueError: The policy has fewer tokens than the draft vocabulary, or too few layers.
-        """
+        """A Llama without biases and QK norms; raise ValueError if the policy has too few tokens or layers."""
         if draft_vocab_size > hf_config.vocab_size:
             size = hf_config.vocab_size
             raise ValueError(f"draft vocabulary of {draft_vocab_size} tokens: the policy has only {size}")
@@ -98,11 +94,7 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Layer(nn.Module):
-    """A Llama layer.
-
-    Args:
-        width: The size of its attention's input.
-    """
+    """A Llama layer whose attention reads `width` channels."""
 
     def __init__(self, shape: Eagle3Shape, width: int) -> None:
         super().__init__()

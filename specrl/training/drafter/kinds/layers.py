@@ -131,10 +131,8 @@ class DraftModule(nn.Module, ABC):
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
-        Args:
-            embedded: The result of `embed`, which the first layer alone reads.
-            hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
-                step, and the module's own output in later ones.
+        `hidden` is what the layer before returned from `finish`; for the first layer the result of `feed` in the first
+        step, and the module's own output in later ones.
         """
 
     @abstractmethod
@@ -170,13 +168,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention.
-
-    Args:
-        width: The size of its input.
-        bias: Whether queries, keys and values have a bias, as in Qwen2.
-        qk_norm: Whether each head's queries and keys pass an RMS norm before they are rotated, as in Qwen3.
-    """
+    """The projections of grouped-query attention of `width` channels: a bias as in Qwen2, QK norms as in Qwen3."""
 
     frequencies: Tensor
 
