@@ -49,7 +49,6 @@ class Ragged:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[rows]: the number of items of each row."""
         return np.array([len(row) for row in self.rows], np.int64)
 
     @property

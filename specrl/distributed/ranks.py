@@ -27,8 +27,6 @@ times a step's usual time, and `cluster.start_minutes`), which may be far above 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The position of this process in its job."""
-
     rank: int
     world_size: int
     local_rank: int
@@ -36,7 +34,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes results and logs."""
         return self.rank == 0
 
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -55,7 +52,6 @@ class Ranks:
         return store
 
     def barrier(self) -> None:
-        """Wait until every rank has called this (collective)."""
         if self.world_size > 1:
             dist.barrier()
 

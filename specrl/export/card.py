@@ -13,7 +13,6 @@ from specrl.models.drafters import has_window
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
-"""The head of the table of what the export has measured."""
 
 
 def serve_arguments(
@@ -71,7 +70,7 @@ def model_card(
     command: str,
     about: str = "",
 ) -> str:
-    """The card as Markdown, with a paragraph `about` what departs from the trained drafter; all figures are this run's."""
+    """The card as Markdown, with a paragraph `about` what departs from the trained drafter; the run measured them."""
     data, temperature = _data(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [

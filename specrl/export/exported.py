@@ -15,9 +15,7 @@ class ExportedDrafter:
     """The drafter of a run, as its last stage exports it."""
 
     directory: Path
-    """The EAGLE-3 directory."""
     policy_dir: Path
-    """The folder of its policy."""
     policy: str
     """The directory or hub id of the policy, as the serving side will name it."""
     k: int
@@ -25,12 +23,10 @@ class ExportedDrafter:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The contents of the EAGLE-3 directory's `config.json`."""
         found: dict[str, Any] = json.loads((self.directory / CONFIG_FILE).read_text())
         return found
 
     @property
     def policy_config(self) -> dict[str, Any]:
-        """The contents of the policy's `config.json`."""
         found: dict[str, Any] = json.loads((self.policy_dir / CONFIG_FILE).read_text())
         return found

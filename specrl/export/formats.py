@@ -18,8 +18,6 @@ from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 
 @dataclass(frozen=True)
 class Format:
-    """A format of drafters."""
-
     write: Callable[[ExportedDrafter, Path], None]
     """Writes the format into a new folder; raises ValueError where the format, or what loads it, cannot hold the
     drafter."""
@@ -50,7 +48,6 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(name: str) -> Format:
-    """A format; raise ConfigError if there is none of that name."""
     if name not in FORMATS:
         raise ConfigError(f"--format {name}: allowed are {', '.join(FORMATS)}, and policy")
     return FORMATS[name]

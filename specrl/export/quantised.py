@@ -28,7 +28,6 @@ INT8_MAX = 127
 QUANTISED = "_proj.weight"
 """The end of the names of the weights that are quantised."""
 KEPT = ("fc", "lm_head")
-"""The linear layers that are not."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,15 @@ class Scheme:
 
 
 SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e4m3)", "float", "float-quantized")}
-"""All schemes by name."""
 
 
 def find_scheme(name: str) -> Scheme:
-    """A scheme; raise ConfigError if there is none of that name."""
     if name not in SCHEMES:
         raise ConfigError(f"--quantize {name}: allowed are {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 
 def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -> None:
-    """Write the EAGLE-3 directory with its decoder layers quantised."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, tensor in TensorReader(drafter.directory).items():
@@ -77,7 +73,6 @@ def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def quantisation_config(scheme: Scheme) -> dict[str, Any]:
-    """What `config.json` says of the quantisation."""
     numbers = {"num_bits": 8, "type": scheme.kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",

@@ -13,15 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 E4M3_MAX = 448.0
-"""Largest finite value of `torch.float8_e4m3fn`."""
 BLOCK = 128
-"""The number of elements along a side of a block."""
 ALONG_ROWS = (1, BLOCK)
 """The block of activations and gradients in products that sum over the last dimension."""
 ALONG_TOKENS = (BLOCK, 1)
 """The block of activations and gradients in products that sum over tokens, the first dimension: weight gradients."""
 SQUARE = (BLOCK, BLOCK)
-"""The block of weights."""
 
 MIN_AMAX = 2.0**-100
 """The smallest largest magnitude that a scale is computed from, so that blocks of zeros do not divide by zero."""

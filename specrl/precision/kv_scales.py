@@ -29,7 +29,6 @@ MARGIN = 1.05
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
 """The bins are narrow enough that the upper edge of one is at most 2.2 % above the maxima in it."""
 QUERY, KEY, VALUE = range(3)
-"""The indices of queries, keys and values in the counts."""
 
 
 class KvObserver:
@@ -38,7 +37,6 @@ class KvObserver:
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
         """Watch this rank's attention layers; with `training_only` not in the parity probe's passes, for instance."""
         self.training_only = training_only
-        """Whether the policy must leave out passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.num_tokens: int | None = None
         """The number of tokens at the beginning of the row that are observed; None while nothing is."""
@@ -68,7 +66,6 @@ class KvObserver:
             self.num_tokens = None
 
     def detach(self) -> None:
-        """Stop watching."""
         for attention in self._watched:
             if hasattr(attention, "observe"):
                 attention.observe = None

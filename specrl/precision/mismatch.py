@@ -32,7 +32,6 @@ OCTAVES, PER_OCTAVE = (-30, 6), 64
 Smaller values are in a bin of their own around 0, and larger ones in the last bin.
 """
 MANTISSA_BITS, EXPONENT_BIAS = 52, 1023
-"""The layout of a float64 (IEEE 754)."""
 CHUNK_TOKENS = 2**18
 """The number of tokens that are counted at once, which bounds the memory that it takes."""
 NUM_BINS = (OCTAVES[1] - OCTAVES[0]) * PER_OCTAVE
@@ -97,7 +96,6 @@ class MismatchSums:
         )
 
     def over(self, ranks: Ranks) -> MismatchSums:
-        """The sums over all ranks (collective)."""
         largest = np.zeros(ranks.world_size)  # a place for each rank, so that a sum tells the maximum too
         largest[ranks.rank] = self.largest
         summed = sum_arrays(ranks, np.concatenate([self.totals, self.counts, self.errors, largest]))
@@ -108,7 +106,6 @@ class MismatchSums:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that are compared."""
         return int(self.totals[TOKENS])
 
     @property

@@ -100,7 +100,6 @@ def check_blocks(hf: Any) -> None:
 
 
 def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
-    """Make some of the model's linear layers, by name, compute without FP8."""
     from transformer_engine.pytorch import fp8_autocast
 
     for name in names:
@@ -115,5 +114,4 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
 
 def computes_in_fp8(module: Any) -> bool:
-    """Whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
     return bool(getattr(module, "fp8", False))

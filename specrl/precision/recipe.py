@@ -24,7 +24,6 @@ Mode = Literal["native", "emulated", "off"]
 """How an engine computes FP8: by the device's own kernels, by rounding in the compute type, or not at all."""
 
 RECIPE_FILE = "precision.json"
-"""The name of the recipe's file in a policy's directory."""
 
 
 class NotQuantisedError(RuntimeError):
@@ -36,11 +35,8 @@ class KvScales:
     """The scales of FP8 queries, keys and values, one of each for every layer: value = e4m3 x scale."""
 
     q: list[float]
-    """The scales of the queries, by layer."""
     k: list[float]
-    """The scales of the keys, by layer."""
     v: list[float]
-    """The scales of the values, by layer."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,7 @@ class Recipe:
     """Which layers compute in FP8: all linear layers of the transformer layers except `bf16_layers`, and no others."""
 
     family: Family
-    """The policy's model family."""
     num_layers: int
-    """The number of transformer layers."""
     bf16_layers: frozenset[str] = frozenset()
     """The trainer's names of the layers that stay in BF16, such as `layers.3.linear_fc2`."""
     power_of_two: bool = False
@@ -60,17 +54,14 @@ class Recipe:
 
     @property
     def kept_layers(self) -> list[str]:
-        """The trainer's names of the layers that stay in BF16, in the order of the model."""
         return [name for name in layer_names(self.family, self.num_layers) if name in self.bf16_layers]
 
     @property
     def fp8_layers(self) -> list[str]:
-        """The trainer's names of the layers that compute in FP8."""
         return [name for name in layer_names(self.family, self.num_layers) if name not in self.bf16_layers]
 
     @property
     def engine_layers(self) -> list[str]:
-        """The engine's names of the layers that compute in FP8."""
         return [engine_name(self.family, name) for name in self.fp8_layers]
 
     def with_kv_scales(self, scales: KvScales | None) -> Recipe:
@@ -84,7 +75,6 @@ def layer_names(family: Family, num_layers: int) -> list[str]:
 
 
 def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
-    """The names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
     return [f"layers.{layer}.{name}" for layer in kept for name in family.layer_names]
 
@@ -97,7 +87,6 @@ def engine_name(family: Family, name: str) -> str:
 
 
 def policy_digest(policy_dir: Path) -> str:
-    """The digest of a policy's weights and configuration, by which a recipe identifies its policy."""
     return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
 
 

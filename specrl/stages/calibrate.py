@@ -28,7 +28,6 @@ SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -70,7 +69,6 @@ def main(context: StageContext) -> None:
 
 
 def _write_results(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:
-    """Write files, plots and metrics; the result comes last."""
     folder = context.stage_dir
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):

@@ -34,7 +34,6 @@ DATA_FOLDER = "drafter-data"
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -145,13 +144,11 @@ def _answer_data(context: StageContext, ranks: Ranks, engine: Engine, source: Pr
 
 
 def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:
-    """The responses of this rank's engine to prompts of `drafter.data`, on its first rank alone."""
     path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
     return read_rollouts(path) if context.config.drafter.data is not None and path.exists() else []
 
 
 def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:
-    """Write the drafter of another run's checkpoint as a directory (collective)."""
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     with logs.phase("loading of the checkpoint"):

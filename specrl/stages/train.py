@@ -44,7 +44,6 @@ from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 REFITS_FILE = "refits.json"
-"""The file in the stage's folder that holds the counts of its refits."""
 
 
 def main(context: StageContext) -> None:
@@ -64,7 +63,6 @@ def main(context: StageContext) -> None:
 
 
 def log_start(context: StageContext, tracker: Tracker) -> None:
-    """Tell MLflow what this stage continues, and what was changed at which step."""
     if context.continues is None:
         return
     changes = changes_by_step(context.stage_dir)
@@ -134,7 +132,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
 def open_prompts(
     context: StageContext, ranks: Ranks, tokenizer: Any, policy_dir: Path
 ) -> tuple[PromptSource, DrawingAhead | None]:
-    """The source of the prompts and, on the first rank, what draws those of the next steps meanwhile."""
     config, start, begun = context.config, context.continues, (0, 0)
     if start is not None and start.counts_on:
         begun = (start.step, start.num_prompts)
@@ -144,7 +141,6 @@ def open_prompts(
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:
-    """The refit with its checks, whose probes come from the pretraining's responses."""
     config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
     place = EngineRank.of(ranks, config.engine.tensor_parallel)
     own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
@@ -161,7 +157,6 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
 
 
 def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: LinearPrecision | None) -> Policy:
-    """Load this rank's shard of the policy."""
     return Policy(
         policy_dir,
         config.policy,

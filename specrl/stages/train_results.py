@@ -62,7 +62,6 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
 
 
 def write_policy(trainer: Trainer, folder: Path, version: int) -> tuple[Path, Path | None]:
-    """Write the trainer's policy and drafter below a folder, and return theirs (collective)."""
     policy_dir = folder / "policy"
     drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, folder / "drafter", version)
     recipe = trainer.engine.precision.recipe
@@ -108,7 +107,6 @@ def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float]
 
 
 def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tracker) -> None:
-    """Log the files of the whole stage to MLflow, and note why training ended early, if it did."""
     folder, reason = context.stage_dir, trainer.early_stop.reason
     if reason is not None and all(event.text != reason for event in read_events(folder)):
         record_event(folder, "early stop", reason, step=last)
@@ -119,7 +117,6 @@ def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tra
 
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:
-    """What `TrainResult` says of all steps, by the names of its fields."""
     stats = total_stats(records)
     return {
         "step_seconds_median": step_seconds_median(records),
@@ -136,7 +133,6 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def precision_report(trainer: Trainer) -> PrecisionReport:
-    """The precision that each engine was asked for, and how it really computed."""
     recipe, config = trainer.engine.precision.recipe, trainer.config.precision
     unquantised = {"bfloat16": "bf16", "float32": "fp32"}[trainer.config.model.dtype]
 

@@ -37,7 +37,6 @@ from specrl.validation.next_step import NextStep
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()

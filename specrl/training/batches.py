@@ -22,14 +22,10 @@ for each of them, so that this bounds its memory; more would save little that ei
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and its response."""
-
     tokens: Sequence[int] | NDArray[np.int32]
-    """Prompt, then response."""
     prompt_length: int
     """The number of leading tokens that are the prompt, at least 1."""
     index: int
-    """The position in the caller's list."""
     routes: NDArray[Any] | None = None
     """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
 
@@ -46,7 +42,6 @@ class TokenSequence:
 
     @property
     def response_length(self) -> int:
-        """The number of tokens behind the prompt."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -94,7 +89,6 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of response tokens to train on."""
         return len(self.targets)
 
     @property

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
-"""What `Features` have for each row and column."""
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The features that a drafter needs from the policy."""
-
     layers: tuple[int, ...]
     """Layer indices. Index i means the residual stream that enters layer i, as in vLLM and SGLang; in a policy of n
     layers, index n means the one that leaves the last layer."""
@@ -71,7 +68,6 @@ class Features:
         return self._of(lambda tensor: tensor[chosen])
 
     def row(self, row: int, length: int) -> Features:
-        """The first `length` columns of one row, copied."""
         return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
 
     def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:

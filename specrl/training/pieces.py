@@ -23,21 +23,17 @@ class Piece:
 
     tensor: str
     rows: tuple[int, int]
-    """The first row and the one behind the last."""
     columns: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows and of columns."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
     def overlap(self, other: Piece) -> Piece | None:
-        """What two rectangles of the same tensor have in common, or None."""
         rows = max(self.rows[0], other.rows[0]), min(self.rows[1], other.rows[1])
         columns = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
         return Piece(self.tensor, rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None

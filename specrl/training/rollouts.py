@@ -24,7 +24,6 @@ class RolloutBatch:
     prompt_ids: NDArray[np.int64]
     samples: NDArray[np.int64]
     engines: NDArray[np.int64]
-    """The number of the engine that generated each rollout."""
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
@@ -32,7 +31,6 @@ class RolloutBatch:
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     engine_size: int
-    """The number of consecutive ranks that are one engine."""
     held: dict[int, Rollout]
     """The rollouts that this rank's engine generated, by their number, which ascends."""
 
@@ -73,7 +71,6 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each rollout, prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
     def own(self, ranks: Ranks) -> list[Rollout]:
@@ -99,7 +96,6 @@ class RolloutBatch:
         return found
 
     def first_ranks(self) -> NDArray[np.int64]:
-        """The first rank of the engine that generated each rollout."""
         return self.engines * self.engine_size
 
     def deliver(

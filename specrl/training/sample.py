@@ -96,8 +96,6 @@ def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A sequence that may be sampled."""
-
     index: int
     length: int
     prompt_length: int

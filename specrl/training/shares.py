@@ -22,8 +22,6 @@ Rows = dict[int, NDArray[np.float32]]
 
 
 class RouteFormat(NamedTuple):
-    """How the experts of one token are kept."""
-
     dtype: str
     item_shape: tuple[int, int]
 
@@ -76,7 +74,6 @@ class TrainingShares:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel rank about log-probs."""
         return bool(self.computes_loss[self.ranks.rank] and self.is_first_shard[self.ranks.rank])
 
     def own(self, update: int) -> list[int]:

@@ -32,8 +32,6 @@ OF_UPDATES = ("loss", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The results of `update_policy`."""
-
     metrics: dict[str, float]
     """The means over the updates of `loss`, `grad_norm` and `lr`; the means over the trained tokens of `entropy`, `kl`,
     `corrected_fraction` and the loss's own metrics; `real_token_share` and `shared_token_share` (see `_packing`).
@@ -52,8 +50,6 @@ class PolicyUpdate:
 
 @dataclass(frozen=True)
 class LossInputRows:
-    """What the loss needs of this rank's rollouts, by their number."""
-
     advantages: NDArray[np.float64]
     own: OwnRollouts
     old: Rows
@@ -213,7 +209,6 @@ def _run_updates(
     sample: Sample | None,
     step: int,
 ) -> tuple[dict[str, float], list[Features]]:
-    """Update the policy once for each part; return the means of the metrics, and the features that are kept."""
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
@@ -238,7 +233,6 @@ def _run_updates(
 
 
 def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
-    """The loss of a micro-batch as a share of the whole update's."""
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if not rows.old:

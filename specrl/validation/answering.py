@@ -27,8 +27,6 @@ from specrl.validation.scores import SetResponses, score_set
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A held-out set, ready to be answered."""
-
     name: str
     config: Config
     """The configuration under which it is answered, see `config_of_set`."""

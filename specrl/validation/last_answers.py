@@ -13,7 +13,6 @@ from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 
 FOLDER = "last_answers"
-"""The folder of the files, one for each held-out set and rank."""
 
 
 class LastAnswers:
@@ -42,7 +41,6 @@ class LastAnswers:
             self._engine.set_replay({})
 
     def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
-        """Keep the responses to the set `name` in the place of those before."""
         if not self._engine.replays:
             return
         texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]

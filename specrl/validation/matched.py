@@ -10,7 +10,6 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 Run = list[Generation]
-"""One generation of all requests, batch by batch."""
 
 
 def matched_pair(

@@ -47,8 +47,6 @@ def write_next_step(stage_dir: Path, step: int, ranks: Ranks, generator: Rollout
 
 @dataclass(frozen=True)
 class NextStep:
-    """The step after the one that a policy was trained by last."""
-
     step: int
     prompts: list[Prompt]
     samples_per_prompt: int
@@ -95,7 +93,6 @@ class NextStep:
             store_texts(engine, self.prompts, self.stored)
 
     def text(self) -> NextStepText:
-        """How much text there is, for the result file of `validate`."""
         stored = [text for prompt in self.prompts for text in self.stored.get(prompt.id, ())]
         responses = [response for generation in self.recent for response in generation]
         return NextStepText(

@@ -17,7 +17,6 @@ from specrl.timeline import Timer
 from specrl.training.megatron.fp8 import LinearPrecision
 
 MOST_ROWS = 12
-"""The largest number of layers that an error message lists."""
 
 
 class EngineMismatchError(RuntimeError):

@@ -15,9 +15,7 @@ Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
 
 CONFIDENCE = 0.95
-"""The confidence of the intervals."""
 RESAMPLES = 1000
-"""The number of resamples of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class SetResponses:
 
     rewards: Floats
     lengths: npt.NDArray[np.int64]
-    """The response lengths in tokens."""
     truncated: npt.NDArray[np.bool_]
     """Whether the response was cut off at its limit."""
 
@@ -86,12 +83,10 @@ def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
 
 
 def is_binary(values: Floats) -> bool:
-    """Whether all values are 0 or 1."""
     return bool(np.isin(values, (0.0, 1.0)).all())
 
 
 def wilson(num_right: int, num_prompts: int) -> Interval:
-    """Wilson's interval of a share."""
     from scipy.stats import binomtest
 
     interval = binomtest(num_right, num_prompts).proportion_ci(CONFIDENCE, method="wilson")
@@ -99,7 +94,6 @@ def wilson(num_right: int, num_prompts: int) -> Interval:
 
 
 def bootstrap(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """Percentile intervals of the means over resampled prompts."""
     if not of_prompts:
         return {}
     values = np.stack(list(of_prompts.values()))

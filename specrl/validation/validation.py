@@ -81,7 +81,6 @@ class Validation:
         return best is not None and best[0] == step
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """All metrics of the policy after `step` RL steps."""
         return {name: value for score in self.curve if score.step == step for name, value in score.metrics().items()}
 
     @property

@@ -75,7 +75,6 @@ class Calibration:
 
     @property
     def bf16_flop_fraction(self) -> float:
-        """The share of the linear layers' FLOPs that stays in BF16."""
         kept = sum(row.flops_per_token for row in self.rows if row.precision == "bf16")
         return kept / sum(row.flops_per_token for row in self.rows)
 
@@ -89,7 +88,6 @@ class CalibrationData:
     probe: list[MicroBatch]
     """A few tokens, which pass through the policy once for every linear layer."""
     selection: list[MicroBatch]
-    """The data on which the layers are chosen."""
     held_out: list[MicroBatch]
     """The data on which the choice is checked; its prompts are in neither `probe` nor `selection`."""
 
@@ -275,7 +273,6 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
 
 
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
-    """The recipe of the policy that was calibrated, of this family and with so many transformer layers."""
     return Recipe(
         family=family,
         num_layers=num_layers,
@@ -299,7 +296,6 @@ def layer_details(calibration: Calibration) -> dict[str, Any]:
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:
-    """Write an Arrow IPC file with one row for each linear layer."""
     table = pa.Table.from_pylist([asdict(row) for row in rows])
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
         writer.write_table(table)

@@ -54,7 +54,6 @@ class LayerStatistics:
 
     @property
     def outlier_ratio(self) -> float:
-        """The largest block maximum divided by the median one."""
         return self.amax / self.amax_quantile(0.5) if self.amax else 0.0
 
     def add(self, other: LayerStatistics) -> None:

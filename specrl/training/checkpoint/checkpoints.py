@@ -33,7 +33,6 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.pieces import Shard, stored_name
 
 DAMAGED = "damaged-"
-"""The prefix of the folder of a checkpoint that was found damaged."""
 NICENESS = 10
 """How far the writing threads stand back where processors are short, so that generation goes first."""
 
@@ -45,10 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept beside the best one."""
-
     last: int
-    """How many of the newest."""
     every: int | None = None
     """All those of steps that are multiples of this number; None for no others."""
 
@@ -128,7 +124,6 @@ class Checkpoints:
             raise CheckpointError(found) from error
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise CheckpointError if it cannot be."""
         if self._writing is not None:
             self._writing.exception()
         self.check()

@@ -19,7 +19,6 @@ from torch import Tensor
 BLOCK_BYTES = 64 * 2**20
 """The bytes that are written, and covered by a checksum, at a time."""
 TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-"""The names of the element types in a safetensors header."""
 
 
 class HostCopy:
@@ -95,7 +94,6 @@ def wrong_block(path: Path, checksums: Sequence[int], blocks: Iterable[int]) -> 
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

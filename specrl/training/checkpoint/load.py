@@ -31,15 +31,11 @@ class TrainState:
     policy: Policy
     """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part."""
     drafter: Drafter | None
-    """The drafter with its optimizer, the same on every rank."""
     kv_scales: KvScales | None = None
-    """The scales of an FP8 KV cache with which the engine samples."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The newest state that was whole."""
-
     state: TrainState
     damaged: tuple[str, ...] = ()
     """One line for each newer checkpoint that was damaged."""
@@ -95,7 +91,6 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
 
 
 def load_drafter_state(folder: Path, drafter: Drafter) -> None:
-    """Restore a drafter alone from one checkpoint."""
     if not read_manifest(folder).has_drafter:
         raise CheckpointError(f"checkpoint {folder} holds no drafter: start with another speculation.method")
     drafter.load_state_dict(load_file(folder / DRAFTER_FILE))

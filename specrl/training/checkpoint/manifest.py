@@ -31,20 +31,15 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A safetensors file of a checkpoint."""
-
     name: str
     size: int
     crc32: Sequence[int]
-    """The checksums of its blocks, see `write_blocks`."""
     pieces: tuple[Piece, ...] = ()
     """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`."""
-
     step: int
     model: str
     """The shape of the policy in words; a policy of another shape cannot be restored from this checkpoint."""
@@ -123,7 +118,6 @@ def find_damage(folder: Path, ranks: Ranks) -> str | None:
 
 
 def check_whole(folder: Path, ranks: Ranks) -> None:
-    """Raise CheckpointError if `find_damage` finds something (collective)."""
     damage = find_damage(folder, ranks)
     if damage is not None:
         raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")

@@ -46,13 +46,11 @@ class Spans:
 
     @cached_property
     def ends(self) -> tuple[Tensor, Tensor]:
-        """`queries` and `keys` on the device, int32."""
         queries, keys = (torch.tensor(each, dtype=torch.int32) for each in (self.queries, self.keys))
         return queries.to(self.device), keys.to(self.device)
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The largest numbers of queries and of keys in a row."""
         queries, keys = (max(stop - start for start, stop in pairwise(each)) for each in (self.queries, self.keys))
         return queries, keys
 
@@ -157,17 +155,13 @@ class _Flash:
 
 
 def _sides(window: int | None) -> list[int]:
-    """How many keys before and behind its own place a query sees; -1 for all."""
     return [-1 if window is None else window - 1, 0]
 
 
 class _Chunk(NamedTuple):
-    """Some queries of a row, the keys that they see, and which of these each one sees."""
-
     queries: slice
     keys: slice
     hidden: Tensor
-    """[queries, keys] bool."""
 
 
 class _Plain:

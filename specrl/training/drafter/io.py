@@ -116,7 +116,6 @@ class StoredDrafter:
     draft_tokens: Tensor
     """int64 `[draft_vocab]`: the target ids of its draft vocabulary, ascending."""
     notes: tuple[str, ...]
-    """What was found and decided, as lines for the log."""
 
 
 def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:

@@ -22,7 +22,6 @@ from specrl.training.batches import MicroBatch
 SAVE_SECONDS = 300.0
 """The seconds from one checkpoint to the next; a kill loses at most these."""
 PREFIX = "progress/"
-"""The prefix of what is stored beside the drafter's own state."""
 
 logger = logging.getLogger(__name__)
 

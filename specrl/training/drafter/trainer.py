@@ -36,16 +36,13 @@ from specrl.training.features import Features, FeatureSpec
 from specrl.training.schedules import lr_factor
 
 WARMUP_STEPS = 10
-"""The number of steps of pretraining in which the learning rate rises."""
 FINAL_LR_FRACTION = 0.05
-"""The fraction of its peak that the learning rate falls to."""
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    """How often each token of the vocabulary occurs, [vocab_size]."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens in token_lists:
         counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
@@ -109,16 +106,12 @@ def _held(features: Sequence[Features | None]) -> FeatureStream:
 
 
 class _StepResult(NamedTuple):
-    """What one step of the training gives."""
-
     loss: Tensor
-    """float64 `[]`: this rank's share of the loss."""
     sums: Tensor
     """This rank's `Tally.sums`; zeros unless they were asked for."""
     norm: float
     """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
     flag: bool
-    """Whether any rank gave its flag."""
 
 
 class Drafter:
@@ -213,7 +206,6 @@ class Drafter:
         return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy, by its Hugging Face name, if drafting reads it."""
         self.model.share(name, tensor)
 
     def update(

@@ -32,8 +32,6 @@ LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Objective:
-    """What the drafter is trained for."""
-
     loss: LossFunction
     weights: Sequence[float]
     """The weight of each step in the loss; steps beyond those of a batch are not used."""
@@ -116,7 +114,6 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
 
 
 def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
-    """Give chains that have ended a row of zeros."""
     return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
 
 
@@ -203,7 +200,6 @@ class _StepLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
-        """The sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
         with torch.autocast(logits.device.type, enabled=False):
             terms, gradient = loss(logits.float(), target)
         ctx.save_for_backward(gradient.mul_(weights[:, None]).to(logits.dtype))

@@ -35,19 +35,15 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of tokens."""
         return self.stop - self.start
 
     @property
     def num_keys(self) -> int:
-        """The number of tokens that the last token attends to."""
         return self.length + self.prefix_stop - self.prefix_start
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The segments of a flat row, and what follows from them."""
-
     segments: tuple[Segment, ...]
     device: torch.device
 
@@ -59,7 +55,6 @@ class RowLayout:
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens that one attends to."""
         return max(each.num_keys for each in self.segments)
 
     @cached_property
@@ -84,7 +79,6 @@ class RowLayout:
 
     @property
     def most_queries(self) -> int:
-        """The length of the longest segment."""
         return max(each.length for each in self.segments)
 
 
@@ -112,7 +106,6 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` [..., tokens, width] by the angles of its tokens, [tokens, width / 2]."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
 

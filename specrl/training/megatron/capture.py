@@ -110,7 +110,6 @@ class LayerInputs:
         self._current = self._kept = None
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -200,7 +200,6 @@ def _expert_modules(layer: Any, linear: Linear) -> Iterator[tuple[str, Any]]:
 
 
 def layer_of(name: str) -> str:
-    """A recipe's name of a linear layer in `linear_layers`."""
     return ".".join(name.split(".")[:3])
 
 
@@ -253,7 +252,6 @@ class LinearPrecision:
         return "emulated" if self.linears else "off"
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Change the policy's linear layers; the policy calls it once, before it is used."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
         layers = {name: module for name, (_, module) in linear_layers(model).items()}
         kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)

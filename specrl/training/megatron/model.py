@@ -38,7 +38,6 @@ class TargetInput:
     """The targets of the drafter that are wanted, and of which positions."""
 
     draft_tokens: Tensor
-    """[draft_vocab] int64: the target ids of the draft vocabulary."""
     as_hidden: bool
     """Whether the targets are hidden states, and not logits on the draft vocabulary."""
     kept: Tensor | None = None
@@ -62,8 +61,6 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The scores at each of `HeadInput.places`."""
-
     logprobs: Tensor
     """[n] float32, differentiable."""
     entropy: Tensor

@@ -71,7 +71,6 @@ class PolicyOptimizer:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, before the first backward pass of an update."""
         self._ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
@@ -115,7 +114,6 @@ class PolicyOptimizer:
         return (elements.start, elements.end), {MASTER: main.detach().view(-1), **moments}
 
     def counters(self) -> dict[str, int]:
-        """The number of Adam's steps so far."""
         return {"adam_steps": self._adam_steps()}
 
     @torch.no_grad()
@@ -147,7 +145,6 @@ class PolicyOptimizer:
 
 
 def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
-    """What this rank holds of each parameter of its part of the model; the tensors are not copies."""
     own = dict(model.named_parameters())
     shards = []
     for parameter in weights.parameters:

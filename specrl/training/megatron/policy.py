@@ -64,8 +64,6 @@ FP8_TOKENS = 16
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one micro-batch for the drafter."""
-
     rows: KeptRows
     """The rows of this tensor-parallel rank, on whatever pipeline stage they are to be."""
     wanted: TargetInput
@@ -73,8 +71,6 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The results of one micro-batch on the last pipeline stage."""
-
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
     head: HeadOutput
@@ -179,11 +175,9 @@ class Policy:
         return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every Hugging Face tensor that is trained, by its name."""
         return weights.tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        """This rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
         return policy_shards(self.model, self._weights, self.optimizer)
 
     def train_step(
@@ -238,7 +232,6 @@ class Policy:
         return self._run(micro_batches, 1.0, spec, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its Hugging Face name, see `export` (collective)."""
         return export(self.model, self._weights)
 
     def save_pretrained(

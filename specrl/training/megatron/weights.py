@@ -55,7 +55,6 @@ class Parameter:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds it, or its part of it."""
         is_stage = self.stage == parallel_state.get_pipeline_model_parallel_rank()
         return is_stage and self.expert_rank in (None, parallel_state.get_expert_model_parallel_rank())
 
@@ -78,7 +77,6 @@ class Parameter:
 
     @property
     def replicas(self) -> Any:
-        """The process group of the ranks that hold the same part of it as this rank."""
         if self.expert_rank is not None:
             return parallel_state.get_expert_data_parallel_group()
         return parallel_state.get_data_parallel_group()
@@ -94,7 +92,6 @@ class WeightMap:
     head_dim: int
     vocab_size: int
     tied: bool
-    """Whether the output layer is the embeddings' matrix."""
     interleaved: bool = False
     """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
 
@@ -201,8 +198,6 @@ def weight_map(
 
 @dataclass(frozen=True)
 class _Place:
-    """One transformer layer and what decides how Megatron names its parameters."""
-
     layer: int
     stage: int
     local: int
@@ -321,7 +316,6 @@ def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader,
 
 
 def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
-    """The shape of every Hugging Face tensor that the model is made of, by its name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter in weights.parameters:
         for band in bands(weights, parameter, 0, 1):

@@ -21,8 +21,6 @@ from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, Dr
 
 @dataclass(frozen=True)
 class Eagle3Shape(DraftShape):
-    """The shape of an EAGLE-3 drafter."""
-
     norm_before_residual: bool = False
     """Whether the residual stream begins behind the norm of the feature, and not before it."""
     norm_before_fc: bool = False
@@ -111,8 +109,6 @@ class Layer(nn.Module):
 
 
 class FirstLayer(Layer):
-    """The layer whose attention reads an embedding beside a feature."""
-
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

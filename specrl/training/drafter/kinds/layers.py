@@ -106,7 +106,6 @@ class DraftModule(nn.Module, ABC):
                 held.copy_(tensor)  # the pages of new memory would have to be mapped first
 
     def name_on_disk(self, name: str) -> str:
-        """The name on disk of a parameter, given that in this module."""
         return name
 
     @property
@@ -145,7 +144,6 @@ class DraftModule(nn.Module, ABC):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-    """A linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:
@@ -208,8 +206,6 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP of a Llama layer: `[n, hidden]` to `[n, hidden]`."""
-
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)
