@@ -1,10 +1,12 @@
-"""The model card of an exported drafter, or of a policy with a multi-token-prediction layer."""
+"""An exported drafter, and its model card, or that of a policy with a multi-token-prediction layer."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
@@ -13,6 +15,28 @@ from specrl.models.drafters import has_window
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
+
+
+@dataclass(frozen=True)
+class ExportedDrafter:
+    """The drafter of a run, as its last stage exports it."""
+
+    directory: Path
+    policy_dir: Path
+    policy: str
+    """The directory or hub id of the policy, as the serving side will name it."""
+    k: int
+    """The number of draft tokens per iteration that is recommended."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / MODEL_CONFIG).read_text())
+        return found
+
+    @property
+    def policy_config(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.policy_dir / MODEL_CONFIG).read_text())
+        return found
 
 
 def serve_arguments(

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.config import ConfigError
-from specrl.export.card import serve_arguments, window_options
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter, serve_arguments, window_options
 from specrl.export.sglang import sglang_command, write_sglang
 from specrl.export.speculators import write_speculators
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE

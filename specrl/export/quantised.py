@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.config import ConfigError
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 from specrl.models.hf_io import TensorReader, write_tensors
 from specrl.precision.blocks import quantise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import write_json
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 from specrl.models.drafters import LAYERS, NORM_FLAGS, SPECULATORS_KIND
 from specrl.models.hf_io import TensorReader, write_tensors

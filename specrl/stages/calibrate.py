@@ -7,11 +7,10 @@ import time
 from specrl import logs
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
-from specrl.distributed import join, leave
 from specrl.precision.recipe import edge_layers, write_recipe
-from specrl.progress import Progress
 from specrl.schemas import read_folder
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,
@@ -29,12 +28,10 @@ SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         switch = LinearPrecision(emulates=True, power_of_two=config.precision.scales == "power_of_two")
         with logs.phase("loading of the policy"):
             policy = Policy(
@@ -65,7 +62,6 @@ def main(context: StageContext) -> None:
             recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
             _write_results(context, tracker, found, started)
-    leave()
 
 
 def _write_results(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:

@@ -12,18 +12,18 @@ from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, refuse_failure, start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.training.batches import pack
 from specrl.training.checkpoint.load import load_drafter_state
-from specrl.training.drafter.drafters import load_drafter, new_drafter, save_drafter
-from specrl.training.drafter.pretraining import pretrain
+from specrl.training.drafter.drafters import load_drafter, new_drafter, pretrain, save_drafter
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
@@ -35,9 +35,7 @@ DATA_FOLDER = "drafter-data"
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         rollouts_dir = context.stage_dir / "rollouts"
         own = answer_prompts(context, ranks, rollouts_dir, progress)
         rollouts = RolloutBatch.gather(ranks, own)
@@ -63,7 +61,6 @@ def main(context: StageContext) -> None:
                 seconds=time.monotonic() - started,
             )
             write_result(context.stage_dir, result)
-    leave()
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:

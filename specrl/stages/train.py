@@ -15,7 +15,7 @@ from specrl.context import StageContext
 from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step
 from specrl.lineage.record import newest_step
@@ -23,16 +23,16 @@ from specrl.loop import Trainer
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import Recipe, check_shards, load_recipe
-from specrl.progress import Progress
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import MAX_TOKENS, MAX_TOKENS_ALONE, RefitProbe, probe_sequences
+from specrl.stages.rank import stage_rank
 from specrl.stages.train_results import finish
 from specrl.step_record import StepRecorder
-from specrl.tracking import Tracker, stage_run
+from specrl.tracking import Tracker
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.drafter.drafters import load_drafter
 from specrl.training.drafter.spot import SpotTraining
@@ -50,16 +50,13 @@ def main(context: StageContext) -> None:
     """Run the stage in this rank; what a killed job had completed is not done again."""
     started = time.monotonic()
     lifetime.current().expect_steps()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
-    leave()
 
 
 def log_start(context: StageContext, tracker: Tracker) -> None:
@@ -84,9 +81,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets if config.validate_.every else ())
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
-    recipe = precision_recipe(context, prepared, ranks)
-    check_precision(config, prepared.policy_dir)
-    training = training_precision(config, recipe)
+    recipe, training = fp8_of(context, prepared.policy_dir, ranks)
     with logs.phase("loading of the policy"):
         policy = load_policy(config, prepared.policy_dir, ranks, training)
     drafter = None
@@ -114,7 +109,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         rewards=rewards,
         ahead=ahead,
         generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
-        precision=PrecisionMonitor(config, ranks, engine, training, observe_kv_cache(config, policy), layers_path),
+        precision=PrecisionMonitor(config, ranks, engine, training, policy.kv_observer, layers_path),
         refit=make_refit(context, ranks, engine, policy, drafter),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         early_stop=EarlyStop(config.train.stop_when, ranks),
@@ -157,7 +152,7 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
 
 
 def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: LinearPrecision | None) -> Policy:
-    return Policy(
+    policy = Policy(
         policy_dir,
         config.policy,
         dtype=config.model.dtype,
@@ -166,35 +161,25 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
         fp8=training,
         keep_reference=config.train.kl_coef > 0,
     )
+    if config.precision.kv_cache == "fp8":
+        policy.kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
+    return policy
 
 
-def observe_kv_cache(config: Config, policy: Policy) -> KvObserver | None:
-    """Attach the observer that measures the scales of an FP8 KV cache; return None where the cache is not in FP8."""
-    if config.precision.kv_cache != "fp8":
-        return None
-    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, policy.ranks.device)
-    policy.kv_observer = observer
-    return observer
+def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recipe | None, LinearPrecision | None]:
+    """The calibrated recipe of this policy, and the trainer's FP8 layers; None where nothing is in FP8 (collective).
 
-
-def precision_recipe(context: StageContext, prepared: PrepareResult, ranks: Ranks) -> Recipe | None:
-    """Read the calibrated FP8 recipe of this policy (collective); None where nothing is in FP8."""
-    if not context.config.precision.uses_fp8:
-        return None
-    return load_recipe(context.input("calibrate", CalibrateResult).scales_path, prepared.policy_dir, ranks)
-
-
-def training_precision(config: Config, recipe: Recipe | None) -> LinearPrecision | None:
-    """The FP8 arithmetic of the trainer's linear layers; None where they compute in the model's own type."""
-    if recipe is None or config.precision.training == "bf16":
-        return None
-    return LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)
-
-
-def check_precision(config: Config, policy_dir: Path) -> None:
-    """Raise ValueError for FP8 that this device or this layout does not have, before any weights are read."""
-    precision, hf = config.precision, AutoConfig.from_pretrained(policy_dir)
+    Raises ValueError for FP8 that this device or this layout does not have, before any weights are read.
+    """
+    config, precision = context.config, context.config.precision
+    if not precision.uses_fp8:
+        return None, None
+    hf = AutoConfig.from_pretrained(policy_dir)
     if precision.training == "fp8":
         native.check_training(hf, precision)
     if precision.generation == precision.training == "fp8":
         check_shards(hf, config.policy.tensor_parallel, config.engine.tensor_parallel)
+    recipe = load_recipe(context.input("calibrate", CalibrateResult).scales_path, policy_dir, ranks)
+    if precision.training == "bf16":
+        return recipe, None
+    return recipe, LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)

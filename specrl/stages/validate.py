@@ -22,14 +22,15 @@ from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import RewardPool, start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.exactness import measure_exactness
 from specrl.validation.matched import matched_pair
@@ -38,11 +39,9 @@ from specrl.validation.next_step import NextStep
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
     config = context.config
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
         source = PromptSource(config, load_tokenizer(prepared.policy_dir), problems_dir=config.problems_dir)
         with logs.phase("start of the engine"):
@@ -74,7 +73,6 @@ def main(context: StageContext) -> None:
         engine.shutdown()
         if rewards is not None:
             rewards.close()
-    leave()
 
 
 def answer_all(

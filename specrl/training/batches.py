@@ -217,3 +217,12 @@ def _outputs(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     targets = response + columns
     predictors = torch.where(columns == 0, prompt + prompt_length - 1, targets - 1)
     return predictors[mask], targets[mask], mask
+
+
+def rows_of(values: Tensor, places: Tensor) -> Tensor:
+    """`values[places]`, whose backward pass adds up the gradients of a row in a fixed order on every device.
+
+    On CPUs the gradient of plain indexing is added up by several threads in no fixed order, on GPUs that of
+    `index_select`.
+    """
+    return values[places] if values.is_cuda else values.index_select(0, places)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from specrl import logs
-from specrl.artifacts import SetScore
+from specrl.artifacts import Acceptance, SetScore
 from specrl.config import Config, ValidationSetConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
-from specrl.rollout.collect import Origin, collect
-from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.validation.last_answers import LastAnswers
@@ -100,3 +100,43 @@ def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: 
     count = len(columns["rewards"]) // samples
     order = np.argsort(np.concatenate([np.arange(i, count, num_engines) for i in range(num_engines)]))
     return SetResponses(**{name: column.reshape(count, samples)[order] for name, column in columns.items()})
+
+
+def measure_acceptance(
+    engine: Engine, sets: Sequence[HeldOutSet], on_progress: Callable[[int, int], None] | None = None
+) -> list[Acceptance]:
+    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
+
+    Each prompt is answered once, with the seed that validation gives its first response.
+    """
+    asked = [
+        (chosen, temperature)
+        for chosen in sets
+        for temperature in dict.fromkeys((chosen.config.sampling.temperature, 0.0))
+    ]
+    found = []
+    for index, (chosen, temperature) in enumerate(asked):
+        if on_progress is not None:
+            on_progress(index, len(asked))
+        drafts = _drafts(engine, chosen, temperature)
+        found.append(_row(chosen.name, temperature, None, SpeculationStats.of(drafts)))
+        found += [_row(chosen.name, temperature, ends, stats) for ends, stats in by_context(drafts).items()]
+    return found
+
+
+def _drafts(engine: Engine, chosen: HeldOutSet, temperature: float) -> list[VerifiedDraft]:
+    origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0)
+    requests = [make_request(prompt, 0, chosen.config, origin) for prompt in chosen.prompts]
+    generation = engine.generate([replace(request, temperature=temperature) for request in requests])
+    return [draft for response in generation.responses for draft in response.drafts]
+
+
+def _row(name: str, temperature: float, context: tuple[int, int] | None, stats: SpeculationStats) -> Acceptance:
+    return Acceptance(
+        set=name,
+        temperature=temperature,
+        context=context,
+        num_drafts=stats.num_drafts,
+        acceptance_length=stats.acceptance_length,
+        acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
+    )

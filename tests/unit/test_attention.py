@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.gather import rows_of
+from specrl.training.batches import MicroBatch, TokenSequence, pack, rows_of
 from specrl.training.megatron.attention import PackedAttention, Rotary, RotaryAttention, RowLayout
 from tests.peak_memory import peak_bytes
 

@@ -22,8 +22,7 @@ from specrl.artifacts import (
     write_result,
 )
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
-from specrl.export.card import serve_arguments
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter, serve_arguments
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.export.sglang import sglang_config

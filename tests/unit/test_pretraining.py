@@ -29,7 +29,7 @@ from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.pretrain import answer_prompts, pretrain_drafter
 from specrl.tracking import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.drafter.pretraining import pretrain, windows
+from specrl.training.drafter.drafters import pretrain, windows
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec, Window

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specrl.training.batches import rows_of
 from specrl.training.drafter.attention import attend
 from specrl.training.drafter.chains import ChainBatch, Part
 from specrl.training.drafter.kinds.layers import DraftModule
-from specrl.training.gather import rows_of
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits, target) -> (loss, gradient), see `specrl/algorithms/draft_losses.py`."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specrl.models.checks.config import check_config, llama3_factor
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
-from specrl.training.gather import rows_of
+from specrl.training.batches import rows_of
 from specrl.training.megatron.attention import PackedAttention, Rotary, RotaryAttention, row_layout
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
