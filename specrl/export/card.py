@@ -40,12 +40,7 @@ class ExportedDrafter:
 
 
 def serve_arguments(
-    policy: Path | str,
-    drafter_dir: Path,
-    k: int,
-    config: Config | None = None,
-    *,
-    files: Path | None = None,
+    policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None, *, files: Path | None = None
 ) -> list[str]:
     """The words of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 

@@ -150,10 +150,7 @@ def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
         )
     if trainer_size == engine_size:
         return
-    sizes = {
-        "query": hf.num_attention_heads * head_dim(hf),
-        "key and value": hf.num_key_value_heads * head_dim(hf),
-    }
+    sizes = {"query": hf.num_attention_heads * head_dim(hf), "key and value": hf.num_key_value_heads * head_dim(hf)}
     if experts is None:
         sizes["MLP"] = hf.intermediate_size
     for name, rows in sizes.items():

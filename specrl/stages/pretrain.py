@@ -158,12 +158,7 @@ def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, draft
 
 
 def pretrain_drafter(
-    context: StageContext,
-    ranks: Ranks,
-    rollouts: RolloutBatch,
-    drafter_dir: Path,
-    tracker: Tracker,
-    progress: Progress,
+    context: StageContext, ranks: Ranks, rollouts: RolloutBatch, drafter_dir: Path, tracker: Tracker, progress: Progress
 ) -> dict[str, float]:
     """Train the drafter on the features of the policy's responses and write its directory (collective).
 

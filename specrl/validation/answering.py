@@ -64,16 +64,7 @@ def answer(
     own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
-        unscored = collect(
-            engine,
-            own,
-            samples,
-            chosen.config,
-            rewards,
-            origin,
-            on_progress=on_progress,
-            learn=learn,
-        )
+        unscored = collect(engine, own, samples, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
         rollouts, scores = unscored.scored()
     if last is not None:
         last.keep(chosen.name, rollouts)

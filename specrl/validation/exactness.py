@@ -87,8 +87,7 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
     if engine.replays:
         engine.set_replay(texts_to_replay(requests, plain))
     measured = Exactness(
-        sampled=against(plain, engine, requests, k, noise),
-        greedy=measure_parity(engine, greedy, k, noise),
+        sampled=against(plain, engine, requests, k, noise), greedy=measure_parity(engine, greedy, k, noise)
     )
     if engine.replays:
         engine.set_replay({})

@@ -166,10 +166,7 @@ def train_chains(
 @contextmanager
 def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
     device, dtype = next(model.parameters()).device, model.shape.dtype
-    with (
-        torch.set_grad_enabled(learn),
-        torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
-    ):
+    with torch.set_grad_enabled(learn), torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         yield
 
 

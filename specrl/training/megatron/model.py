@@ -258,9 +258,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec

@@ -234,11 +234,7 @@ class Policy:
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export(self.model, self._weights)
 
-    def save_pretrained(
-        self,
-        directory: Path,
-        mtp_layer: Iterable[tuple[str, Tensor]] = (),
-    ) -> None:
+    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Write a Hugging Face directory, with a trained multi-token-prediction layer (collective); rank 0 writes."""
         trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)

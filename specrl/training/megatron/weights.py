@@ -19,15 +19,7 @@ from torch import Tensor
 
 from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.directory import read_model_config
-from specrl.models.families import (
-    ExpertShape,
-    Family,
-    Layout,
-    Linear,
-    expert_shape_of_model,
-    family_of_model,
-    head_dim,
-)
+from specrl.models.families import ExpertShape, Family, Layout, Linear, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
 from specrl.training.pieces import Band, Piece
 
@@ -63,10 +55,7 @@ class Parameter:
         """This rank's number among those that tensor parallelism splits the parameter over, and how many they are."""
         if self.expert_rank is not None:
             return 0, 1
-        return (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
+        return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
 
     @property
     def sharers(self) -> Any:
