@@ -19,7 +19,6 @@ from specrl.training.calibration.calibration import (
     recipe_from,
     write_layers,
 )
-from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
@@ -69,8 +68,6 @@ def _write_results(context: StageContext, tracker: Tracker, found: Calibration, 
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):
         tracker.log_artifact(folder / file, "calibration")
-    tracker.log_figure(plot_errors(found.rows), "calibration/errors.png")
-    tracker.log_figure(plot_kl(found, context.config.precision.max_kl), "calibration/kl.png")
     errors = [row.relative_error for row in found.rows]
     tracker.log_metrics(
         {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,6 @@ from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
 """A value for each response token, by the number of the rollout."""
-
-
-class RouteFormat(NamedTuple):
-    dtype: str
-    item_shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,9 @@ class TrainingShares:
         return self.dealt[update][int(self.dp_ranks[self.ranks.rank])]
 
     def deliver(
-        self, rollouts: RolloutBatch, routes: RouteFormat | None = None, *, logprobs: bool = True
+        self, rollouts: RolloutBatch, experts: tuple[str, tuple[int, int]] | None = None, *, logprobs: bool = True
     ) -> OwnRollouts:
-        """Send each rollout's tokens, and routes where they have a format, to the ranks that train on it (collective).
+        """Send each rollout's tokens, and routes of this type and shape, to the ranks that train on it (collective).
 
         The engine's log-probs go to the ranks that compute the loss.
         """
@@ -97,9 +91,9 @@ class TrainingShares:
             rows = Ragged.of([rollout.whole_generation_logprobs for rollout in held], np.float32)
             compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
             columns |= rollouts.deliver(self.ranks, {"generation_logprobs": rows}, compared)
-        if routes is not None:
+        if experts is not None:
             chosen = [() if rollout.routes is None else rollout.routes for rollout in held]
-            ragged = Ragged.of(chosen, routes.dtype, routes.item_shape)
+            ragged = Ragged.of(chosen, *experts)
             columns |= rollouts.deliver(self.ranks, {"routes": ragged}, trained)
         return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
 

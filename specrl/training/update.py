@@ -24,7 +24,7 @@ from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
 from specrl.training.schedules import lr_factor
-from specrl.training.shares import OwnRollouts, RouteFormat, Rows, TrainingShares
+from specrl.training.shares import OwnRollouts, Rows, TrainingShares
 
 OF_UPDATES = ("loss", "grad_norm", "lr")
 """The metrics of an update as a whole; the others are means over its tokens."""
@@ -80,7 +80,9 @@ def update_policy(
     """
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
-    own = shares.deliver(rollouts, _route_format(policy))
+    experts = expert_shape_of_model(policy.hf_config)
+    layers = policy.hf_config.num_hidden_layers
+    own = shares.deliver(rollouts, (experts.route_type, (layers, experts.per_token)) if experts is not None else None)
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
     routes = policy.routing  # what the pass under the policy that sampled says of them counts
@@ -107,13 +109,6 @@ def update_policy(
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
-
-
-def _route_format(policy: Policy) -> RouteFormat | None:
-    experts = expert_shape_of_model(policy.hf_config)
-    if experts is None:
-        return None
-    return RouteFormat(experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token))
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:

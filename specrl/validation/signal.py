@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specrl.config import Config
 
@@ -22,26 +22,18 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
     `history` has the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
     """
     patience = min(PATIENCE, config.train.num_steps)
-    doubts = {_nothing_learned: _why_nothing, _all_cut_off: _why_cut_off, _collapsed: _why_collapsed}
+    least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
+    doubts: list[tuple[Callable[[Metrics], bool], Callable[[Metrics, Metrics, Config], str]]] = [
+        (lambda m: m.get("reward/zero_std_fraction", 0.0) >= 1 or not m.get("policy/grad_norm"), _why_nothing),
+        (lambda m: m.get("rollout/truncated_fraction", 0.0) >= 1, _why_cut_off),
+        (lambda m: m.get("policy/entropy", least) < least, _why_collapsed),
+    ]
     lines = []
-    for holds, words in doubts.items():
-        held = [holds(metrics, first) for metrics in history[-patience - 1 :]]
+    for holds, words in doubts:
+        held = [holds(metrics) for metrics in history[-patience - 1 :]]
         if len(held) >= patience and all(held[-patience:]) and not (len(held) > patience and held[0]):
             lines.append(f"for {patience} steps {words(history[-1], first, config)}")
     return lines
-
-
-def _nothing_learned(metrics: Metrics, first: Metrics) -> bool:
-    return metrics.get("reward/zero_std_fraction", 0.0) >= 1 or not metrics.get("policy/grad_norm")
-
-
-def _all_cut_off(metrics: Metrics, first: Metrics) -> bool:
-    return metrics.get("rollout/truncated_fraction", 0.0) >= 1
-
-
-def _collapsed(metrics: Metrics, first: Metrics) -> bool:
-    least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
-    return metrics.get("policy/entropy", least) < least
 
 
 def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:

@@ -38,7 +38,6 @@ from specrl.training.calibration.calibration import (
     write_layers,
 )
 from specrl.training.calibration.measures import KlDivergence, LayerStatistics, merge
-from specrl.training.calibration.plots import plot_errors, plot_kl
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
@@ -364,13 +363,10 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
         load_recipe(path, other, ranks)
 
 
-def test_table_and_plots(calibrated: tuple[Calibration, Policy, LinearPrecision], tmp_path: Path) -> None:
+def test_table(calibrated: tuple[Calibration, Policy, LinearPrecision], tmp_path: Path) -> None:
     found, _, _ = calibrated
     write_layers(tmp_path / "layers.arrow", found.rows)
     with pa.memory_map(str(tmp_path / "layers.arrow")) as source:
         table = pa.ipc.open_file(source).read_all()
     assert table.num_rows == 16
     assert {"name", "relative_error", "activation_amax_p999", "kl_alone", "precision"} <= set(table.column_names)
-    for name, figure in (("errors", plot_errors(found.rows)), ("kl", plot_kl(found, 0.005))):
-        figure.savefig(tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 5000

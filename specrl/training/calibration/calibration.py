@@ -166,17 +166,28 @@ def calibrate(
     flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
     order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
-    selection = _Search(KlDivergence(policy, switch, data.selection, ranks), order, on_progress)
-    count = max(len(always_bf16), smallest_prefix(len(order), selection.kl, max_kl))
-    held_out = _Search(KlDivergence(policy, switch, data.held_out, ranks), order, on_progress)
-    count = grown_prefix(count, len(order), held_out.kl, max_kl)
+    def search(batches: list[MicroBatch], known: dict[int, float]) -> Callable[[int], float]:
+        divergence = KlDivergence(policy, switch, batches, ranks)
+
+        def kl_of(count: int) -> float:
+            if count not in known:
+                on_progress(len(known) - 1, len(order).bit_length() + 1, "choice of layers")
+                known[count] = divergence.kl(order[count:])
+            return known[count]
+
+        return kl_of
+
+    curve = {len(order): 0.0}
+    count = max(len(always_bf16), smallest_prefix(len(order), search(data.selection, curve), max_kl))
+    held_out = search(data.held_out, {len(order): 0.0})
+    count = grown_prefix(count, len(order), held_out, max_kl)
     switch.set_fp8(names)
     kept = set(order[:count])
     return Calibration(
         bf16_layers=[name for name in names if name in kept],
-        kl_all_fp8=held_out.kl(0),
-        kl_chosen=held_out.kl(count),
-        curve=sorted(selection.known.items()),
+        kl_all_fp8=held_out(0),
+        kl_chosen=held_out(count),
+        curve=sorted(curve.items()),
         rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
         weight_scales={
             name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
@@ -220,25 +231,6 @@ def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: f
     while count < size and not kl_of(count) <= budget:  # NaN holds no budget
         count = min(size, count + max(1, round(GROWTH * size)))
     return count
-
-
-class _Search:
-    """The KL divergence by the number of ranked layers that stay in BF16; each number is measured once."""
-
-    def __init__(
-        self, divergence: KlDivergence, order: list[str], on_progress: Callable[[int, int, str], None]
-    ) -> None:
-        self._divergence = divergence
-        self._order = order
-        self._on_progress = on_progress
-        self.known = {len(order): 0.0}
-
-    def kl(self, count: int) -> float:
-        """The divergence with the first `count` layers in BF16, in nats per token (collective)."""
-        if count not in self.known:
-            self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
-            self.known[count] = self._divergence.kl(self._order[count:])
-        return self.known[count]
 
 
 def _each_alone(
