@@ -47,10 +47,7 @@ class KvObserver:
         self._hooks: list[Any] = []
         for layer, attention in zip(model.decoder.layers, self._watched, strict=True):
             observe = partial(self._observe, layer.layer_number - 1)
-            if hasattr(attention, "observe"):
-                attention.observe = observe  # rotates queries and keys itself, and passes them on
-            else:
-                self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
+            self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
@@ -66,9 +63,6 @@ class KvObserver:
             self.num_tokens = None
 
     def detach(self) -> None:
-        for attention in self._watched:
-            if hasattr(attention, "observe"):
-                attention.observe = None
         for hook in self._hooks:
             hook.remove()
 

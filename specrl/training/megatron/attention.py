@@ -21,9 +21,6 @@ from torch.nn.attention.bias import causal_lower_right
 KERNEL_CAPABILITY = (9, 0)
 """The first generation of GPUs (Hopper) on which cuDNN's kernels take variable lengths."""
 
-Observe = Callable[[Tensor, Tensor, Tensor], None]
-"""A function of rotated queries, rotated keys and values, [1, heads, tokens, width] each."""
-
 
 class Segment(NamedTuple):
     """Tokens that attend to each other causally, and to all tokens of a prefix; see `MicroBatch.segments`."""
@@ -92,24 +89,6 @@ def _row_layout(segments: tuple[Segment, ...], device: torch.device) -> RowLayou
     return RowLayout(segments, device)
 
 
-class Rotary:
-    """The cosines and sines of the rotary embedding (Su et al., 2021), which rotates halves against each other."""
-
-    def __init__(self, frequencies: Tensor) -> None:
-        self._frequencies = frequencies.float()  # [width / 2]
-
-    @lru_cache(maxsize=64)  # noqa: B019  (one object per model, held by its layers)
-    def __call__(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[seq, width / 2] each, in the compute type, as transformers and vLLM have them."""
-        angles = torch.outer(torch.arange(seq, dtype=torch.float32), self._frequencies)
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     """PyTorch's attention, [tokens, 1, heads x width], given [heads, tokens, width] and [groups, tokens, width]."""
     # Repeated, because kernels for float32 on GPUs take no groups.
@@ -128,32 +107,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
-@lru_cache(maxsize=8)
-def _angles(rotary: Rotary, layout: RowLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = rotary(layout.longest, dtype, layout.device)
-    return cos[layout.positions], sin[layout.positions]
-
-
-class RotaryAttention(torch.nn.Module):
-    """Megatron's `core_attention` over a flat row, which rotates queries and keys too."""
-
-    def __init__(self, config: Any, rotary: Rotary, **_: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.observe: Observe | None = None
-        """A function called in each forward pass, with rotated queries and what the engine's KV cache would hold."""
-        self._rotary = rotary
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        """[tokens, 1, heads x width], given [tokens, 1, heads, width] and `MicroBatch.segments` as the mask."""
-        layout: RowLayout = row_layout(attention_mask, query.device)
-        q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))
-        q, k = (rotate(x, *_angles(self._rotary, layout, x.dtype)) for x in (q, k))
-        if self.observe is not None:
-            self.observe(q.detach()[None], k.detach()[None], v.detach()[None])
-        return attend(q, k, v, layout)
-
-
 Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
 """A function of queries [tokens, heads, width] and, gathered as in `RowLayout.keys`, keys and values
 [keys, groups, width] that returns [tokens, heads x width]."""
@@ -163,7 +116,7 @@ class PackedAttention(torch.nn.Module):
     """Megatron's `core_attention` over a flat row, whose queries and keys come rotated.
 
     A shared prompt's keys and values are gathered for each of its responses, so that every segment is one item of the
-    kernel's batch, whose causal mask is aligned at the bottom right. There is no kernel for float32 and for GPUs before
+    kernel's batch, whose causal mask is aligned at the bottom right. There is none for CPUs, float32 and GPUs before
     Hopper; there the attention is PyTorch's.
     """
 
@@ -183,7 +136,9 @@ class PackedAttention(torch.nn.Module):
 
 
 def _transformer_engine(config: Any, layer_number: int) -> Kernel | None:
-    if config.params_dtype == torch.float32 or torch.cuda.get_device_capability() < KERNEL_CAPABILITY:
+    if not torch.cuda.is_available() or config.params_dtype == torch.float32:
+        return None
+    if torch.cuda.get_device_capability() < KERNEL_CAPABILITY:
         return None
     module = extension.te.pytorch.DotProductAttention(
         num_attention_heads=config.num_attention_heads,

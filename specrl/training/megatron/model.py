@@ -7,13 +7,11 @@ rows. The choice is made once, by the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -27,7 +25,7 @@ from torch import Tensor
 from specrl.models.checks.config import check_config, llama3_factor
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
 from specrl.training.batches import rows_of
-from specrl.training.megatron.attention import PackedAttention, Rotary, RotaryAttention, row_layout
+from specrl.training.megatron.attention import PackedAttention, row_layout
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -243,7 +241,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
     tensor = config.tensor_model_parallel_size
     return PolicyModel(
         config,
-        _cuda_layers(config) if cuda else _cpu_layers(config, rope),
+        _cuda_layers(config) if cuda else _cpu_layers(config),
         family=family_of_model(hf),
         true_vocab_size=hf.vocab_size,
         vocab_size=-(-hf.vocab_size // tensor) * tensor,
@@ -251,7 +249,7 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
+        position_embedding_type="rope",
         **rope,
     )
 
@@ -264,15 +262,14 @@ def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def _cpu_layers(config: TransformerConfig, rope: dict[str, Any]) -> TransformerBlockSubmodules:
-    frequencies = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=True, **rope).inv_freq
+def _cpu_layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(RotaryAttention, rotary=Rotary(frequencies))
+    attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)
