@@ -36,8 +36,7 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
 from specrl.validation.precision import PrecisionMonitor
-from specrl.validation.signal import PATIENCE, lost_signals
-from specrl.validation.stopping import EarlyStop
+from specrl.validation.stopping import PATIENCE, EarlyStop, lost_signals
 from specrl.validation.validation import Validation
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
-from specrl.export.speculators import write_speculators
+from specrl.export.formats import write_speculators
 from specrl.lineage.record import code_of
 from specrl.lineage.source import read_source
 from specrl.models.sources import load_tokenizer

@@ -33,8 +33,7 @@ from specrl.stages.rank import stage_rank
 from specrl.tracking import Tracker
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.exactness import measure_exactness
-from specrl.validation.matched import matched_pair
-from specrl.validation.next_step import NextStep
+from specrl.validation.speed import NextStep, matched_pair
 
 
 def main(context: StageContext) -> None:

@@ -23,9 +23,8 @@ from specrl.artifacts import (
 )
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
 from specrl.export.card import ExportedDrafter, serve_arguments
-from specrl.export.formats import FORMATS
+from specrl.export.formats import FORMATS, sglang_config
 from specrl.export.quantised import SCHEMES, write_quantised
-from specrl.export.sglang import sglang_config
 from specrl.models.drafters import NORM_FLAGS
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
