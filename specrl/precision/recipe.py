@@ -86,18 +86,13 @@ def engine_name(family: Family, name: str) -> str:
     return f"model.{layers}.{index}.{found}"
 
 
-def policy_digest(policy_dir: Path) -> str:
-    return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
-
-
-def shared_policy_digest(policy_dir: Path, ranks: Ranks) -> str:
-    """What `policy_digest` does; the ranks share the files among them (collective)."""
-    own = {path.name: file_digest(path) for path in _digested(policy_dir)[ranks.rank :: ranks.world_size]}
-    return contents_digest({name: digest for part in ranks.gather(own) for name, digest in part.items()})
-
-
-def _digested(policy_dir: Path) -> list[Path]:
-    return sorted([*policy_dir.glob("*.safetensors"), policy_dir / "config.json"])
+def policy_digest(policy_dir: Path, ranks: Ranks | None = None) -> str:
+    """The digest of weights and configuration that identifies a policy; `ranks` share the files (collective)."""
+    files = sorted([*policy_dir.glob("*.safetensors"), policy_dir / "config.json"])
+    rank, count = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
+    own = {path.name: file_digest(path) for path in files[rank::count]}
+    parts = ranks.gather(own) if ranks is not None else [own]
+    return contents_digest({name: digest for part in parts for name, digest in part.items()})
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
@@ -118,7 +113,7 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
     """The recipe at `path`; raise ValueError if it was made for another policy (collective)."""
     value = json.loads(path.read_text())
-    if value["policy_digest"] != shared_policy_digest(policy_dir, ranks):
+    if value["policy_digest"] != policy_digest(policy_dir, ranks):
         raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
     scales = value["kv_scales"]
     return Recipe(

@@ -171,14 +171,12 @@ def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
     assert len(found.kv_scales.q) == 4
 
 
-def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, LinearPrecision]) -> None:
+def test_the_layer_table_has_every_layer(calibrated: tuple[Calibration, Policy, LinearPrecision]) -> None:
     found, _, _ = calibrated
     assert {row.name for row in found.rows} == set(layer_names(LLAMA, 4))
     assert all(0.005 < row.relative_error < 0.1 for row in found.rows)
-    assert all(row.activation_amax_median <= row.activation_amax_p999 <= row.activation_amax_max for row in found.rows)
-    ratio = {row.name: row.outlier_ratio for row in found.rows}
-    assert max(ratio, key=lambda name: ratio[name]) == "layers.1.linear_fc2"
-    assert ratio["layers.1.linear_fc2"] > 30
+    largest = {row.name: row.activation_amax_max for row in found.rows}
+    assert max(largest, key=lambda name: largest[name]) == "layers.1.linear_fc2"
     kept = [row.name for row in found.rows if row.precision == "bf16"]
     assert kept == found.bf16_layers
 
@@ -233,18 +231,6 @@ def test_layer_error_is_that_of_the_product_by_hand(
     assert found.relative_error == pytest.approx(expected, rel=1e-3)
     assert found.amax == float(valid.abs().max())
     assert found.flops_per_token == {0: 2 * 384 * 160}
-    assert int(found.amax_counts.sum()) == len(valid) * 2  # 160 channels are two blocks
-
-
-@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=400), st.sampled_from([0.5, 0.9, 0.999]))
-@settings(max_examples=50, deadline=None)
-def test_quantiles_of_the_histogram_are_right_to_a_bin(values: list[float], share: float) -> None:
-    statistics = LayerStatistics(amax=max(values))
-    exponents = torch.tensor(values, dtype=torch.float64).log2()
-    statistics.amax_counts += torch.bincount(((exponents + 40) * 16).long(), minlength=1280)
-    ordered = sorted(values)
-    exact = ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-    assert exact * 0.999 <= statistics.amax_quantile(share) <= exact * 2 ** (1 / 16) * 1.001
 
 
 def test_ranks_add_up() -> None:
@@ -369,4 +355,4 @@ def test_table(calibrated: tuple[Calibration, Policy, LinearPrecision], tmp_path
     with pa.memory_map(str(tmp_path / "layers.arrow")) as source:
         table = pa.ipc.open_file(source).read_all()
     assert table.num_rows == 16
-    assert {"name", "relative_error", "activation_amax_p999", "kl_alone", "precision"} <= set(table.column_names)
+    assert {"name", "relative_error", "activation_amax_max", "kl_alone", "precision"} <= set(table.column_names)

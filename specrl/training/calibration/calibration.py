@@ -38,19 +38,12 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row of the layer table.
-
-    An activation's amax is the largest magnitude in a block of 1x128. Errors are those of the layer alone, on BF16
-    inputs.
-    """
+    """One row of the layer table; errors are those of the layer alone, on BF16 inputs."""
 
     name: str
     flops_per_token: int
     relative_error: float
-    activation_amax_median: float
-    activation_amax_p999: float
     activation_amax_max: float
-    outlier_ratio: float
     weight_amax: float
     kl_alone: float
     """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
@@ -254,10 +247,7 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
         name=name,
         flops_per_token=flops,
         relative_error=statistics.relative_error,
-        activation_amax_median=statistics.amax_quantile(0.5),
-        activation_amax_p999=statistics.amax_quantile(0.999),
         activation_amax_max=statistics.amax,
-        outlier_ratio=statistics.outlier_ratio,
         weight_amax=statistics.weight_amax,
         kl_alone=kl_alone,
         precision="bf16" if kept else "fp8",
@@ -281,7 +271,6 @@ def layer_details(calibration: Calibration) -> dict[str, Any]:
             "precision": row.precision,
             "weight_scales": calibration.weight_scales[row.name],
             "activation_amax": row.activation_amax_max,
-            "activation_amax_p999": row.activation_amax_p999,
         }
         for row in calibration.rows
     }

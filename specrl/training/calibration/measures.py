@@ -12,27 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrl.distributed import Ranks
-from specrl.precision.blocks import ALONG_ROWS, block_amax
+from specrl.precision.blocks import ALONG_ROWS
 from specrl.training.batches import MicroBatch
 from specrl.training.megatron.fp8 import EmulatedLinear, LinearPrecision
 from specrl.training.megatron.policy import Policy
 
-BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 16, -40, 80
-"""The bins of a histogram of block maxima by their base-2 logarithm: quantiles from it are right to 4.4 %."""
-
 
 @dataclass
 class LayerStatistics:
-    """Statistics of one layer as sums and maxima over tokens, so that those of several ranks can be combined.
-
-    The amax of an activation block is the largest magnitude in its 1x128 values.
-    """
+    """Statistics of one layer as sums and maxima over tokens, so that those of several ranks can be combined."""
 
     error_squares: float = 0.0
     """The sum of (y_fp8 - y_bf16)^2, where both come from the same BF16 input."""
     output_squares: float = 0.0
-    amax_counts: Tensor = field(default_factory=lambda: torch.zeros(BINS_PER_OCTAVE * NUM_OCTAVES, dtype=torch.int64))
     amax: float = 0.0
+    """The largest magnitude of an input."""
     weight_amax: float = 0.0
     weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
     """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]. Those of experts are left
@@ -46,21 +40,10 @@ class LayerStatistics:
         """|y_fp8 - y_bf16| / |y_bf16|, L2 norms over all tokens; of partial sums where a layer is split by input."""
         return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
 
-    def amax_quantile(self, share: float) -> float:
-        """A quantile of the block maxima: the upper edge of its bin, but at most the maximum."""
-        counts = self.amax_counts.cumsum(0)
-        index = int((counts < share * int(counts[-1])).sum())
-        return min(self.amax, float(2.0 ** ((index + 1) / BINS_PER_OCTAVE + LOWEST_OCTAVE)))
-
-    @property
-    def outlier_ratio(self) -> float:
-        return self.amax / self.amax_quantile(0.5) if self.amax else 0.0
-
     def add(self, other: LayerStatistics) -> None:
         """Take in the statistics of other tokens, or of another shard, of the same layer."""
         self.error_squares += other.error_squares
         self.output_squares += other.output_squares
-        self.amax_counts += other.amax_counts
         self.amax = max(self.amax, other.amax)
         self.weight_amax = max(self.weight_amax, other.weight_amax)
         self.weight_scales |= other.weight_scales
@@ -93,10 +76,7 @@ class LayerObserver:
         quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
         found.error_squares += float((quantised - plain).float().square().sum())
         found.output_squares += float(plain.float().square().sum())
-        amax = block_amax(inputs, ALONG_ROWS).flatten()
-        bins = ((amax.log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, len(found.amax_counts) - 1).long()
-        found.amax_counts += torch.bincount(bins, minlength=len(found.amax_counts)).cpu()
-        found.amax = max(found.amax, float(amax.max()))
+        found.amax = max(found.amax, float(inputs.abs().max()))
 
 
 @contextmanager
