@@ -8,6 +8,7 @@ from statistics import fmean
 
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
+from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
@@ -149,9 +150,7 @@ def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, draft
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     with logs.phase("loading of the checkpoint"):
-        policy = Policy(
-            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
-        )
+        policy = frozen_policy(config, policy_dir, ranks)
         drafter = load_drafter(config, start.stage_dir / "drafter", policy_dir, ranks)
         load_drafter_state(start.checkpoint_dir, drafter)
         save_drafter(drafter, policy, drafter_dir, policy_version=0)
@@ -169,9 +168,7 @@ def pretrain_drafter(
     prepared = context.input("prepare", PrepareResult)
     policy_dir = prepared.policy_dir
     with logs.phase("loading of the policy"):
-        policy = Policy(
-            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
-        )
+        policy = frozen_policy(config, policy_dir, ranks)
     drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks, prepared.drafter_dir)
     shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
     own = shares.deliver(rollouts, logprobs=False)
@@ -192,3 +189,7 @@ def pretrain_drafter(
     save_drafter(drafter, policy, drafter_dir, policy_version=0)
     checkpoints.finish()
     return metrics
+
+
+def frozen_policy(config: Config, policy_dir: Path, ranks: Ranks) -> Policy:
+    return Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)

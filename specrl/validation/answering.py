@@ -1,11 +1,12 @@
-"""The answers of an engine's policy to the held-out sets, by all ranks together."""
+"""The answers of an engine's policy to the held-out sets, by all ranks together, and the drafts accepted on the way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
+from specrl.rollout.bubbles.pregeneration import store_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
-from specrl.validation.last_answers import LastAnswers
 from specrl.validation.scores import SetResponses, score_set
 
 
@@ -131,3 +133,52 @@ def _row(name: str, temperature: float, context: tuple[int, int] | None, stats: 
         acceptance_length=stats.acceptance_length,
         acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
     )
+
+
+FOLDER = "last_answers"
+
+
+class LastAnswers:
+    """Keeps the newest responses of this rank's engine to each held-out set, in memory and on disk.
+
+    After an update the policy samples nearly the same text with the same seeds. The responses are drafts and nothing
+    else, so that a file may be missing, or be of any policy, without a change to a token.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
+        self._engine, self._folder, self._rank = engine, folder, rank
+        self._texts: dict[str, dict[int, list[PregeneratedText]]] = {}
+
+    @contextmanager
+    def drafted(self, name: str, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Draft from the last responses to these prompts of the set `name`, if the method drafts from stored text."""
+        if not self._engine.replays:
+            yield
+            return
+        if name not in self._texts:
+            self._texts[name] = self._read(name)
+        store_texts(self._engine, prompts, self._texts[name])
+        try:
+            yield
+        finally:
+            self._engine.set_replay({})
+
+    def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        if not self._engine.replays:
+            return
+        texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
+        self._texts[name] = _by_prompt(texts)
+        if self._engine.is_first:
+            write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
+
+    def _read(self, name: str) -> dict[int, list[PregeneratedText]]:
+        # A restart may have another number of ranks, which deals the prompts in another way.
+        paths = sorted(self._folder.glob(f"{name}-????.arrow"))
+        return _by_prompt([text for path in paths for text in read_texts(path)])
+
+
+def _by_prompt(texts: Sequence[PregeneratedText]) -> dict[int, list[PregeneratedText]]:
+    found: dict[int, list[PregeneratedText]] = {}
+    for text in texts:
+        found.setdefault(text.prompt_id, []).append(text)
+    return found

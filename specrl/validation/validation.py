@@ -12,8 +12,7 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import LoggedSteps, Tracker
-from specrl.validation.answering import answer, held_out_sets
-from specrl.validation.last_answers import FOLDER, LastAnswers
+from specrl.validation.answering import FOLDER, LastAnswers, answer, held_out_sets
 from specrl.validation.stopping import best_of
 
 

@@ -28,6 +28,8 @@ from specrl.training.calibration.measures import KlDivergence, LayerObserver, La
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.policy import Policy
 
+OnProgress = Callable[[int, int, str], None]
+"""Called with the number of passes done, their total and the name of the phase."""
 GROWTH = 1 / 16
 """The share of all layers by which the set grows while the held-out prompts exceed the budget."""
 KL_POSITIONS = 640
@@ -143,7 +145,7 @@ def calibrate(
     data: CalibrationData,
     max_kl: float,
     ranks: Ranks,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    on_progress: OnProgress = lambda done, total, phase: None,
     *,
     always_bf16: Sequence[str] = (),
 ) -> Calibration:
@@ -194,7 +196,7 @@ def layer_statistics(
     switch: LinearPrecision,
     batches: list[MicroBatch],
     ranks: Ranks,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    on_progress: OnProgress = lambda done, total, phase: None,
 ) -> dict[str, LayerStatistics]:
     """The statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
@@ -226,9 +228,7 @@ def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: f
     return count
 
 
-def _each_alone(
-    divergence: KlDivergence, names: list[str], on_progress: Callable[[int, int, str], None]
-) -> dict[str, float]:
+def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgress) -> dict[str, float]:
     found = {}
     for done, name in enumerate(names):
         on_progress(done, len(names), "layers one by one")

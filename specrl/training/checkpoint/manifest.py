@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
 def find_damage(folder: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint's files, or None if all is as it was written (collective).
 
-    Every byte is read once: the ranks share the blocks of the files among them.
+    Every byte is read once: the ranks share the files among them.
     """
     found = _own_damage(folder, ranks)
     return next((text for text in ranks.gather(found) if text is not None), None)
@@ -128,9 +128,9 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return str(error)
-    for file, blocks in _deal(manifest.files, ranks):
+    for file in manifest.files[ranks.rank :: ranks.world_size]:
         try:
-            damage = _damage_of(folder / file.name, file, blocks)
+            damage = _damage_of(folder / file.name, file)
         except FileNotFoundError:
             damage = f"{file.name} is missing"
         except OSError as error:  # of a disk or a file system that fails
@@ -140,21 +140,12 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     return None
 
 
-def _damage_of(path: Path, file: StoredFile, blocks: Sequence[int]) -> str | None:
+def _damage_of(path: Path, file: StoredFile) -> str | None:
     if (size := path.stat().st_size) != file.size:
         return f"{file.name} has {size} bytes instead of {file.size}"
-    if (block := wrong_block(path, file.crc32, blocks)) is not None:
+    if (block := wrong_block(path, file.crc32, range(len(file.crc32)))) is not None:
         return f"{file.name} has the wrong checksum in block {block}"
     return None
-
-
-def _deal(files: Sequence[StoredFile], ranks: Ranks) -> Iterator[tuple[StoredFile, list[int]]]:
-    number = 0
-    for file in files:
-        blocks = [block for block in range(len(file.crc32)) if (number + block) % ranks.world_size == ranks.rank]
-        number += len(file.crc32)
-        if blocks:
-            yield file, blocks
 
 
 def _packed(file: StoredFile) -> dict[str, Any]:

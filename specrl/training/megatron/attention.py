@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as extension
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 KERNEL_CAPABILITY = (9, 0)
 """The first generation of GPUs (Hopper) on which cuDNN's kernels take variable lengths."""
@@ -95,15 +94,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     lengths = [segment.length for segment in layout.segments]
     parts = []
-    for segment, *own in zip(layout.segments, *(torch.split(x[None], lengths, 2) for x in (q, k, v)), strict=True):
-        query, key, value = own
-        if segment.num_keys == segment.length:
-            parts.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
-            continue
-        before = slice(segment.prefix_start, segment.prefix_stop)
-        keys, values = (torch.cat((x[None, :, before], y), 2) for x, y in ((k, key), (v, value)))
-        mask: Any = causal_lower_right(segment.length, segment.num_keys)
-        parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask))
+    for segment, *split in zip(layout.segments, *(torch.split(x[None], lengths, 2) for x in (q, k, v)), strict=True):
+        own = split
+        if segment.num_keys > segment.length:  # a prefix's queries go with it, because no mask is as fast as the causal
+            before = slice(segment.prefix_start, segment.prefix_stop)
+            own = [torch.cat((x[None, :, before], y), 2) for x, y in zip((q, k, v), split, strict=True)]
+        found = F.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True)
+        parts.append(found[:, :, segment.num_keys - segment.length :])
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
 
