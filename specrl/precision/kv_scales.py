@@ -43,11 +43,12 @@ class KvObserver:
         self.seconds = 0.0
         """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._watched = [layer.self_attention.core_attention for layer in model.decoder.layers]
-        self._hooks: list[Any] = []
-        for layer, attention in zip(model.decoder.layers, self._watched, strict=True):
-            observe = partial(self._observe, layer.layer_number - 1)
-            self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
+        self._hooks: list[Any] = [
+            layer.self_attention.core_attention.register_forward_pre_hook(
+                partial(self._observe, layer.layer_number - 1)
+            )
+            for layer in model.decoder.layers
+        ]
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
@@ -80,15 +81,15 @@ class KvObserver:
         return KvScales(q, k, v), seconds + time.perf_counter() - started
 
     @torch.no_grad()
-    def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _observe(self, layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if self.num_tokens is None:
             return
         started = time.perf_counter()
-        maxima = torch.stack([part.detach().abs().amax((0, 1, 3)).float() for part in (query, key, value)])
+        maxima = torch.stack([part.detach().abs().amax((1, 2, 3)).float() for part in args[:3]])
         bins = ((maxima[:, : self.num_tokens].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(
             0, self._counts.shape[2] - 1
         )
-        ones = torch.ones((), dtype=torch.int64, device=query.device)
+        ones = torch.ones((), dtype=torch.int64, device=maxima.device)
         self._counts[:, layer].scatter_add_(1, bins.nan_to_num(0).long(), ones.expand(bins.shape))
         self.seconds += time.perf_counter() - started
 
@@ -98,8 +99,3 @@ def kv_scale(counts: Tensor) -> Tensor:
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
-
-
-def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
-    observe(query, key, value)

@@ -77,12 +77,8 @@ class Features:
 
 def sequences(features: Features) -> list[Features]:
     """One by one and without padding, those sequences of a micro-batch that have something to draft."""
-    return [features.row(row, length) for row, length in _lengths(features)]
-
-
-def _lengths(features: Features) -> list[tuple[int, int]]:
-    masks = enumerate(features.mask)
-    return [(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks if int(mask.sum()) >= 2]
+    masks = [(row, mask) for row, mask in enumerate(features.mask) if int(mask.sum()) >= 2]
+    return [features.row(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks]
 
 
 def padded(rows: Sequence[Features]) -> Features:
