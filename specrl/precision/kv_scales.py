@@ -43,12 +43,10 @@ class KvObserver:
         self.seconds = 0.0
         """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._hooks: list[Any] = [
-            layer.self_attention.core_attention.register_forward_pre_hook(
-                partial(self._observe, layer.layer_number - 1)
-            )
-            for layer in model.decoder.layers
-        ]
+        self._hooks: list[Any] = []
+        for layer in model.decoder.layers:
+            observe = partial(self._observe, layer.layer_number - 1)
+            self._hooks.append(layer.self_attention.core_attention.register_forward_pre_hook(observe))
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:

@@ -90,8 +90,6 @@ def _row_layout(segments: tuple[Segment, ...], device: torch.device) -> RowLayou
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     """PyTorch's attention, [tokens, 1, heads x width], given [heads, tokens, width] and [groups, tokens, width]."""
-    # Repeated, because kernels for float32 on GPUs take no groups.
-    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     lengths = [segment.length for segment in layout.segments]
     parts = []
     for segment, *split in zip(layout.segments, *(torch.split(x[None], lengths, 2) for x in (q, k, v)), strict=True):
@@ -99,7 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
         if segment.num_keys > segment.length:  # a prefix's queries go with it, because no mask is as fast as the causal
             before = slice(segment.prefix_start, segment.prefix_stop)
             own = [torch.cat((x[None, :, before], y), 2) for x, y in zip((q, k, v), split, strict=True)]
-        found = F.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True)
+        found = F.scaled_dot_product_attention(own[0], own[1], own[2], is_causal=True, enable_gqa=True)
         parts.append(found[:, :, segment.num_keys - segment.length :])
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
