@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrl.artifacts import write_json
+from specrl.distributed.ranks import TIMEOUT
 from specrl.lineage.record import BEST_FILE
 from specrl.training.checkpoint.files import HostCopy, sync_folder, tensor_parts, write_blocks
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainState, load_newest
@@ -62,7 +63,7 @@ class Checkpoints:
         self.directory = directory
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
         # The thread's own messages would get mixed up with those of the step.
-        self._group = dist.new_group(backend="gloo") if self._ranks.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._ranks.world_size > 1 else None
         self._copy, self._drafter_copy = HostCopy(), HostCopy()
         self._copy.fill(written_tensors(policy.shards()))  # or a lack of memory would show hours later
         pieces = (shard.pieces for shard in policy.shards() if shard.is_written)
