@@ -170,7 +170,7 @@ class Trainer:
             with timer("policy_update"):
                 update = self.update_policy(step, generated.rollouts)
                 self.precision.check_trainer(update.metrics["num_tokens"])
-                kv_scales = self.precision.measure_kv_scales(timer)
+                kv_scales = self.precision.measure_kv_scales()
             mismatch = self.precision.check_agreement(update.mismatch) | update.routing
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)

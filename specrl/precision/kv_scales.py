@@ -8,7 +8,6 @@ a step costs little.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,8 +39,6 @@ class KvObserver:
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.num_tokens: int | None = None
         """The number of tokens at the beginning of the row that are observed; None while nothing is."""
-        self.seconds = 0.0
-        """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._hooks: list[Any] = []
         for layer in model.decoder.layers:
@@ -65,31 +62,27 @@ class KvObserver:
         for hook in self._hooks:
             hook.remove()
 
-    def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """The scales for all tokens since the last call, if any, and the seconds that measuring took (collective)."""
-        started = time.perf_counter()
+    def take(self, ranks: Ranks) -> KvScales | None:
+        """The scales for all tokens since the last call, if any (collective)."""
         if ranks.world_size > 1:
             dist.all_reduce(self._counts)
         counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
-        seconds, self.seconds = self.seconds, 0.0
         if not bool(counts.sum(-1).all()):
             return None
         q, k, v = (kv_scale(counts[which]).tolist() for which in (QUERY, KEY, VALUE))
-        return KvScales(q, k, v), seconds + time.perf_counter() - started
+        return KvScales(q, k, v)
 
     @torch.no_grad()
     def _observe(self, layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if self.num_tokens is None:
             return
-        started = time.perf_counter()
         maxima = torch.stack([part.detach().abs().amax((1, 2, 3)).float() for part in args[:3]])
         bins = ((maxima[:, : self.num_tokens].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(
             0, self._counts.shape[2] - 1
         )
         ones = torch.ones((), dtype=torch.int64, device=maxima.device)
         self._counts[:, layer].scatter_add_(1, bins.nan_to_num(0).long(), ones.expand(bins.shape))
-        self.seconds += time.perf_counter() - started
 
 
 def kv_scale(counts: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.mismatch import MismatchSums
 from specrl.precision.recipe import KvScales, Mode
 from specrl.rollout.engine import Engine
-from specrl.timeline import Timer
 from specrl.training.megatron.fp8 import LinearPrecision
 
 MOST_ROWS = 12
@@ -59,16 +58,9 @@ class PrecisionMonitor:
             self._training.assert_quantised(trained=True)
             self._is_checked = True
 
-    def measure_kv_scales(self, timer: Timer) -> KvScales | None:
-        """The scales of an FP8 KV cache for the tokens trained on, None without any (collective).
-
-        The timer records as `kv_scales` the seconds that observing and measuring took.
-        """
-        found = self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
-        if found is None:
-            return None
-        scales, timer.scattered["kv_scales"] = found
-        return scales
+    def measure_kv_scales(self) -> KvScales | None:
+        """The scales of an FP8 KV cache for the tokens trained on, None without any (collective)."""
+        return self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
 
     def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
         """The `mismatch/...` metrics over all ranks' tokens; raise EngineMismatchError above the limit (collective)."""

@@ -78,7 +78,7 @@ def scales_of(policy: Policy, ranks: Ranks, *, training_only: bool, run: Any) ->
     found = observer.take(ranks)
     observer.detach()
     policy.kv_observer = None
-    return found[0] if found is not None else None
+    return found
 
 
 def test_only_tokens_trained_on_are_measured(policy: Policy, ranks: Ranks) -> None:

@@ -153,7 +153,7 @@ def calibrate(
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
     statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
-    found_scales = observer.take(ranks)
+    kv_scales = observer.take(ranks)
     observer.detach()
     policy.kv_observer = None
     names = sorted(statistics, key=_position)
@@ -187,7 +187,7 @@ def calibrate(
         weight_scales={
             name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
         },
-        kv_scales=found_scales[0] if found_scales is not None else None,
+        kv_scales=kv_scales,
     )
 
 
