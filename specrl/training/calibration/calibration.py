@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,6 @@ class Calibration:
     """The KL divergence on held-out prompts with every linear layer in FP8, in nats per token."""
     kl_chosen: float
     """The same divergence with `bf16_layers` in BF16."""
-    curve: list[tuple[int, float]]
-    """Pairs of the number of layers in BF16 and the KL divergence, measured on the prompts of the choice."""
     rows: list[LayerRow]
     weight_scales: dict[str, list[list[list[float]]]]
     """The block scales of each layer's weight, by its name: [tensor-parallel rank, row blocks, column blocks]."""
@@ -161,20 +160,18 @@ def calibrate(
     flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
     order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
-    def search(batches: list[MicroBatch], known: dict[int, float]) -> Callable[[int], float]:
+    def search(batches: list[MicroBatch]) -> Callable[[int], float]:
         divergence = KlDivergence(policy, switch, batches, ranks)
 
+        @cache
         def kl_of(count: int) -> float:
-            if count not in known:
-                on_progress(len(known) - 1, len(order).bit_length() + 1, "choice of layers")
-                known[count] = divergence.kl(order[count:])
-            return known[count]
+            on_progress(kl_of.cache_info().currsize, len(order).bit_length() + 1, "choice of layers")
+            return divergence.kl(order[count:]) if count < len(order) else 0.0
 
         return kl_of
 
-    curve = {len(order): 0.0}
-    count = max(len(always_bf16), smallest_prefix(len(order), search(data.selection, curve), max_kl))
-    held_out = search(data.held_out, {len(order): 0.0})
+    count = max(len(always_bf16), smallest_prefix(len(order), search(data.selection), max_kl))
+    held_out = search(data.held_out)
     count = grown_prefix(count, len(order), held_out, max_kl)
     switch.set_fp8(names)
     kept = set(order[:count])
@@ -182,7 +179,6 @@ def calibrate(
         bf16_layers=[name for name in names if name in kept],
         kl_all_fp8=held_out(0),
         kl_chosen=held_out(count),
-        curve=sorted(curve.items()),
         rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
         weight_scales={
             name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
