@@ -84,9 +84,6 @@ class WeightMap:
     interleaved: bool = False
     """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
 
-    def shape_on_disk(self, parameter: Parameter) -> tuple[int, ...]:
-        return (self.vocab_size, *parameter.shape[1:]) if parameter.split == "vocabulary" else parameter.shape
-
     def merge(self, parameter: Parameter, tensors: Sequence[Tensor], size: int = 1) -> Tensor:
         """What one of `size` tensor-parallel ranks holds of a parameter, from its parts of the tensors."""
         if parameter.split == "qkv":
@@ -269,10 +266,7 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     check_weights(directory, read_model_config(directory))
     own = dict(model.named_parameters())
     reader = TensorReader(directory)
-    here = [parameter for parameter in weights.parameters if parameter.is_here]
-    for parameter in here:
-        _check_shape(weights, parameter, reader, directory)
-    for parameter in here:
+    for parameter in (parameter for parameter in weights.parameters if parameter.is_here):
         target = own.pop(parameter.name)
         replicas = parameter.replicas
         if replicas.rank() == 0:
@@ -293,15 +287,6 @@ def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) ->
         dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
         parts.append(reader.read_slice(name, start, stop, dim=dim))
     return weights.merge(parameter, parts, size)
-
-
-def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader, directory: Path) -> None:
-    shapes = [reader.shape(name) for name in parameter.hf]
-    found, expected = (sum(shape[0] for shape in shapes), *shapes[0][1:]), weights.shape_on_disk(parameter)
-    if found != expected:
-        raise ValueError(
-            f"{', '.join(parameter.hf)} in {directory}: merged shape {found}, but config.json says {expected}"
-        )
 
 
 def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
