@@ -19,7 +19,6 @@ from specrl.distributed import Ranks
 from specrl.events import SIGNAL, record_event
 from specrl.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop
 from specrl.lineage.record import Continuation
-from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
@@ -36,8 +35,8 @@ from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import PolicyUpdate, update_policy
-from specrl.validation.signal import PATIENCE, lost_signals
-from specrl.validation.stopping import EarlyStop
+from specrl.validation.precision import PrecisionMonitor
+from specrl.validation.stopping import PATIENCE, EarlyStop, lost_signals
 from specrl.validation.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -171,7 +170,7 @@ class Trainer:
             with timer("policy_update"):
                 update = self.update_policy(step, generated.rollouts)
                 self.precision.check_trainer(update.metrics["num_tokens"])
-                kv_scales = self.precision.measure_kv_scales(timer)
+                kv_scales = self.precision.measure_kv_scales()
             mismatch = self.precision.check_agreement(update.mismatch) | update.routing
             with timer("drafter_update"):
                 drafter_metrics = self.update_drafter(update.features)

@@ -47,11 +47,6 @@ _DEFINITIONS = (
         "Part of timing/policy_update_s that separate log-prob passes took, for several updates per step or a KL "
         "penalty.",
     ),
-    Metric(
-        "timing/kv_scales_s",
-        "s",
-        "Part of timing/policy_update_s that measuring the scales of an FP8 KV cache took, on rank 0.",
-    ),
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
     Metric(

@@ -36,8 +36,6 @@ class Timer:
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
     """The beginning of each part that is under way, by the monotonic clock."""
-    scattered: dict[str, float] = field(default_factory=dict)
-    """The seconds of work that is done in pieces within other parts and has no span of its own, by name."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -53,7 +51,7 @@ class Timer:
     def seconds(self) -> dict[str, float]:
         """The seconds of each part, summed over its spans; for a part that is under way, those so far."""
         now = time.monotonic()
-        total = self.scattered | {part: now - clock for part, clock in self.running.items()}
+        total = {part: now - clock for part, clock in self.running.items()}
         for span in self.spans:
             total[span.name] = total.get(span.name, 0.0) + span.ended_at - span.started_at
         return total

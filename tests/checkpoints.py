@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specrl.training.checkpoint.manifest import KINDS, read_manifest, stored_name
+from specrl.training.checkpoint.manifest import read_manifest
+from specrl.training.pieces import KINDS, stored_name
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:

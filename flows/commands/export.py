@@ -92,8 +92,7 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
 
 def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path, quantize: str | None) -> None:
     run_dir = find_own_run(name, runs_dir)
-    from specrl.export.card import CARD_FILE, model_card
-    from specrl.export.exported import ExportedDrafter
+    from specrl.export.card import CARD_FILE, ExportedDrafter, model_card
     from specrl.export.formats import find_format
     from specrl.export.quantised import find_scheme, quantisation_paragraph, write_quantised
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from specrl.config import Config
-from specrl.distributed.ranks import KERNELS
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
@@ -179,7 +178,7 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of stock vLLM: this process's, without those that are meant for its own engine."""
-    own = ENVIRONMENT | KERNELS | {BATCH_INVARIANT: "1"}
+    own = ENVIRONMENT | {BATCH_INVARIANT: "1"}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
     return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept

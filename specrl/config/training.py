@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from specrl.config.algorithms import (
     ADVANTAGES,
@@ -101,15 +101,11 @@ class DrafterConfig(Section):
     """Number of positions that EAGLE-3's attention sees, its own among them; all by default."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
-    ttt_growth: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the pretraining's steps before its last epoch in which the number of unrolled positions grows evenly
-    from 1 to `ttt_steps`; 0 unrolls all of them from the beginning. The online update always unrolls all."""
     loss: Adjustable[DraftLoss] = Field(default_factory=DRAFT_LOSSES.default)
     """The drafter's loss: a name from `specrl/algorithms/draft_losses.py`, an import path `package.module:function`, or
     a table of that `name` and the loss's options."""
-    position_decay: Adjustable[Fraction | Literal["measured"]] = 0.8
-    """Weight of each draft position in the loss relative to the one before it; with `measured` the weight of a position
-    is the share of the training's drafts whose tokens before it would have been accepted."""
+    position_decay: Adjustable[Fraction] = 0.8
+    """Weight of each draft position in the loss relative to the one before it."""
     num_prompts: Annotated[int, Field(ge=2)] = 160
     """Number of prompts that the policy answers for the pretraining; at least 2, because the calibration chooses layers
     on some of these prompts and checks the choice on others."""
@@ -151,12 +147,6 @@ class DrafterConfig(Section):
         if layers is not None and list(layers) != sorted(set(layers)):
             raise ValueError(f"{list(layers)}: the layers must be in ascending order, each once")
         return layers
-
-    @model_validator(mode="after")
-    def _grows_before_the_last_epoch(self) -> DrafterConfig:
-        if self.ttt_growth and self.epochs == 1:
-            raise ValueError(f"ttt_growth = {self.ttt_growth} needs epochs of at least 2, found 1; 0 needs no more")
-        return self
 
     @property
     def num_features(self) -> int:

@@ -1,7 +1,7 @@
 """The exchange of arrays between ranks: rows of different lengths go to the ranks that need them, and to no others.
 
 Nothing is pickled. Arrays travel as bytes through the group's CPU backend, so that any NumPy type can be sent, and GPUs
-hold none of it. What is on its way takes at most `CHUNK_BYTES` in each direction, or one row where that is larger.
+hold none of it. A rank exchanges with one other at a time, and with those alone that have something for each other.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from specrl.distributed.ranks import Ranks
-
-CHUNK_BYTES = 64 * 2**20
-"""The number of bytes of a message above which rows are sent in another one."""
 
 Array = NDArray[Any]
 
@@ -52,7 +49,6 @@ class Ragged:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[rows]: the number of items of each row."""
         return np.array([len(row) for row in self.rows], np.int64)
 
     @property
@@ -107,9 +103,12 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
         for column, target, of_column in zip(sources, targets, lengths.tolist(), strict=True):
             for position, length in zip(peer.receives.tolist(), of_column, strict=True):
                 target[position] = column.row_of_length(length)
-        outgoing = [[rows.rows[place] for rows in sources] for place in peer.sends.tolist()]
-        incoming = [[rows[position] for rows in targets] for position in peer.receives.tolist()]
-        _send_and_receive(peer, _chunks(outgoing), _chunks(incoming))
+        sent = [_bytes(rows[place]) for place in peer.sends.tolist() for rows in sources]
+        views = [_bytes(rows[position]) for position in peer.receives.tolist() for rows in targets]
+        received = np.empty(sum(map(len, views)), np.uint8)
+        _swap(peer, np.concatenate([np.empty(0, np.uint8), *sent]), received)
+        for view, part in zip(views, np.split(received, np.cumsum([0, *map(len, views)])[1:]), strict=False):
+            view[:] = part
     return {name: Ragged(rows, columns[name].dtype, columns[name].item_shape) for name, rows in found.items()}
 
 
@@ -178,38 +177,9 @@ def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
     return found
 
 
-def _send_and_receive(peer: _Peer, outgoing: list[list[Array]], incoming: list[list[Array]]) -> None:
-    for number in range(max(len(outgoing), len(incoming))):
-        sends = [_bytes(row) for row in outgoing[number]] if number < len(outgoing) else []
-        receives = [_bytes(row) for row in incoming[number]] if number < len(incoming) else []
-        received = np.empty(sum(len(view) for view in receives), np.uint8)
-        _swap(peer, np.concatenate([_NOTHING, *sends]), received)
-        start = 0
-        for view in receives:
-            view[:] = received[start : start + len(view)]
-            start += len(view)
-
-
-def _chunks(rows: list[list[Array]]) -> list[list[Array]]:
-    """Join rows, given by their parts in every column, into messages of at most `CHUNK_BYTES`, or of one row."""
-    messages: list[list[Array]] = []
-    total = 0
-    for parts in rows:
-        size = sum(part.nbytes for part in parts)
-        if not messages or total + size > CHUNK_BYTES:
-            messages.append([])
-            total = 0
-        messages[-1] += parts
-        total += size
-    return messages
-
-
 def _swap(peer: _Peer, sent: Array, received: Array) -> None:
-    works = []
-    if received.size:
-        works.append(dist.irecv(torch.from_numpy(received), peer.source))
-    if sent.size:
-        works.append(dist.isend(torch.from_numpy(sent), peer.to))
+    works = [dist.irecv(torch.from_numpy(received), peer.source)] if received.size else []
+    works += [dist.isend(torch.from_numpy(sent), peer.to)] if sent.size else []
     for work in works:
         if work is not None:
             work.wait()
@@ -217,6 +187,3 @@ def _swap(peer: _Peer, sent: Array, received: Array) -> None:
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
-
-
-_NOTHING = np.empty(0, np.uint8)

@@ -20,12 +20,6 @@ connects all pairs of its ranks at once, which takes minutes with hundreds of ra
 PINNED = "PYTORCH_ALLOC_CONF"
 """The variable with settings of torch's allocators. By default pinned memory is rounded up to a power of two: the copy
 for a checkpoint could take twice its size of the host's memory, and the plan counts it once."""
-KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
-"""The variables that bound how many compiled matrix products oneDNN and torch's layer above it keep. Each shape of a
-BF16 product on a CPU is compiled once and then takes half a megabyte in every cache. Nearly every micro-batch has a
-number of tokens of its own, and so a dozen new shapes, which no later step has again: with the default of 1,024 a rank
-grows by a gigabyte in its first dozen steps. All layers and micro-batches of one step fit into 256."""
-
 TIMEOUT = timedelta(days=7)
 """The time that a rank waits for the others. What ends a hang are the limits of the job (`cluster.hang_minutes`, or ten
 times a step's usual time, and `cluster.start_minutes`), which may be far above gloo's own half hour."""
@@ -33,8 +27,6 @@ times a step's usual time, and `cluster.start_minutes`), which may be far above 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The position of this process in its job."""
-
     rank: int
     world_size: int
     local_rank: int
@@ -42,19 +34,17 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes results and logs."""
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on every rank (collective).
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """The values of all ranks, in rank order, on every rank (collective); a thread needs a group of its own.
 
-        Values are pickled and every rank holds all of them, which suits a few numbers, counters and error messages.
-        Whatever grows with the number of responses or tokens travels as arrays, see `specrl.distributed.arrays`.
+        They are pickled, for a few numbers and messages: what grows with responses or tokens travels as arrays.
         """
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
         return values
 
     def store(self) -> Store:
@@ -62,7 +52,6 @@ class Ranks:
         return store
 
     def barrier(self) -> None:
-        """Wait until every rank has called this (collective)."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -79,7 +68,7 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64", **KERNELS}.items():
+    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64"}.items():
         os.environ.setdefault(name, value)
     cuda = torch.cuda.is_available()
     if torch.cuda.device_count() == 1:  # this rank's own, whatever its place on the node

@@ -1,10 +1,12 @@
-"""The model card of an exported drafter, or of a policy with a multi-token-prediction layer."""
+"""An exported drafter, and its model card, or that of a policy with a multi-token-prediction layer."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
@@ -13,29 +15,38 @@ from specrl.models.drafters import has_window
 
 CARD_FILE = "README.md"
 ALONE = "this directory loaded on its own, held-out set | temperature | tokens before the draft | acceptance length"
-"""The head of the table of what the export has measured."""
+
+
+@dataclass(frozen=True)
+class ExportedDrafter:
+    """The drafter of a run, as its last stage exports it."""
+
+    directory: Path
+    policy_dir: Path
+    policy: str
+    """The directory or hub id of the policy, as the serving side will name it."""
+    k: int
+    """The number of draft tokens per iteration that is recommended."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / MODEL_CONFIG).read_text())
+        return found
+
+    @property
+    def policy_config(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.policy_dir / MODEL_CONFIG).read_text())
+        return found
 
 
 def serve_arguments(
-    policy: Path | str,
-    drafter_dir: Path,
-    k: int,
-    config: Config | None = None,
-    *,
-    files: Path | None = None,
+    policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None, *, files: Path | None = None
 ) -> list[str]:
-    """The words of the `vllm serve` command that uses the drafter.
+    """The words of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 
     With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
     without GPUs is then served as its engine generated, with a KV cache of the same size; vLLM would take nearly all
-    memory of the machine.
-
-    Args:
-        policy: The policy's directory or hub id.
-        drafter_dir: The drafter's directory; the same as `policy` where a layer of the policy drafts.
-        k: The number of tokens drafted per iteration.
-        config: The run's configuration; None leaves the rest to vLLM.
-        files: Where the drafter's files are now, if they are not in `drafter_dir` yet.
+    memory of the machine. A drafter directory that is the policy's stands for a layer of the policy.
     """
     speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:
@@ -78,14 +89,7 @@ def model_card(
     command: str,
     about: str = "",
 ) -> str:
-    """The card as Markdown: what was trained, what acceptance and speedups were measured, and how to serve it.
-
-    Every figure in it was measured by this run.
-
-    Args:
-        command: The command that serves the exported directory.
-        about: A paragraph about what departs from the trained drafter.
-    """
+    """The card as Markdown, with a paragraph `about` what departs from the trained drafter; the run measured them."""
     data, temperature = _data(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [

@@ -1,4 +1,11 @@
-"""The formats that a drafter is exported in, each from the EAGLE-3 directory that specrl itself writes."""
+"""The formats that a drafter is exported in, each from the EAGLE-3 directory that specrl itself writes.
+
+SGLang reads other names and keys; this was written for 0.5.23, and older versions know neither the norms of EAGLE-3.1
+nor several layers. It leaves out tensors that it has no place for without a word, so what it does not compute is
+refused here. What has the format of the `speculators` library is served with `vllm serve DIRECTORY` alone: it has the
+tensors under the library's names, the policy's name, and its embeddings, which version 0.9 of the library leaves
+undefined where they are missing, and trains on.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +14,143 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from specrl.artifacts import write_json
 from specrl.config import ConfigError
-from specrl.export.card import serve_arguments, window_options
-from specrl.export.exported import ExportedDrafter
-from specrl.export.sglang import sglang_command, write_sglang
-from specrl.export.speculators import write_speculators
+from specrl.export.card import ExportedDrafter, serve_arguments, window_options
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
+from specrl.models.drafters import LAYERS, NORM_FLAGS, SPECULATORS_KIND
+from specrl.models.hf_io import TensorReader, write_tensors
+
+
+def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
+    """The command with which SGLang serves the policy with what `write_sglang` wrote."""
+    options = {
+        "--model-path": drafter.policy,
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(directory),
+        "--speculative-num-steps": str(drafter.k),
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": str(drafter.k + 1),
+    }
+    if (window := drafter.config.get("sliding_window")) is not None:
+        # SGLang counts the positions before a token, and not the token's own.
+        options["--speculative-draft-window-size"] = str(window - 1)
+    words = [word for option in options.items() for word in option]
+    return shlex.join(["python", "-m", "sglang.launch_server", *words])
+
+
+def write_sglang(drafter: ExportedDrafter, directory: Path) -> None:
+    """Write `directory` as SGLang loads it; raise ValueError if it would compute something else."""
+    config = sglang_config(drafter.config, drafter.policy_config["num_hidden_layers"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {sglang_name(name): tensor for name, tensor in TensorReader(drafter.directory).items()}
+    write_tensors(directory / WEIGHTS_FILE, tensors)
+    write_json(directory / CONFIG_FILE, config)
+
+
+def sglang_name(name: str) -> str:
+    """The name that SGLang has for a tensor of the EAGLE-3 directory.
+
+    The norm before the attention is called `hidden_norm` in all of its layers.
+    """
+    prefix, _, rest = name.partition(".input_layernorm.")
+    return f"{prefix}.hidden_norm.{rest}" if rest and prefix.startswith("layers.") else name
+
+
+def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """SGLang's `config.json`, given the EAGLE-3 directory's and the number of the policy's layers; see `write_sglang`.
+
+    SGLang names a feature by the layer that it leaves, in `eagle_config`, and not by the one that it enters.
+    """
+    layers = eagle3[LAYERS]
+    reasons = {
+        "norm_before_residual = true": eagle3["norm_before_residual"],
+        "a single feature layer": len(layers) == 1,
+        "the embeddings as a feature (layer 0)": layers[0] == 0,
+        "the output of the policy's last layer as a feature": layers[-1] == num_layers,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ValueError(
+            f"SGLang computes no drafter with {' or '.join(found)}; take --format eagle3 or speculators, which vLLM "
+            "serves"
+        )
+    return {**eagle3, "eagle_config": {LAYERS: [layer - 1 for layer in layers], "use_aux_hidden_state": True}}
+
+
+# Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
+DRAFTER_KEYS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
+LAYER_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_aux_hidden_states",  # vLLM takes three unless this says otherwise
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+EMBEDDINGS = "embed_tokens.weight"
+"""The name of the embeddings; in the policy it has a prefix."""
+WINDOW_KEYS = ("sliding_window", "layer_types")
+"""The keys of `config.json` that only a drafter with a sliding window has."""
+
+
+def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
+    """Write `directory` in the format of `speculators`; raise ValueError if it or vLLM could not load the drafter."""
+    config = speculators_config(drafter)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in TensorReader(drafter.directory).items()
+    }
+    embeddings = TensorReader(drafter.policy_dir).read(f"model.{EMBEDDINGS}")
+    tensors[EMBEDDINGS] = embeddings.to(tensors["lm_head.weight"].dtype)
+    write_tensors(directory / WEIGHTS_FILE, tensors)
+    write_json(directory / CONFIG_FILE, config)
+
+
+def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
+    """The contents of the library's `config.json`; the errors are those of `write_speculators`."""
+    eagle3 = drafter.config
+    if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
+        raise ValueError(
+            "speculators refuses a drafter with both norm_before_fc and fc_norm; take --format eagle3 or sglang"
+        )
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": SPECULATORS_KIND,
+        "speculators_config": {
+            "algorithm": SPECULATORS_KIND,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.k}],
+            "verifier": {
+                "name_or_path": drafter.policy,
+                "architectures": drafter.policy_config.get("architectures", []),
+            },
+        },
+        "transformer_layer_config": {
+            **{key: eagle3[key] for key in LAYER_KEYS},
+            **{key: eagle3[key] for key in WINDOW_KEYS if key in eagle3},
+        },
+        LAYERS: eagle3[LAYERS],
+        "embed_requires_grad": False,
+        **{key: eagle3[key] for key in DRAFTER_KEYS},
+    }
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of drafters."""
-
     write: Callable[[ExportedDrafter, Path], None]
     """Writes the format into a new folder; raises ValueError where the format, or what loads it, cannot hold the
     drafter."""
@@ -50,11 +181,6 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(name: str) -> Format:
-    """A format.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
     if name not in FORMATS:
         raise ConfigError(f"--format {name}: allowed are {', '.join(FORMATS)}, and policy")
     return FORMATS[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.config import ConfigError
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 from specrl.models.hf_io import TensorReader, write_tensors
 from specrl.precision.blocks import quantise
@@ -28,7 +28,6 @@ INT8_MAX = 127
 QUANTISED = "_proj.weight"
 """The end of the names of the weights that are quantised."""
 KEPT = ("fc", "lm_head")
-"""The linear layers that are not."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,15 @@ class Scheme:
 
 
 SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e4m3)", "float", "float-quantized")}
-"""All schemes by name."""
 
 
 def find_scheme(name: str) -> Scheme:
-    """A scheme.
-
-    Raises:
-        ConfigError: There is no such scheme.
-    """
     if name not in SCHEMES:
         raise ConfigError(f"--quantize {name}: allowed are {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 
 def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -> None:
-    """Write the EAGLE-3 directory with its decoder layers quantised."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, tensor in TensorReader(drafter.directory).items():
@@ -72,12 +64,7 @@ def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -
 
 
 def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Round a weight `[out, in]` to 8 bits.
-
-    Returns:
-        The rounded weight, int8 or float8_e4m3fn `[out, in]`, and the scales, float32 `[out, 1]`. Their product
-        approximates the weight.
-    """
+    """A weight `[out, in]` rounded to 8 bits, and its scales, float32 `[out, 1]`: the product approximates it."""
     if scheme.kind == "float":
         return quantise(weight, (1, weight.shape[1]))
     values = weight.float()
@@ -86,7 +73,6 @@ def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def quantisation_config(scheme: Scheme) -> dict[str, Any]:
-    """What `config.json` says of the quantisation."""
     numbers = {"num_bits": 8, "type": scheme.kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -105,11 +91,7 @@ def quantisation_config(scheme: Scheme) -> dict[str, Any]:
 
 
 def quantisation_paragraph(scheme: Scheme, original: Path) -> str:
-    """What the model card says of the quantisation.
-
-    Args:
-        original: The folder of the drafter that was quantised.
-    """
+    """What the model card says of the quantisation of the drafter in the folder `original`."""
     return f"""The linear layers of its decoder have {scheme.words} weights, in the layout of `compressed-tensors`: each
 rounded to the nearest, with one scale per output channel and without calibration. What they read is quantised while
 serving, with one scale per token. Norms, head and `fc` are not quantised. The figures below were measured before the

@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specrl.artifacts import atomic_path, write_json
-from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, INDEX_FILE, WEIGHTS_FILE, weight_files
+from specrl.models.directory import (
+    CONFIG_FILE,
+    COPIED_SUFFIXES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    read_model_config,
+    weight_files,
+)
+from specrl.models.families import family_of
 
 FILE_BYTES = 4 * 2**30
 """The largest size of a written file in bytes, unless it holds a single tensor that is larger."""
@@ -104,7 +112,6 @@ def write_model(
     source: Path,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
-    keys: Mapping[str, Any] | None = None,
     *,
     writes: bool,
 ) -> None:
@@ -115,7 +122,6 @@ def write_model(
     Args:
         tensors: The names and tensors; each tensor is copied before the next one is taken.
         dtype: The type of the tensors, for `config.json`.
-        keys: Entries of `config.json` beside those of `source`.
         writes: Whether this rank writes. The others only exhaust the iterator, which may be collective.
     """
     if not writes:
@@ -131,11 +137,10 @@ def write_model(
     if len(parts) > 1:
         files = {name: file for names, file in zip(parts, final, strict=True) for name in names}
         write_json(directory / INDEX_FILE, {"metadata": {}, "weight_map": files})
-    _copy_rest(directory, source, dtype, keys or {})
+    _copy_rest(directory, source, dtype)
 
 
 def _write_parts(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[str]]:
-    """Write files of about `FILE_BYTES` at most under preliminary names; yield the names of the tensors in each."""
     held: dict[str, Tensor] = {}
     size = number = 0
     for name, tensor in tensors:
@@ -154,12 +159,21 @@ def _part(directory: Path, number: int) -> Path:
     return directory / f"part-{number}.safetensors"
 
 
-def _copy_rest(directory: Path, source: Path, dtype: torch.dtype, keys: Mapping[str, Any]) -> None:
-    """Copy everything but the weights, and write `config.json` with the type of the weights and these entries."""
+def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
     for path in sorted(source.iterdir()):
         if path.suffix in COPIED_SUFFIXES and path.name not in (CONFIG_FILE, INDEX_FILE):
             with atomic_path(directory / path.name) as temporary:
                 shutil.copyfile(path, temporary)
     config = json.loads((source / CONFIG_FILE).read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    write_json(directory / CONFIG_FILE, {**config, **keys})
+    write_json(directory / CONFIG_FILE, config)
+
+
+def mtp_layers(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's layers for multi-token prediction, which are no part of its policy."""
+    mtp = family_of(read_model_config(directory)).mtp
+    if mtp is None:
+        return
+    reader = TensorReader(directory)
+    for name in sorted(name for name in reader.names if name.startswith(mtp.prefix)):
+        yield name, reader.read(name)

@@ -8,7 +8,6 @@ a step costs little.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,34 +28,22 @@ MARGIN = 1.05
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
 """The bins are narrow enough that the upper edge of one is at most 2.2 % above the maxima in it."""
 QUERY, KEY, VALUE = range(3)
-"""The indices of queries, keys and values in the counts."""
 
 
 class KvObserver:
     """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """Watch the attention layers of this rank's part of a model of `num_layers` layers.
-
-        Args:
-            training_only: Whether to leave out passes that do not train, such as the parity probe's.
-        """
+        """Watch this rank's attention layers; with `training_only` not in the parity probe's passes, for instance."""
         self.training_only = training_only
-        """Whether the policy must leave out passes that do not train."""
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
         self.num_tokens: int | None = None
         """The number of tokens at the beginning of the row that are observed; None while nothing is."""
-        self.seconds = 0.0
-        """The time spent here since the last `take`, in seconds; on a GPU only the time to launch the work."""
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._watched = [layer.self_attention.core_attention for layer in model.decoder.layers]
         self._hooks: list[Any] = []
-        for layer, attention in zip(model.decoder.layers, self._watched, strict=True):
+        for layer in model.decoder.layers:
             observe = partial(self._observe, layer.layer_number - 1)
-            if hasattr(attention, "observe"):
-                attention.observe = observe  # rotates queries and keys itself, and passes them on
-            else:
-                self._hooks.append(attention.register_forward_pre_hook(partial(_before_attention, observe)))
+            self._hooks.append(layer.self_attention.core_attention.register_forward_pre_hook(observe))
 
     @contextmanager
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
@@ -72,38 +59,30 @@ class KvObserver:
             self.num_tokens = None
 
     def detach(self) -> None:
-        """Stop watching."""
-        for attention in self._watched:
-            if hasattr(attention, "observe"):
-                attention.observe = None
         for hook in self._hooks:
             hook.remove()
 
-    def take(self, ranks: Ranks) -> tuple[KvScales, float] | None:
-        """The scales for all tokens since the last call, if any, and the seconds that measuring took (collective)."""
-        started = time.perf_counter()
+    def take(self, ranks: Ranks) -> KvScales | None:
+        """The scales for all tokens since the last call, if any (collective)."""
         if ranks.world_size > 1:
             dist.all_reduce(self._counts)
         counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
-        seconds, self.seconds = self.seconds, 0.0
         if not bool(counts.sum(-1).all()):
             return None
         q, k, v = (kv_scale(counts[which]).tolist() for which in (QUERY, KEY, VALUE))
-        return KvScales(q, k, v), seconds + time.perf_counter() - started
+        return KvScales(q, k, v)
 
     @torch.no_grad()
-    def _observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _observe(self, layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if self.num_tokens is None:
             return
-        started = time.perf_counter()
-        maxima = torch.stack([part.detach().abs().amax((0, 1, 3)).float() for part in (query, key, value)])
+        maxima = torch.stack([part.detach().abs().amax((1, 2, 3)).float() for part in args[:3]])
         bins = ((maxima[:, : self.num_tokens].log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(
             0, self._counts.shape[2] - 1
         )
-        ones = torch.ones((), dtype=torch.int64, device=query.device)
+        ones = torch.ones((), dtype=torch.int64, device=maxima.device)
         self._counts[:, layer].scatter_add_(1, bins.nan_to_num(0).long(), ones.expand(bins.shape))
-        self.seconds += time.perf_counter() - started
 
 
 def kv_scale(counts: Tensor) -> Tensor:
@@ -111,8 +90,3 @@ def kv_scale(counts: Tensor) -> Tensor:
     reached = counts.cumsum(-1) >= PERCENTILE * counts.sum(-1, keepdim=True)
     first = reached.int().argmax(-1)
     return 2.0 ** ((first + 1).double() / BINS_PER_OCTAVE + LOWEST_OCTAVE) * MARGIN / E4M3_MAX
-
-
-def _before_attention(observe: Any, module: Any, args: tuple[Any, ...]) -> None:
-    query, key, value = (part.permute(1, 2, 0, 3) for part in args[:3])
-    observe(query, key, value)

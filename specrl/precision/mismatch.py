@@ -32,9 +32,6 @@ OCTAVES, PER_OCTAVE = (-30, 6), 64
 Smaller values are in a bin of their own around 0, and larger ones in the last bin.
 """
 MANTISSA_BITS, EXPONENT_BIAS = 52, 1023
-"""The layout of a float64 (IEEE 754)."""
-CHUNK_TOKENS = 2**18
-"""The number of tokens that are counted at once, which bounds the memory that it takes."""
 NUM_BINS = (OCTAVES[1] - OCTAVES[0]) * PER_OCTAVE
 TOKENS, NOT_NUMBERS, MULT_ERROR, KL, JS, LARGE = range(6)
 """The places of the sums in `MismatchSums.totals`: the tokens, those of them whose log r is no number, the sums of
@@ -63,19 +60,7 @@ class MismatchSums:
     @classmethod
     def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
         """Count the tokens of a share, which may be none, from both log-probs, [tokens] each."""
-        log_r = log_ratio(training, generation)
-        found = cls.nothing()
-        for start in range(0, len(log_r), CHUNK_TOKENS):
-            found += cls._of_chunk(log_r[start : start + CHUNK_TOKENS])
-        return found
-
-    @classmethod
-    def nothing(cls) -> MismatchSums:
-        return cls(np.zeros(6), np.zeros(2 * NUM_BINS + 1), np.zeros(2 * NUM_BINS + 1), -math.inf)
-
-    @classmethod
-    def _of_chunk(cls, log_r: Floats) -> MismatchSums:
-        x = torch.from_numpy(log_r)  # several times as fast as NumPy here
+        x = torch.from_numpy(log_ratio(training, generation))  # several times as fast as NumPy here
         error, excess = x.abs().exp(), x.expm1()
         log_mean = (excess / 2).log1p()  # log((1 + r) / 2)
         js = (0.5 * ((excess + 1) * (x - log_mean) - log_mean)).clamp(min=0)
@@ -85,7 +70,7 @@ class MismatchSums:
             totals=np.array([len(x), float(x.isnan().sum()), float(error.sum()), *map(float, counted)], np.float64),
             counts=np.bincount(bins, minlength=2 * NUM_BINS + 1).astype(np.float64),
             errors=np.bincount(bins, error.numpy(), minlength=2 * NUM_BINS + 1).astype(np.float64),
-            largest=float(x.max()),
+            largest=float(x.max()) if len(x) else -math.inf,
         )
 
     def __add__(self, other: MismatchSums) -> MismatchSums:
@@ -97,7 +82,6 @@ class MismatchSums:
         )
 
     def over(self, ranks: Ranks) -> MismatchSums:
-        """The sums over all ranks (collective)."""
         largest = np.zeros(ranks.world_size)  # a place for each rank, so that a sum tells the maximum too
         largest[ranks.rank] = self.largest
         summed = sum_arrays(ranks, np.concatenate([self.totals, self.counts, self.errors, largest]))
@@ -108,7 +92,6 @@ class MismatchSums:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that are compared."""
         return int(self.totals[TOKENS])
 
     @property

@@ -32,13 +32,9 @@ On older ones vLLM would use kernels that leave activations in BF16.
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
-    """Check that the trainer can compute in native FP8 where it has a GPU, and set the kind of scales.
+    """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set the kind of scales.
 
     It must be called before Transformer Engine is used.
-
-    Raises:
-        ValueError: There is no GPU although native FP8 is asked for, or the GPU, its packages, the environment or the
-            size of the model's heads do not allow native FP8.
     """
     if not torch.cuda.is_available():
         if config.hardware == "native":
@@ -104,7 +100,6 @@ def check_blocks(hf: Any) -> None:
 
 
 def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
-    """Make some of the model's linear layers, by name, compute without FP8."""
     from transformer_engine.pytorch import fp8_autocast
 
     for name in names:
@@ -119,5 +114,4 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
 
 
 def computes_in_fp8(module: Any) -> bool:
-    """Whether a module's last forward pass was in FP8, as Transformer Engine noted in the module."""
     return bool(getattr(module, "fp8", False))

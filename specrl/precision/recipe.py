@@ -24,7 +24,6 @@ Mode = Literal["native", "emulated", "off"]
 """How an engine computes FP8: by the device's own kernels, by rounding in the compute type, or not at all."""
 
 RECIPE_FILE = "precision.json"
-"""The name of the recipe's file in a policy's directory."""
 
 
 class NotQuantisedError(RuntimeError):
@@ -36,11 +35,8 @@ class KvScales:
     """The scales of FP8 queries, keys and values, one of each for every layer: value = e4m3 x scale."""
 
     q: list[float]
-    """The scales of the queries, by layer."""
     k: list[float]
-    """The scales of the keys, by layer."""
     v: list[float]
-    """The scales of the values, by layer."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,7 @@ class Recipe:
     """Which layers compute in FP8: all linear layers of the transformer layers except `bf16_layers`, and no others."""
 
     family: Family
-    """The policy's model family."""
     num_layers: int
-    """The number of transformer layers."""
     bf16_layers: frozenset[str] = frozenset()
     """The trainer's names of the layers that stay in BF16, such as `layers.3.linear_fc2`."""
     power_of_two: bool = False
@@ -60,17 +54,14 @@ class Recipe:
 
     @property
     def kept_layers(self) -> list[str]:
-        """The trainer's names of the layers that stay in BF16, in the order of the model."""
         return [name for name in layer_names(self.family, self.num_layers) if name in self.bf16_layers]
 
     @property
     def fp8_layers(self) -> list[str]:
-        """The trainer's names of the layers that compute in FP8."""
         return [name for name in layer_names(self.family, self.num_layers) if name not in self.bf16_layers]
 
     @property
     def engine_layers(self) -> list[str]:
-        """The engine's names of the layers that compute in FP8."""
         return [engine_name(self.family, name) for name in self.fp8_layers]
 
     def with_kv_scales(self, scales: KvScales | None) -> Recipe:
@@ -84,7 +75,6 @@ def layer_names(family: Family, num_layers: int) -> list[str]:
 
 
 def edge_layers(family: Family, num_layers: int, first: int, last: int) -> list[str]:
-    """The names of all linear layers in the `first` first and the `last` last transformer layers."""
     kept = [layer for layer in range(num_layers) if layer < first or layer >= num_layers - last]
     return [f"layers.{layer}.{name}" for layer in kept for name in family.layer_names]
 
@@ -96,19 +86,13 @@ def engine_name(family: Family, name: str) -> str:
     return f"model.{layers}.{index}.{found}"
 
 
-def policy_digest(policy_dir: Path) -> str:
-    """The digest of a policy's weights and configuration, by which a recipe identifies its policy."""
-    return contents_digest({path.name: file_digest(path) for path in _digested(policy_dir)})
-
-
-def shared_policy_digest(policy_dir: Path, ranks: Ranks) -> str:
-    """What `policy_digest` does; the ranks share the files among them (collective)."""
-    own = {path.name: file_digest(path) for path in _digested(policy_dir)[ranks.rank :: ranks.world_size]}
-    return contents_digest({name: digest for part in ranks.gather(own) for name, digest in part.items()})
-
-
-def _digested(policy_dir: Path) -> list[Path]:
-    return sorted([*policy_dir.glob("*.safetensors"), policy_dir / "config.json"])
+def policy_digest(policy_dir: Path, ranks: Ranks | None = None) -> str:
+    """The digest of weights and configuration that identifies a policy; `ranks` share the files (collective)."""
+    files = sorted([*policy_dir.glob("*.safetensors"), policy_dir / "config.json"])
+    rank, count = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
+    own = {path.name: file_digest(path) for path in files[rank::count]}
+    parts = ranks.gather(own) if ranks is not None else [own]
+    return contents_digest({name: digest for part in parts for name, digest in part.items()})
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
@@ -129,7 +113,7 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
     """The recipe at `path`; raise ValueError if it was made for another policy (collective)."""
     value = json.loads(path.read_text())
-    if value["policy_digest"] != shared_policy_digest(policy_dir, ranks):
+    if value["policy_digest"] != policy_digest(policy_dir, ranks):
         raise ValueError(f"{path} was made for another policy than {policy_dir}: run the calibrate stage for this one")
     scales = value["kv_scales"]
     return Recipe(
@@ -161,10 +145,7 @@ def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
         )
     if trainer_size == engine_size:
         return
-    sizes = {
-        "query": hf.num_attention_heads * head_dim(hf),
-        "key and value": hf.num_key_value_heads * head_dim(hf),
-    }
+    sizes = {"query": hf.num_attention_heads * head_dim(hf), "key and value": hf.num_key_value_heads * head_dim(hf)}
     if experts is None:
         sizes["MLP"] = hf.intermediate_size
     for name, rows in sizes.items():

@@ -32,9 +32,8 @@ SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits i
 GRAPHS = "engine's CUDA graphs"
 GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
 LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)
-ATTENTION_SCORES = 2**26  # held at once by a pass without a gradient (`megatron/attention/local.py`)
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
-CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/data.py`)
+CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/calibration.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/attention.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
 
@@ -174,8 +173,7 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     layer = _layer_bytes(rank, trainable=trainable)
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
-        scores = 0.0 if rank.gpu else attention_scores(rank)
-        return _item("activations", tokens * layer + scores, f"{how}, one layer at a time", "policy")
+        return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
     if config.policy.recompute:
         saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes / config.policy.tensor_parallel
         return _item(
@@ -194,17 +192,10 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
         norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
-    elif trainable:  # no fused backward pass of attention: the softmax is kept
-        sharded += shape.num_heads * config.model.max_length
+    elif trainable:  # keys and values are kept once more, for each head
+        sharded += 2 * shape.query_size
     numbers = sharded + (4 + 2 * shape.experts_per_token) * shape.hidden_size
     return (numbers * rank.dtype_bytes + norms) / config.policy.tensor_parallel
-
-
-def attention_scores(rank: Rank) -> float:
-    """Count scores without a gradient: float32 before and after the softmax, then once more in the compute type."""
-    heads = rank.shape.num_heads / rank.config.policy.tensor_parallel
-    count = min(rank.longest_micro_batch * heads * rank.config.model.max_length, ATTENTION_SCORES)
-    return count * (2 * FP32 + rank.dtype_bytes)
 
 
 def calibration_items(rank: Rank) -> list[MemoryItem]:
@@ -215,10 +206,10 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
     cut = replace(rank, config=config.model_copy(update={"model": model}))
     columns = rank.shape.vocab_size / config.policy.tensor_parallel
     how = f"{CALIBRATION_POSITIONS} tokens x {columns:.0f} x {FP32} B, of two sets and one pass"
-    items = policy_items(cut, trainable=False)
-    if rank.gpu:
-        items.append(_item("attention scores", attention_scores(cut), "of one part of a layer", "policy"))
-    return [*items, _item("reference log-probs", 3 * CALIBRATION_POSITIONS * columns * FP32, how)]
+    return [
+        *policy_items(cut, trainable=False),
+        _item("reference log-probs", 3 * CALIBRATION_POSITIONS * columns * FP32, how),
+    ]
 
 
 def logits(rank: Rank) -> MemoryItem:

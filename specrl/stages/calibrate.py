@@ -7,36 +7,31 @@ import time
 from specrl import logs
 from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
-from specrl.distributed import join, leave
 from specrl.precision.recipe import edge_layers, write_recipe
-from specrl.progress import Progress
 from specrl.schemas import read_folder
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,
+    calibration_data,
     layer_details,
     recipe_from,
     write_layers,
 )
-from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import SwitchableLinears
-from specrl.training.calibration.plots import plot_errors, plot_kl
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 SCALES_FILE, LAYERS_FILE = "scales.json", "layers.arrow"
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
-        switch = SwitchableLinears(power_of_two=config.precision.scales == "power_of_two")
+    with stage_rank(context) as (ranks, tracker, progress):
+        switch = LinearPrecision(emulates=True, power_of_two=config.precision.scales == "power_of_two")
         with logs.phase("loading of the policy"):
             policy = Policy(
                 policy_dir,
@@ -66,17 +61,13 @@ def main(context: StageContext) -> None:
             recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
             _write_results(context, tracker, found, started)
-    leave()
 
 
 def _write_results(context: StageContext, tracker: Tracker, found: Calibration, started: float) -> None:
-    """Write files, plots and metrics; the result comes last."""
     folder = context.stage_dir
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):
         tracker.log_artifact(folder / file, "calibration")
-    tracker.log_figure(plot_errors(found.rows), "calibration/errors.png")
-    tracker.log_figure(plot_kl(found, context.config.precision.max_kl), "calibration/kl.png")
     errors = [row.relative_error for row in found.rows]
     tracker.log_metrics(
         {

@@ -13,29 +13,24 @@ from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResu
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
-from specrl.distributed import join, leave
-from specrl.export.card import CARD_FILE, model_card, serve_command
-from specrl.export.exported import ExportedDrafter
-from specrl.export.speculators import write_speculators
+from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
+from specrl.export.formats import write_speculators
 from specrl.lineage.record import code_of
 from specrl.lineage.source import read_source
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.engine import start_engine
-from specrl.tracking import SCORE_TAG, Tracker, stage_run
-from specrl.validation.acceptance import measure_acceptance
-from specrl.validation.answering import held_out_sets
+from specrl.stages.rank import stage_rank
+from specrl.tracking import SCORE_TAG, Tracker
+from specrl.validation.answering import held_out_sets, measure_acceptance
 
 logger = logging.getLogger(__name__)
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
     trained = context.input("train", TrainResult)
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         policy_dir, drafter_dir = context.stage_dir / "policy", drafter_directory(context.stage_dir, trained)
         with logs.phase("copy of policy and drafter"):
             if ranks.is_first:
@@ -60,7 +55,6 @@ def main(context: StageContext) -> None:
                 tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
             register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
             write_result(context.stage_dir, result.model_copy(update={"seconds": time.monotonic() - started}))
-    leave()
 
 
 def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:

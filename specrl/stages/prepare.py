@@ -33,7 +33,6 @@ OWN_REFERENCES = 100
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
     logs.set_up(context.config.cluster.log_level)
     ranks = join()
@@ -83,11 +82,7 @@ def main(context: StageContext) -> None:
 
 
 def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
-    """Write the drafter of `drafter.source` in specrl's own layout, and say what was found; return its folder.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """Write the drafter of `drafter.source` in specrl's own layout; return its folder, or raise ValueError."""
     start = context.continues
     if not context.config.adopts_drafter or (start is not None and start.has_drafter):
         return None
@@ -108,7 +103,6 @@ def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Pat
 def _write_checkpoint(
     context: StageContext, start: Continuation, ranks: Ranks, base_dir: Path, policy_dir: Path
 ) -> None:
-    """Write the policy of another run's checkpoint as a Hugging Face directory (collective)."""
     dtype = getattr(torch, context.config.model.dtype)
     write_policy_folder(start.checkpoint_dir, base_dir, policy_dir, dtype, ranks)
     if ranks.is_first:

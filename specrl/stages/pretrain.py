@@ -8,22 +8,23 @@ from statistics import fmean
 
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
+from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, refuse_failure, start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.training.batches import pack
 from specrl.training.checkpoint.load import load_drafter_state
-from specrl.training.drafter.drafters import load_drafter, new_drafter, save_drafter
-from specrl.training.drafter.pretraining import pretrain
+from specrl.training.drafter.drafters import load_drafter, new_drafter, pretrain, save_drafter
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
@@ -34,11 +35,8 @@ DATA_FOLDER = "drafter-data"
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         rollouts_dir = context.stage_dir / "rollouts"
         own = answer_prompts(context, ranks, rollouts_dir, progress)
         rollouts = RolloutBatch.gather(ranks, own)
@@ -64,7 +62,6 @@ def main(context: StageContext) -> None:
                 seconds=time.monotonic() - started,
             )
             write_result(context.stage_dir, result)
-    leave()
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
@@ -145,53 +142,33 @@ def _answer_data(context: StageContext, ranks: Ranks, engine: Engine, source: Pr
 
 
 def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:
-    """The responses of this rank's engine to prompts of `drafter.data`, on its first rank alone."""
     path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
     return read_rollouts(path) if context.config.drafter.data is not None and path.exists() else []
 
 
 def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:
-    """Write the drafter of another run's checkpoint as a directory (collective)."""
     config = context.config
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     with logs.phase("loading of the checkpoint"):
-        policy = Policy(
-            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
-        )
+        policy = frozen_policy(config, policy_dir, ranks)
         drafter = load_drafter(config, start.stage_dir / "drafter", policy_dir, ranks)
         load_drafter_state(start.checkpoint_dir, drafter)
         save_drafter(drafter, policy, drafter_dir, policy_version=0)
 
 
 def pretrain_drafter(
-    context: StageContext,
-    ranks: Ranks,
-    rollouts: RolloutBatch,
-    drafter_dir: Path,
-    tracker: Tracker,
-    progress: Progress,
+    context: StageContext, ranks: Ranks, rollouts: RolloutBatch, drafter_dir: Path, tracker: Tracker, progress: Progress
 ) -> dict[str, float]:
     """Train the drafter on the features of the policy's responses and write its directory (collective).
 
     With `drafter.epochs = 0` it is measured on them and stays as it is. A policy's own multi-token-prediction layer
-    starts from its present weights, and its directory holds the whole policy.
-
-    Args:
-        rollouts: The responses of all ranks.
-
-    Returns:
-        The metrics of `Drafter.update`.
-
-    Raises:
-        LeftJobError: The ranks have left their job between two steps; another job goes on from there.
+    starts from its present weights, and its directory holds the whole policy. Raises LeftJobError between two steps.
     """
     config = context.config
     prepared = context.input("prepare", PrepareResult)
     policy_dir = prepared.policy_dir
     with logs.phase("loading of the policy"):
-        policy = Policy(
-            policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed
-        )
+        policy = frozen_policy(config, policy_dir, ranks)
     drafter = new_drafter(config, policy_dir, list(rollouts.held.values()), ranks, prepared.drafter_dir)
     shares = TrainingShares.of(policy, rollouts, [list(range(len(rollouts)))])
     own = shares.deliver(rollouts, logprobs=False)
@@ -212,3 +189,7 @@ def pretrain_drafter(
     save_drafter(drafter, policy, drafter_dir, policy_version=0)
     checkpoints.finish()
     return metrics
+
+
+def frozen_policy(config: Config, policy_dir: Path, ranks: Ranks) -> Policy:
+    return Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, trainable=False, seed=config.seed)

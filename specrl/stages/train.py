@@ -1,70 +1,88 @@
-"""Stage `train`: the RL loop on all ranks, from the newest checkpoint on."""
+"""Stage `train`: the RL loop on all ranks, from the newest checkpoint on, and the last and the best policy after it."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoConfig
 
 from specrl import lifetime, logs
-from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult
+from specrl.artifacts import (
+    BestPolicy,
+    CalibrateResult,
+    PrecisionReport,
+    PrepareResult,
+    PretrainResult,
+    TrainResult,
+    write_result,
+    write_text,
+)
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
+from specrl.events import read_events, record_event
 from specrl.lifetime.segments import TRAIN_PROGRESS
-from specrl.lineage.history import adopt_history, changes_by_step
+from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
 from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
-from specrl.precision.monitor import PrecisionMonitor
-from specrl.precision.recipe import Recipe, check_shards, load_recipe
-from specrl.progress import Progress
+from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
+from specrl.report.curve import curve_chart
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import MAX_TOKENS, MAX_TOKENS_ALONE, RefitProbe, probe_sequences
-from specrl.stages.train_results import finish
-from specrl.step_record import StepRecorder
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.step_record import (
+    StepRecord,
+    StepRecorder,
+    mean_of,
+    read_steps,
+    speedup_estimate,
+    step_seconds_median,
+    timing_share,
+    total_stats,
+)
+from specrl.tracking import Tracker
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.drafter.drafters import load_drafter
+from specrl.training.checkpoint.load import load
+from specrl.training.checkpoint.manifest import CheckpointError
+from specrl.training.drafter.drafters import load_drafter, save_policy
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
+from specrl.validation.precision import PrecisionMonitor
+from specrl.validation.speed import write_next_step
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
 REFITS_FILE = "refits.json"
-"""The file in the stage's folder that holds the counts of its refits."""
 
 
 def main(context: StageContext) -> None:
     """Run the stage in this rank; what a killed job had completed is not done again."""
     started = time.monotonic()
     lifetime.current().expect_steps()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
-    leave()
 
 
 def log_start(context: StageContext, tracker: Tracker) -> None:
-    """Tell MLflow what this stage continues, and what was changed at which step."""
     if context.continues is None:
         return
     changes = changes_by_step(context.stage_dir)
@@ -86,9 +104,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets if config.validate_.every else ())
     prepared = context.input("prepare", PrepareResult)
     pretrained = context.input("pretrain", PretrainResult)
-    recipe = precision_recipe(context, prepared, ranks)
-    check_precision(config, prepared.policy_dir)
-    training = training_precision(config, recipe)
+    recipe, training = fp8_of(context, prepared.policy_dir, ranks)
     with logs.phase("loading of the policy"):
         policy = load_policy(config, prepared.policy_dir, ranks, training)
     drafter = None
@@ -116,7 +132,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         rewards=rewards,
         ahead=ahead,
         generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
-        precision=PrecisionMonitor(config, ranks, engine, training, observe_kv_cache(config, policy), layers_path),
+        precision=PrecisionMonitor(config, ranks, engine, training, policy.kv_observer, layers_path),
         refit=make_refit(context, ranks, engine, policy, drafter),
         validation=Validation(config, ranks, engine, source, rewards, tracker, context.stage_dir),
         early_stop=EarlyStop(config.train.stop_when, ranks),
@@ -134,7 +150,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
 def open_prompts(
     context: StageContext, ranks: Ranks, tokenizer: Any, policy_dir: Path
 ) -> tuple[PromptSource, DrawingAhead | None]:
-    """The source of the prompts and, on the first rank, what draws those of the next steps meanwhile."""
     config, start, begun = context.config, context.continues, (0, 0)
     if start is not None and start.counts_on:
         begun = (start.step, start.num_prompts)
@@ -144,7 +159,6 @@ def open_prompts(
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:
-    """The refit with its checks, whose probes come from the pretraining's responses."""
     config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
     place = EngineRank.of(ranks, config.engine.tensor_parallel)
     own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
@@ -161,8 +175,7 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
 
 
 def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: LinearPrecision | None) -> Policy:
-    """Load this rank's shard of the policy."""
-    return Policy(
+    policy = Policy(
         policy_dir,
         config.policy,
         dtype=config.model.dtype,
@@ -171,39 +184,146 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
         fp8=training,
         keep_reference=config.train.kl_coef > 0,
     )
+    if config.precision.kv_cache == "fp8":
+        policy.kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
+    return policy
 
 
-def observe_kv_cache(config: Config, policy: Policy) -> KvObserver | None:
-    """Attach the observer that measures the scales of an FP8 KV cache; return None where the cache is not in FP8."""
-    if config.precision.kv_cache != "fp8":
-        return None
-    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, policy.ranks.device)
-    policy.kv_observer = observer
-    return observer
+def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recipe | None, LinearPrecision | None]:
+    """The calibrated recipe of this policy, and the trainer's FP8 layers; None where nothing is in FP8 (collective).
 
-
-def precision_recipe(context: StageContext, prepared: PrepareResult, ranks: Ranks) -> Recipe | None:
-    """Read the calibrated FP8 recipe of this policy (collective); None where nothing is in FP8."""
-    if not context.config.precision.uses_fp8:
-        return None
-    return load_recipe(context.input("calibrate", CalibrateResult).scales_path, prepared.policy_dir, ranks)
-
-
-def training_precision(config: Config, recipe: Recipe | None) -> LinearPrecision | None:
-    """The FP8 arithmetic of the trainer's linear layers; None where they compute in the model's own type."""
-    if recipe is None or config.precision.training == "bf16":
-        return None
-    return LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)
-
-
-def check_precision(config: Config, policy_dir: Path) -> None:
-    """Refuse FP8 that this device or this layout does not have, before any weights are read.
-
-    Raises:
-        ValueError: The message is one line that names the key.
+    Raises ValueError for FP8 that this device or this layout does not have, before any weights are read.
     """
-    precision, hf = config.precision, AutoConfig.from_pretrained(policy_dir)
+    config, precision = context.config, context.config.precision
+    if not precision.uses_fp8:
+        return None, None
+    hf = AutoConfig.from_pretrained(policy_dir)
     if precision.training == "fp8":
         native.check_training(hf, precision)
     if precision.generation == precision.training == "fp8":
         check_shards(hf, config.policy.tensor_parallel, config.engine.tensor_parallel)
+    recipe = load_recipe(context.input("calibrate", CalibrateResult).scales_path, policy_dir, ranks)
+    if precision.training == "bf16":
+        return recipe, None
+    return recipe, LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)
+
+
+BEST_FOLDER, CURVE_PICTURE = "best", "validation.svg"
+"""The best policy with its drafter, and the picture of the curve of validation, in the stage's folder."""
+
+
+def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker, seconds: float) -> None:
+    """Save the policy after `last` steps and the best one, with their drafters; the result comes last (collective)."""
+    folder, records = context.stage_dir, read_steps(trainer.recorder.steps_dir)
+    write_next_step(folder, last, trainer.ranks, trainer.generator, trainer.engine)
+    with logs.phase("writing of policy and drafter"):
+        policy_dir, drafter_dir = write_policy(trainer, folder, last)
+        best = write_best(context, trainer, last)
+    if not trainer.ranks.is_first:
+        return
+    log_results(context, trainer, last, tracker)
+    taken = best if best is not None and context.config.train.final == "best" else None
+    result = TrainResult(
+        policy_dir=taken.policy_dir if taken else policy_dir,
+        drafter_dir=taken.drafter_dir if taken else drafter_dir,
+        policy_step=taken.step if taken else last,
+        steps=len(records),
+        stopped_early=trainer.early_stop.reason,
+        best=best,
+        **sum_up(records),
+        precision=precision_report(trainer),
+        refit_checks=trainer.refit.counts.checks,
+        refit_failures=trainer.refit.counts.failures,
+        seconds=seconds,
+    )
+    tracker.log_params({f"precision_{name}": value for name, value in result.precision.model_dump().items()})
+    write_result(folder, result)
+
+
+def write_policy(trainer: Trainer, folder: Path, version: int) -> tuple[Path, Path | None]:
+    policy_dir = folder / "policy"
+    drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, folder / "drafter", version)
+    recipe = trainer.engine.precision.recipe
+    if trainer.ranks.is_first and recipe is not None:
+        write_recipe(policy_dir / RECIPE_FILE, recipe, policy_dir)
+    return policy_dir, drafter_dir
+
+
+def write_best(context: StageContext, trainer: Trainer, last: int) -> BestPolicy | None:
+    """Write the best policy of those whose checkpoints there are; None where nothing was validated (collective).
+
+    The trainer holds that policy afterwards.
+    """
+    folder, metric = context.stage_dir / BEST_FOLDER, context.config.best_metric
+    best = load_best(context.stage_dir, trainer, last)
+    if best is None or metric is None:
+        return None
+    step, value = best
+    if trainer.ranks.is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+    trainer.ranks.barrier()
+    policy_dir, drafter_dir = write_policy(trainer, folder, step)
+    return BestPolicy(step=step, metric=metric, value=value, policy_dir=policy_dir, drafter_dir=drafter_dir)
+
+
+def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float] | None:
+    """Load the best policy that the trainer holds or a whole checkpoint has; return its step and value (collective).
+
+    A damaged checkpoint is left out, and an event tells of it.
+    """
+    kept = trainer.ranks.gather(kept_checkpoints(stage_dir))[0]
+    while (best := trainer.validation.best(among={*kept, last})) is not None and best[0] != last:
+        try:
+            state = load(kept[best[0]], trainer.policy, trainer.drafter)
+        except CheckpointError as error:
+            del kept[best[0]]
+            if trainer.ranks.is_first:
+                record_event(stage_dir, "checkpoint", f"the best policy so far is lost: {error}", best[0])
+            continue
+        trainer.engine.precision.restore(state.kv_scales)
+        break
+    return best
+
+
+def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tracker) -> None:
+    folder, reason = context.stage_dir, trainer.early_stop.reason
+    if reason is not None and all(event.text != reason for event in read_events(folder)):
+        record_event(folder, "early stop", reason, step=last)
+    if trainer.validation.curve:
+        write_text(folder / CURVE_PICTURE, curve_chart(trainer.validation.curve))
+        tracker.log_artifact(folder / CURVE_PICTURE)
+    tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
+
+
+def sum_up(records: list[StepRecord]) -> dict[str, Any]:
+    stats = total_stats(records)
+    return {
+        "step_seconds_median": step_seconds_median(records),
+        "timing_share": timing_share(records),
+        "reward_first": records[0].metrics["reward/mean"],
+        "reward_last": records[-1].metrics["reward/mean"],
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
+        "speedup_estimate": speedup_estimate(records),
+        "mismatch": mean_of(records, "mismatch"),
+        "drafter_events": [event for record in records for event in record.events],
+        "refit_max_abs_logprob_diff": max(record.metrics["refit/max_abs_logprob_diff"] for record in records),
+    }
+
+
+def precision_report(trainer: Trainer) -> PrecisionReport:
+    recipe, config = trainer.engine.precision.recipe, trainer.config.precision
+    unquantised = {"bfloat16": "bf16", "float32": "fp32"}[trainer.config.model.dtype]
+
+    def name(asked: Literal["bf16", "fp8"]) -> str:
+        return "fp8" if asked == "fp8" else unquantised
+
+    return PrecisionReport(
+        generation=name(config.generation),
+        generation_mode=trainer.engine.mode,
+        training=name(config.training),
+        training_mode=trainer.precision.training_mode,
+        kv_cache=name(config.kv_cache),
+        fp8_layers=len(recipe.fp8_layers) if recipe is not None else 0,
+        bf16_layers=sorted(recipe.bf16_layers) if recipe is not None else [],
+    )

@@ -22,28 +22,25 @@ from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import RewardPool, start_rewards
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.exactness import measure_exactness
-from specrl.validation.matched import matched_pair
-from specrl.validation.next_step import NextStep
+from specrl.validation.speed import NextStep, matched_pair
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank."""
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
     config = context.config
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
-    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+    with stage_rank(context) as (ranks, tracker, progress):
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
         source = PromptSource(config, load_tokenizer(prepared.policy_dir), problems_dir=config.problems_dir)
         with logs.phase("start of the engine"):
@@ -75,7 +72,6 @@ def main(context: StageContext) -> None:
         engine.shutdown()
         if rewards is not None:
             rewards.close()
-    leave()
 
 
 def answer_all(
@@ -87,12 +83,7 @@ def answer_all(
     progress: Progress,
     phase: str,
 ) -> tuple[list[SetScore], SpeculationStats]:
-    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective).
-
-    Args:
-        step: The number of RL steps that the policy has been trained for.
-        phase: The name under which progress is reported.
-    """
+    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective)."""
     found = []
     with logs.phase(phase):
         for chosen in sets:
@@ -107,11 +98,7 @@ def answer_all(
 def check_exactness(
     engine: Engine, prompts: list[Prompt], config: Config, tracker: Tracker, progress: Progress
 ) -> ExactnessResult:
-    """Compare speculation with plain decoding on the real policy; every rank does the same work.
-
-    Raises:
-        ExactnessError: A gate failed; the figures are in MLflow by then.
-    """
+    """Compare speculation with plain decoding on the real policy; raise ExactnessError after logging the figures."""
     progress.update(0, 1, phase="exactness")
     origin = Origin(derive_seed(config.seed, "exactness"), step=0)
     requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: config.validate_.exactness_prompts]]
@@ -125,12 +112,7 @@ def check_exactness(
 
 
 def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:
-    """Measure one matched pair for each batch size of `validate.speed_batches`, if the engine speculates (collective).
-
-    Args:
-        following: The training step that would come next: its requests are timed, with the text that it would find.
-            What training had learned of drafts and their times is learned anew, within the measured time.
-    """
+    """One matched pair for each of `validate.speed_batches`, on the training step that would come next (collective)."""
     if not engine.speculates:
         return []
     settings = config.validate_

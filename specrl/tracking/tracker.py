@@ -71,19 +71,12 @@ class Tracker:
         """
         self._write(lambda log: log.append("artifact", path=relative(path, log.owner), folder=folder))
 
-    def log_figure(self, figure: Any, name: str) -> None:
-        """Save a matplotlib figure as the artifact `name`, such as `calibration/errors.png`."""
-        self._log_new_file(name, figure.savefig)
-
     def log_text(self, text: str, name: str) -> None:
         """Save a text as the artifact `name`, such as `config.json`."""
-        self._log_new_file(name, lambda path: write_text(path, text))
 
-    def _log_new_file(self, name: str, save: Callable[[Path], object]) -> None:
         def write(log: Log) -> None:
-            save(log.new_file(name))
-            folder = name.rpartition("/")[0] or None
-            log.append("artifact", path=relative(log.new_file(name), log.owner), folder=folder)
+            write_text(log.new_file(name), text)
+            log.append("artifact", path=relative(log.new_file(name), log.owner), folder=name.rpartition("/")[0] or None)
 
         self._write(write)
 

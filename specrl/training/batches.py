@@ -22,14 +22,10 @@ for each of them, so that this bounds its memory; more would save little that ei
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and its response."""
-
     tokens: Sequence[int] | NDArray[np.int32]
-    """Prompt, then response."""
     prompt_length: int
     """The number of leading tokens that are the prompt, at least 1."""
     index: int
-    """The position in the caller's list."""
     routes: NDArray[Any] | None = None
     """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
 
@@ -46,7 +42,6 @@ class TokenSequence:
 
     @property
     def response_length(self) -> int:
-        """The number of tokens behind the prompt."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -94,7 +89,6 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of response tokens to train on."""
         return len(self.targets)
 
     @property
@@ -124,14 +118,8 @@ def pack(
     """Lay sequences out in micro-batches of at most `tokens_per_micro_batch` tokens, or of one sequence.
 
     Sequences with the same prompt share it, unless they do not fit together or are more than `MOST_SHARING`. The
-    longest come first, so that memory peaks at the beginning. The same sequences give the same micro-batches.
-
-    Args:
-        counts_repeated: Whether a shared prompt counts for each of its responses. Then a micro-batch has no more
-            responses than without sharing, as one on which a drafter makes an optimizer step must not.
-
-    Raises:
-        ValueError: One of the two numbers is below 1.
+    longest come first, so that memory peaks at the beginning. With `counts_repeated` a shared prompt counts for each of
+    its responses: a drafter makes an optimizer step on a micro-batch, which sharing must not make larger.
     """
     if tokens_per_micro_batch < 1 or pad_multiple < 1:
         raise ValueError(
@@ -229,3 +217,12 @@ def _outputs(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     targets = response + columns
     predictors = torch.where(columns == 0, prompt + prompt_length - 1, targets - 1)
     return predictors[mask], targets[mask], mask
+
+
+def rows_of(values: Tensor, places: Tensor) -> Tensor:
+    """`values[places]`, whose backward pass adds up the gradients of a row in a fixed order on every device.
+
+    On CPUs the gradient of plain indexing is added up by several threads in no fixed order, on GPUs that of
+    `index_select`.
+    """
+    return values[places] if values.is_cuda else values.index_select(0, places)

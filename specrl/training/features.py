@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
-"""What `Features` have for each row and column."""
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The features that a drafter needs from the policy."""
-
     layers: tuple[int, ...]
     """Layer indices. Index i means the residual stream that enters layer i, as in vLLM and SGLang; in a policy of n
     layers, index n means the one that leaves the last layer."""
@@ -71,7 +68,6 @@ class Features:
         return self._of(lambda tensor: tensor[chosen])
 
     def row(self, row: int, length: int) -> Features:
-        """The first `length` columns of one row, copied."""
         return self._of(lambda tensor: tensor[row : row + 1, :length].clone())
 
     def _of(self, rows: Callable[[Tensor], Tensor]) -> Features:
@@ -81,12 +77,8 @@ class Features:
 
 def sequences(features: Features) -> list[Features]:
     """One by one and without padding, those sequences of a micro-batch that have something to draft."""
-    return [features.row(row, length) for row, length in _lengths(features)]
-
-
-def _lengths(features: Features) -> list[tuple[int, int]]:
-    masks = enumerate(features.mask)
-    return [(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks if int(mask.sum()) >= 2]
+    masks = [(row, mask) for row, mask in enumerate(features.mask) if int(mask.sum()) >= 2]
+    return [features.row(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks]
 
 
 def padded(rows: Sequence[Features]) -> Features:

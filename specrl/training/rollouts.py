@@ -24,7 +24,6 @@ class RolloutBatch:
     prompt_ids: NDArray[np.int64]
     samples: NDArray[np.int64]
     engines: NDArray[np.int64]
-    """The number of the engine that generated each rollout."""
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
@@ -32,7 +31,6 @@ class RolloutBatch:
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     engine_size: int
-    """The number of consecutive ranks that are one engine."""
     held: dict[int, Rollout]
     """The rollouts that this rank's engine generated, by their number, which ascends."""
 
@@ -45,12 +43,10 @@ class RolloutBatch:
         engine_size: int = 1,
         prompt_places: Mapping[int, int] | None = None,
     ) -> RolloutBatch:
-        """Gather the numbers of the rollouts of all engines (collective).
+        """Gather the numbers of the rollouts of all engines, of `engine_size` ranks each (collective).
 
-        Args:
-            rollouts: Those of this rank's engine, whose ranks have the same ones; what counts is its first rank's.
-            engine_size: The number of consecutive ranks that are one engine.
-            prompt_places: The place of each prompt, by its id; by default rollouts are in the order of the ranks.
+        They are in the order of `prompt_places`, by the prompt's id, or else of the ranks; an engine's first rank
+        speaks.
         """
         speaks = ranks.rank % engine_size == 0
         columns, origin = gather_columns(ranks, _numbers(rollouts if speaks else []))
@@ -75,7 +71,6 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each rollout, prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
     def own(self, ranks: Ranks) -> list[Rollout]:
@@ -101,7 +96,6 @@ class RolloutBatch:
         return found
 
     def first_ranks(self) -> NDArray[np.int64]:
-        """The first rank of the engine that generated each rollout."""
         return self.engines * self.engine_size
 
     def deliver(

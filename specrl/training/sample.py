@@ -59,12 +59,9 @@ class Sample:
 def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[int]], bool]) -> list[int]:
     """Which items to take so that the sample's lengths are spread as those of all items are, the longest first.
 
-    The items are sorted by length and taken at equal distances (a systematic sample): each is as likely as any other,
-    and of every range of lengths the sample has its share, up to one item.
-
-    Args:
-        offset: Where the first item is taken, from 0 to less than 1 of the distance.
-        fits: Whether a sample is small enough. One of a single item is taken in any case.
+    The items are sorted by length and taken at equal distances, from `offset` of the first distance on (a systematic
+    sample): each is as likely as any other, and every range of lengths has its share, up to one item. One is taken even
+    if it does not fit.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
@@ -97,16 +94,6 @@ def whole_sample(batches: Iterable[MicroBatch], owners: int) -> Sample:
     return Sample(tuple(groups), _dealt(groups, windows, owners), is_whole=True)
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """A sequence that may be sampled."""
-
-    index: int
-    length: int
-    prompt_length: int
-    part: int
-
-
 def sample_sequences(
     parts: Sequence[Sequence[MicroBatch]], *, max_tokens: int, tokens_per_micro_batch: int, owners: int, seed: int
 ) -> Sample:
@@ -124,26 +111,24 @@ def sample_sequences(
     )
     if sum(areas) <= max_tokens and fit:
         return whole_sample(batches, owners)
-    sequences = [found for number, part in enumerate(parts) for batch in part for found in _sequences(batch, number)]
+    indices = [index for batch in batches for index in batch.indices]
+    lengths: list[int] = [length for batch in batches for length in batch.lengths.tolist()]
+    prompts = [length for batch in batches for length in batch.prompt_lengths.tolist()]
+    part_of = [number for number, part in enumerate(parts) for batch in part for _ in batch.indices]
     random, limit = Random(seed), max(MIN_WINDOW, int(LARGEST_PART * max_tokens))
-    cut = [min(sequence.length, limit) for sequence in sequences]
+    cut = [min(length, limit) for length in lengths]
 
     def groups_of(chosen: Sequence[int]) -> list[list[int]]:
-        by_part = [[number for number in chosen if sequences[number].part == part] for part in range(len(parts))]
+        by_part = [[number for number in chosen if part_of[number] == part] for part in range(len(parts))]
         return [group for items in by_part for group in by_length(items, cut, tokens_per_micro_batch)]
 
     def fits(chosen: Sequence[int]) -> bool:
         return sum(len(group) * cut[group[0]] for group in groups_of(chosen)) <= max_tokens
 
-    chosen = even_sample([sequence.length for sequence in sequences], random.random(), fits)
-    windows = {sequences[number].index: _window(sequences[number], limit, random) for number in chosen}
-    groups = [tuple(sequences[number].index for number in group) for group in groups_of(chosen)]
+    chosen = even_sample(lengths, random.random(), fits)
+    windows = {indices[number]: _window(lengths[number], prompts[number], limit, random) for number in chosen}
+    groups = [tuple(indices[number] for number in group) for group in groups_of(chosen)]
     return Sample(tuple(groups), _dealt(groups, windows, owners), is_whole=False)
-
-
-def _sequences(batch: MicroBatch, part: int) -> list[_Sequence]:
-    numbers = zip(batch.indices, batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
-    return [_Sequence(index, length, prompt_length, part) for index, length, prompt_length in numbers]
 
 
 def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -156,10 +141,10 @@ def by_length(items: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
     return groups
 
 
-def _window(sequence: _Sequence, limit: int, random: Random) -> Window:
-    last = max(0, sequence.length - limit)
-    start = random.randint(min(last, max(0, sequence.prompt_length - limit // 2)), last)
-    return Window(start, min(sequence.length, start + limit))
+def _window(length: int, prompt_length: int, limit: int, random: Random) -> Window:
+    last = max(0, length - limit)
+    start = random.randint(min(last, max(0, prompt_length - limit // 2)), last)
+    return Window(start, min(length, start + limit))
 
 
 def _dealt(groups: Sequence[Sequence[int]], windows: dict[int, Window], owners: int) -> dict[int, Window]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,6 @@ from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
 """A value for each response token, by the number of the rollout."""
-
-
-class RouteFormat(NamedTuple):
-    """How the experts of one token are kept."""
-
-    dtype: str
-    item_shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -76,16 +68,15 @@ class TrainingShares:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel rank about log-probs."""
         return bool(self.computes_loss[self.ranks.rank] and self.is_first_shard[self.ranks.rank])
 
     def own(self, update: int) -> list[int]:
         return self.dealt[update][int(self.dp_ranks[self.ranks.rank])]
 
     def deliver(
-        self, rollouts: RolloutBatch, routes: RouteFormat | None = None, *, logprobs: bool = True
+        self, rollouts: RolloutBatch, experts: tuple[str, tuple[int, int]] | None = None, *, logprobs: bool = True
     ) -> OwnRollouts:
-        """Send each rollout's tokens, and routes where they have a format, to the ranks that train on it (collective).
+        """Send each rollout's tokens, and routes of this type and shape, to the ranks that train on it (collective).
 
         The engine's log-probs go to the ranks that compute the loss.
         """
@@ -100,9 +91,9 @@ class TrainingShares:
             rows = Ragged.of([rollout.whole_generation_logprobs for rollout in held], np.float32)
             compared = [rows if self.computes_loss[rank] else _NONE for rank, rows in enumerate(trained)]
             columns |= rollouts.deliver(self.ranks, {"generation_logprobs": rows}, compared)
-        if routes is not None:
+        if experts is not None:
             chosen = [() if rollout.routes is None else rollout.routes for rollout in held]
-            ragged = Ragged.of(chosen, routes.dtype, routes.item_shape)
+            ragged = Ragged.of(chosen, *experts)
             columns |= rollouts.deliver(self.ranks, {"routes": ragged}, trained)
         return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
 
@@ -130,10 +121,8 @@ def deal_groups(
 ) -> list[list[int]]:
     """Deal rollouts in shares of nearly equal numbers of tokens to compute, a shared prompt counted once.
 
-    Groups stay whole if no finer division makes the largest share smaller. Every rank comes to the same result.
-
-    Args:
-        homes: By number, the share that a rollout is in already.
+    Groups stay whole if no finer division makes the largest share smaller. `homes` is the share that each is in
+    already.
     """
     groups: dict[int, list[int]] = {}
     for number in numbers:

@@ -24,7 +24,7 @@ from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
 from specrl.training.schedules import lr_factor
-from specrl.training.shares import OwnRollouts, RouteFormat, Rows, TrainingShares
+from specrl.training.shares import OwnRollouts, Rows, TrainingShares
 
 OF_UPDATES = ("loss", "grad_norm", "lr")
 """The metrics of an update as a whole; the others are means over its tokens."""
@@ -32,8 +32,6 @@ OF_UPDATES = ("loss", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The results of `update_policy`."""
-
     metrics: dict[str, float]
     """The means over the updates of `loss`, `grad_norm` and `lr`; the means over the trained tokens of `entropy`, `kl`,
     `corrected_fraction` and the loss's own metrics; `real_token_share` and `shared_token_share` (see `_packing`).
@@ -52,8 +50,6 @@ class PolicyUpdate:
 
 @dataclass(frozen=True)
 class LossInputRows:
-    """What the loss needs of this rank's rollouts, by their number."""
-
     advantages: NDArray[np.float64]
     own: OwnRollouts
     old: Rows
@@ -80,15 +76,13 @@ def update_policy(
     """Train the policy on the groups that carry signal (collective).
 
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
-    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them. With fewer groups than
-    `updates_per_step` there are as many updates as groups.
-
-    Args:
-        spec: The features that the drafter is trained on; with None, no features are kept.
+    their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
     """
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
-    own = shares.deliver(rollouts, _route_format(policy))
+    experts = expert_shape_of_model(policy.hf_config)
+    layers = policy.hf_config.num_hidden_layers
+    own = shares.deliver(rollouts, (experts.route_type, (layers, experts.per_token)) if experts is not None else None)
     batches = [_micro_batches(policy, own, shares.own(update), config) for update in range(len(parts))]
     started = time.perf_counter()
     routes = policy.routing  # what the pass under the policy that sampled says of them counts
@@ -115,13 +109,6 @@ def update_policy(
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
-
-
-def _route_format(policy: Policy) -> RouteFormat | None:
-    experts = expert_shape_of_model(policy.hf_config)
-    if experts is None:
-        return None
-    return RouteFormat(experts.route_type, (policy.hf_config.num_hidden_layers, experts.per_token))
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
@@ -217,7 +204,6 @@ def _run_updates(
     sample: Sample | None,
     step: int,
 ) -> tuple[dict[str, float], list[Features]]:
-    """Update the policy once for each part; return the means of the metrics, and the features that are kept."""
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
@@ -242,7 +228,6 @@ def _run_updates(
 
 
 def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
-    """The loss of a micro-batch as a share of the whole update's."""
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if not rows.old:

@@ -15,9 +15,7 @@ from specrl.training.megatron.policy import LossFn, Policy
 from specrl.training.schedules import lr_factor
 
 WARMUP_SHARE = 0.1
-"""The share of the steps in which the learning rate rises."""
 FINAL_LR_FRACTION = 0.1
-"""The fraction of its peak that the learning rate falls to."""
 
 
 def warm_start(
@@ -28,8 +26,7 @@ def warm_start(
 ) -> tuple[float, float]:
     """Train the policy once on each of `warm_start.num_examples` demonstrations (collective).
 
-    Returns:
-        The cross-entropy of the first and of the last tenth of the steps, nats per response token.
+    The cross-entropy of the first and of the last tenth of the steps comes back, in nats per response token.
     """
     batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
     losses = []
@@ -64,7 +61,6 @@ def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenS
 
 
 def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> list[list[TokenSequence]]:
-    """Batches of sequences of similar length, in random order."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     Random(derive_seed(seed, "warm-start")).shuffle(batches)
@@ -72,7 +68,6 @@ def make_batches(sequences: list[TokenSequence], batch_size: int, seed: int) -> 
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """The factor of the peak learning rate at a step: it rises over the first tenth, and falls linearly."""
     warmup_steps = round(num_steps * WARMUP_SHARE)
     return lr_factor(step, num_steps, decay="linear", warmup_steps=warmup_steps, final_fraction=FINAL_LR_FRACTION)
 

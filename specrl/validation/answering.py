@@ -1,34 +1,34 @@
-"""The answers of an engine's policy to the held-out sets, by all ranks together."""
+"""The answers of an engine's policy to the held-out sets, by all ranks together, and the drafts accepted on the way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from specrl import logs
-from specrl.artifacts import SetScore
+from specrl.artifacts import Acceptance, SetScore
 from specrl.config import Config, ValidationSetConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
-from specrl.rollout.collect import Origin, collect
-from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.bubbles.pregeneration import store_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
+from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
-from specrl.validation.last_answers import LastAnswers
 from specrl.validation.scores import SetResponses, score_set
 
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A held-out set, ready to be answered."""
-
     name: str
     config: Config
     """The configuration under which it is answered, see `config_of_set`."""
@@ -37,11 +37,7 @@ class HeldOutSet:
 
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
-    """The sets of `validate.sets` in their order.
-
-    Raises:
-        ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
-    """
+    """The sets of `validate.sets` in their order; raise ConfigError if one is wrong or has too few problems."""
     found = []
     for name, chosen in config.validate_.held_out_sets.items():
         found.append(HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen))
@@ -62,32 +58,15 @@ def answer(
     """Answer a held-out set with the policy in the engine; return its scores and the counters of drafts (collective).
 
     The seeds belong to validation alone and are the same whatever the policy, so that versions are compared on equal
-    terms. Speculation changes no response (invariant 1), so that scores with and without it are the same.
-
-    Args:
-        rewards: The pool that computes the rewards; None on ranks whose engine has another first rank.
-        step: The number of RL steps that the policy has been trained for.
-        learn: As in `Engine.generate`.
-        last: The responses of the last validation, to draft from; they are replaced by those of this one.
-
-    Raises:
-        RewardError: The reward fails on every response.
+    terms. `last` holds the responses of the last validation, to draft from, and then these. Raises RewardError if the
+    reward fails on every response.
     """
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
     own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
-        unscored = collect(
-            engine,
-            own,
-            samples,
-            chosen.config,
-            rewards,
-            origin,
-            on_progress=on_progress,
-            learn=learn,
-        )
+        unscored = collect(engine, own, samples, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
         rollouts, scores = unscored.scored()
     if last is not None:
         last.keep(chosen.name, rollouts)
@@ -104,13 +83,7 @@ def answer(
 
 
 def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
-    """What the scores need of all responses, prompts in the order of the set (collective).
-
-    Args:
-        rollouts: The responses of this rank's engine, of which each `samples` belong to one prompt; the ranks of an
-            engine but the first have none.
-        num_engines: The number of engines, to which the prompts were dealt in turn.
-    """
+    """The responses of all engines, to which prompts were dealt in turn, in the order of the set (collective)."""
     own = {
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
@@ -120,3 +93,92 @@ def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: 
     count = len(columns["rewards"]) // samples
     order = np.argsort(np.concatenate([np.arange(i, count, num_engines) for i in range(num_engines)]))
     return SetResponses(**{name: column.reshape(count, samples)[order] for name, column in columns.items()})
+
+
+def measure_acceptance(
+    engine: Engine, sets: Sequence[HeldOutSet], on_progress: Callable[[int, int], None] | None = None
+) -> list[Acceptance]:
+    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
+
+    Each prompt is answered once, with the seed that validation gives its first response.
+    """
+    asked = [
+        (chosen, temperature)
+        for chosen in sets
+        for temperature in dict.fromkeys((chosen.config.sampling.temperature, 0.0))
+    ]
+    found = []
+    for index, (chosen, temperature) in enumerate(asked):
+        if on_progress is not None:
+            on_progress(index, len(asked))
+        drafts = _drafts(engine, chosen, temperature)
+        found.append(_row(chosen.name, temperature, None, SpeculationStats.of(drafts)))
+        found += [_row(chosen.name, temperature, ends, stats) for ends, stats in by_context(drafts).items()]
+    return found
+
+
+def _drafts(engine: Engine, chosen: HeldOutSet, temperature: float) -> list[VerifiedDraft]:
+    origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0)
+    requests = [make_request(prompt, 0, chosen.config, origin) for prompt in chosen.prompts]
+    generation = engine.generate([replace(request, temperature=temperature) for request in requests])
+    return [draft for response in generation.responses for draft in response.drafts]
+
+
+def _row(name: str, temperature: float, context: tuple[int, int] | None, stats: SpeculationStats) -> Acceptance:
+    return Acceptance(
+        set=name,
+        temperature=temperature,
+        context=context,
+        num_drafts=stats.num_drafts,
+        acceptance_length=stats.acceptance_length,
+        acceptance_rate_per_pos=list(stats.acceptance_rate_per_pos),
+    )
+
+
+FOLDER = "last_answers"
+
+
+class LastAnswers:
+    """Keeps the newest responses of this rank's engine to each held-out set, in memory and on disk.
+
+    After an update the policy samples nearly the same text with the same seeds. The responses are drafts and nothing
+    else, so that a file may be missing, or be of any policy, without a change to a token.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
+        self._engine, self._folder, self._rank = engine, folder, rank
+        self._texts: dict[str, dict[int, list[PregeneratedText]]] = {}
+
+    @contextmanager
+    def drafted(self, name: str, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Draft from the last responses to these prompts of the set `name`, if the method drafts from stored text."""
+        if not self._engine.replays:
+            yield
+            return
+        if name not in self._texts:
+            self._texts[name] = self._read(name)
+        store_texts(self._engine, prompts, self._texts[name])
+        try:
+            yield
+        finally:
+            self._engine.set_replay({})
+
+    def keep(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        if not self._engine.replays:
+            return
+        texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
+        self._texts[name] = _by_prompt(texts)
+        if self._engine.is_first:
+            write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
+
+    def _read(self, name: str) -> dict[int, list[PregeneratedText]]:
+        # A restart may have another number of ranks, which deals the prompts in another way.
+        paths = sorted(self._folder.glob(f"{name}-????.arrow"))
+        return _by_prompt([text for path in paths for text in read_texts(path)])
+
+
+def _by_prompt(texts: Sequence[PregeneratedText]) -> dict[int, list[PregeneratedText]]:
+    found: dict[int, list[PregeneratedText]] = {}
+    for text in texts:
+        found.setdefault(text.prompt_id, []).append(text)
+    return found

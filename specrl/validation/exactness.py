@@ -20,15 +20,12 @@ class ExactnessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of plain with speculative generation of the same requests."""
-
     comparison: Comparison
     noise: Noise
     drafts: SpeculationStats
     """Some must be accepted and some rejected for the comparison to say much."""
 
     def counts(self, *, greedy: bool) -> ParityCounts:
-        """The figures for a result file."""
         return ParityCounts(
             num_responses=self.comparison.num_responses,
             num_tokens=self.comparison.num_tokens,
@@ -50,11 +47,9 @@ class Exactness:
 
     @property
     def drafts(self) -> SpeculationStats:
-        """Those of both comparisons."""
         return SpeculationStats.merge((self.sampled.drafts, self.greedy.drafts))
 
     def result(self) -> ExactnessResult:
-        """The figures for the result file of `validate`."""
         drafts = self.drafts
         return ExactnessResult(
             num_draft_tokens=drafts.num_draft_tokens,
@@ -64,7 +59,6 @@ class Exactness:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The figures under their names in MLflow."""
         parities = (self.sampled.comparison, self.greedy.comparison)
         return {
             "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
@@ -93,8 +87,7 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
     if engine.replays:
         engine.set_replay(texts_to_replay(requests, plain))
     measured = Exactness(
-        sampled=against(plain, engine, requests, k, noise),
-        greedy=measure_parity(engine, greedy, k, noise),
+        sampled=against(plain, engine, requests, k, noise), greedy=measure_parity(engine, greedy, k, noise)
     )
     if engine.replays:
         engine.set_replay({})
@@ -142,7 +135,6 @@ def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[
 
 
 def recorded(engine: Engine, requests: list[Request], batch: int, k: int) -> tuple[list[Trace], SpeculationStats]:
-    """The same with the counters of the drafts."""
     engine.reset_prefix_cache()
     engine.set_k(k)
     with engine.recorder() as recorder:

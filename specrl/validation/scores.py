@@ -15,9 +15,7 @@ Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
 
 CONFIDENCE = 0.95
-"""The confidence of the intervals."""
 RESAMPLES = 1000
-"""The number of resamples of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class SetResponses:
 
     rewards: Floats
     lengths: npt.NDArray[np.int64]
-    """The response lengths in tokens."""
     truncated: npt.NDArray[np.bool_]
     """Whether the response was cut off at its limit."""
 
@@ -40,15 +37,7 @@ def score_set(
     seconds: float,
     decode_steps_per_token: float,
 ) -> SetScore:
-    """The scores of one policy version on one set.
-
-    Args:
-        step: The number of RL steps that the policy has been trained for.
-        sizes: The sizes for which pass@size is asked for; the last is the number of samples.
-        correct_reward: The reward from which on a response counts as right.
-        seconds: The time that it took.
-        decode_steps_per_token: See `SetScore`.
-    """
+    """The scores of the policy after `step` steps, with pass@size for `sizes`."""
     num_prompts, k = responses.rewards.shape
     right = responses.rewards >= correct_reward
     passed = {size: pass_at(right.sum(axis=1), k, size) for size in sizes}
@@ -72,13 +61,9 @@ def score_set(
 
 
 def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Floats:
-    """The probability, for each prompt, that one of `size` of its samples at least is right.
+    """The probability, [prompts], that one of `size` of a prompt's samples at least is right.
 
     It is the unbiased estimator 1 - C(n - c, size) / C(n, size) of Chen et al., 2021 (arXiv:2107.03374).
-
-    Args:
-        num_right: The number c of right samples of each prompt.
-        num_samples: The number n of samples of each prompt, at least `size`.
     """
     total = math.comb(num_samples, size)
     return np.array([1 - math.comb(num_samples - int(right), size) / total for right in num_right])
@@ -98,12 +83,10 @@ def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
 
 
 def is_binary(values: Floats) -> bool:
-    """Whether all values are 0 or 1."""
     return bool(np.isin(values, (0.0, 1.0)).all())
 
 
 def wilson(num_right: int, num_prompts: int) -> Interval:
-    """Wilson's interval of a share."""
     from scipy.stats import binomtest
 
     interval = binomtest(num_right, num_prompts).proportion_ci(CONFIDENCE, method="wilson")
@@ -111,7 +94,6 @@ def wilson(num_right: int, num_prompts: int) -> Interval:
 
 
 def bootstrap(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """Percentile intervals of the means over resampled prompts."""
     if not of_prompts:
         return {}
     values = np.stack(list(of_prompts.values()))

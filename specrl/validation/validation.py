@@ -12,8 +12,7 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
 from specrl.tracking import LoggedSteps, Tracker
-from specrl.validation.answering import answer, held_out_sets
-from specrl.validation.last_answers import FOLDER, LastAnswers
+from specrl.validation.answering import FOLDER, LastAnswers, answer, held_out_sets
 from specrl.validation.stopping import best_of
 
 
@@ -34,11 +33,7 @@ class Validation:
         tracker: Tracker,
         stage_dir: Path,
     ) -> None:
-        """Prepare the held-out sets; nothing is prepared where `validate.every` is 0.
-
-        Raises:
-            ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
-        """
+        """Prepare the held-out sets, none if `validate.every` is 0; raise ConfigError if one is wrong."""
         self._every, self._best_metric = config.validate_.every, config.best_metric
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
@@ -62,21 +57,13 @@ class Validation:
         self.curve = self._ranks.gather(curve)[0]
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether the policy after `step` RL steps is to be validated, and has not been yet.
-
-        Args:
-            last: Whether it is the policy after the last step.
-        """
+        """Whether the policy after `step` RL steps, or the last one, is to be validated, and has not been yet."""
         if not self._every or any(score.step == step for score in self.curve):
             return False
         return last or step % self._every == 0
 
     def run(self, step: int) -> bool:
-        """Validate the policy after `step` RL steps, which the engine must hold; write and log its scores.
-
-        Returns:
-            Whether it is the best so far.
-        """
+        """Validate the policy after `step` RL steps, which the engine holds; return whether it is the best so far."""
         scores = [
             answer(self._engine, self._rewards, chosen, step, self._ranks, learn=False, last=self._last)[0]
             for chosen in self._sets
@@ -93,7 +80,6 @@ class Validation:
         return best is not None and best[0] == step
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """All metrics of the policy after `step` RL steps."""
         return {name: value for score in self.curve if score.step == step for name, value in score.metrics().items()}
 
     @property
@@ -102,11 +88,7 @@ class Validation:
         return [(step, self.metrics_of(step)) for step in sorted({score.step for score in self.curve})]
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
-        """The number of RL steps and the value of the version that is best by `best_metric`, or None.
-
-        Args:
-            among: The numbers of RL steps to choose from; by default all that have been validated.
-        """
+        """The step and the value of the version that is best by `best_metric`, of all or `among` some, or None."""
         metric = self._best_metric
         if metric is None:
             return None

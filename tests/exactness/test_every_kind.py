@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter
+from specrl.export.formats import write_speculators
 from specrl.export.quantised import SCHEMES, write_quantised
-from specrl.export.speculators import write_speculators
 from specrl.models.shapes import TINY_VOCAB_SIZE
 from specrl.rollout.engine import Request
 from tests.exactness.engines import mixed_requests, running

@@ -11,7 +11,7 @@ from torch import Tensor
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.drafter import attention
 from specrl.training.drafter.attention import Spans, attend
-from specrl.training.megatron.attention.kernel import KERNEL_CAPABILITY, PackedAttention
+from specrl.training.megatron.attention import KERNEL_CAPABILITY, PackedAttention
 
 pytestmark = [
     pytest.mark.gpu,

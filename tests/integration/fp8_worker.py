@@ -19,7 +19,6 @@ from specrl.distributed import Ranks, join, leave
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.calibration import CalibrationData, calibrate
-from specrl.training.calibration.divergence import SwitchableLinears
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 from tests.forks import fork, wait
@@ -66,7 +65,7 @@ def measure(model_dir: Path, ranks: Ranks, tensor: int, pipeline: int) -> dict[s
         return Policy(model_dir, config, dtype="float32", ranks=ranks, seed=0, fp8=fp8, trainable=trainable)
 
     batches = partial(make_batches, pad_multiple=tensor)
-    switch = SwitchableLinears()
+    switch = LinearPrecision(emulates=True)
     frozen = policy(switch, trainable=False)
     data = CalibrationData(batches(1), batches(2)[:1], batches(3), batches(4))
     calibration = calibrate(frozen, switch, data, MAX_KL, ranks)

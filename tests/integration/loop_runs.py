@@ -42,11 +42,11 @@ from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
-from specrl.stages.train_results import finish
+from specrl.stages.train import finish
 from specrl.stages.validate import measure_speed
 from specrl.tracking import RUN_ID_FILE, Tracker, stage_run, start_parent_run
 from specrl.training.drafter.trainer import Drafter
-from specrl.validation.next_step import NextStep
+from specrl.validation.speed import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.forks import import_engine
 from tests.integration.loop_plan import LoopRun

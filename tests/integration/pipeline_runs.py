@@ -48,8 +48,6 @@ def run_smoke(runs_dir: Path, *arguments: str) -> subprocess.Popen[str]:
         f"drafter.data={chats}",
         "drafter.data_prompts=4",
         "resources.cpus_per_rank=1",  # other tests want the other core
-        "drafter.position_decay=measured",  # state that a restart has to restore
-        "drafter.ttt_growth=0.5",
     ]
     return specrl("run", str(SMOKE), *[word for setting in settings for word in ("--set", setting)], *arguments)
 

@@ -428,9 +428,8 @@ def test_a_step_logs_every_metric_that_is_defined_for_it_and_no_other(runs: Path
     assert [name for name in logged if find_metric(name) is None] == []
     families = {metric.name for name in logged if (metric := find_metric(name)) is not None}
     expected = {name for name in METRICS if name.partition("/")[0] in OF_A_STEP}
-    kv_cache = {"timing/kv_scales_s"}  # with an FP8 KV cache only, see test_fp8_resume.py
     experts = {"mismatch/routing_tokens", "mismatch/routing_layers"}  # see test_expert_steps.py
-    assert expected - families == kv_cache | experts
+    assert expected - families == experts
 
 
 def collapses(run_dir: Path) -> int:

@@ -16,9 +16,8 @@ from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.engine import Engine, Request, Response
-from specrl.validation.answering import HeldOutSet, answer
-from specrl.validation.last_answers import LastAnswers
-from specrl.validation.matched import matched_pair
+from specrl.validation.answering import HeldOutSet, LastAnswers, answer
+from specrl.validation.speed import matched_pair
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
-from specrl.export.exported import ExportedDrafter
+from specrl.export.card import ExportedDrafter
 from specrl.export.formats import FORMATS
 from specrl.export.quantised import SCHEMES, write_quantised
 from specrl.models.drafters import NORM_FLAGS

@@ -12,7 +12,7 @@ from specrl.models.tiny import CHARACTERS, SPECIAL
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.validation.exactness import measure_exactness
-from specrl.validation.matched import matched_pair
+from specrl.validation.speed import matched_pair
 from tests.exactness.engines import logprobs_of, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
 from tests.forks import run_module

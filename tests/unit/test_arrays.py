@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from specrl.distributed import Ragged, Ranks, Route, arrays, deliver, gather_columns, join, leave, sum_arrays
+from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns, join, leave, sum_arrays
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.schemas import Rollout
 from specrl.training.rollouts import RolloutBatch
@@ -103,8 +103,6 @@ def check_texts(ranks: Ranks) -> None:
 def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=3)
     ranks = join()
-    check_delivery(ranks)
-    arrays.CHUNK_BYTES = 32  # most rows travel alone, and the largest in a message of its own
     check_delivery(ranks)
     own = {"length": np.arange(rank, dtype=np.int32), "reward": np.full(rank, rank / 3)}
     columns, origin = gather_columns(ranks, own)

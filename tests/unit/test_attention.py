@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.gather import rows_of
-from specrl.training.megatron.attention import local
-from specrl.training.megatron.attention.kernel import PackedAttention
-from specrl.training.megatron.attention.layout import RowLayout
-from specrl.training.megatron.attention.local import Rotary, RotaryAttention
+from specrl.training.batches import MicroBatch, TokenSequence, pack, rows_of
+from specrl.training.megatron.attention import PackedAttention, RowLayout
 from tests.peak_memory import peak_bytes
 
 WIDTH = 8
-FREQUENCIES = 1.0 / 100.0 ** (torch.arange(0, WIDTH, 2) / WIDTH)
 
 
 def row() -> MicroBatch:
@@ -39,23 +34,13 @@ def inputs(tokens: int, heads: int, groups: int, dtype: torch.dtype) -> list[Ten
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def rotate(x: Tensor) -> Tensor:
-    """[length, heads, width] of one sequence."""
-    angles = torch.outer(torch.arange(len(x)).double(), FREQUENCIES.double())
-    cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))
-    x1, x2 = x.chunk(2, -1)
-    return x * cos + torch.cat((-x2, x1), -1) * sin
-
-
-def one_by_one(batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, rotates: bool) -> Tensor:
+def one_by_one(batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The textbook's attention of each sequence; of a shared prompt's tokens the last one's result stays."""
     heads, groups = query.shape[2], key.shape[2]
     found = query.new_zeros(len(query), heads * WIDTH)
     for places, length in zip(batch.places(), batch.lengths.tolist(), strict=True):
         own = places[:length]
         q, k, v = (part[own, 0] for part in (query, key, value))
-        if rotates:
-            q, k = rotate(q), rotate(k)
         k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
         scores = torch.einsum("shw,thw->hst", q, k) / WIDTH**0.5
         scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
@@ -64,10 +49,10 @@ def one_by_one(batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, rot
     return found
 
 
-def assert_same(batch: MicroBatch, attention: Callable[..., Tensor], tensors: list[Tensor], *, rotates: bool) -> None:
+def assert_same(batch: MicroBatch, attention: Callable[..., Tensor], tensors: list[Tensor]) -> None:
     """Outputs and gradients agree; the textbook computes in float64."""
     doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = one_by_one(batch, *doubles, rotates)
+    expected = one_by_one(batch, *doubles)
     found = attention(*tensors, batch.segments)[: batch.num_real, 0]
     expected = expected[: batch.num_real]
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
@@ -79,14 +64,6 @@ def assert_same(batch: MicroBatch, attention: Callable[..., Tensor], tensors: li
         assert mine.grad is not None and reference.grad is not None
         scale = float(reference.grad.abs().max())
         torch.testing.assert_close(mine.grad.double() / scale, reference.grad / scale, atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1)])
-def test_rotary_attention_over_a_flat_row(heads: int, groups: int, dtype: torch.dtype) -> None:
-    batch = row()
-    attention = RotaryAttention(None, Rotary(FREQUENCIES))
-    assert_same(batch, attention, inputs(len(batch.tokens), heads, groups, dtype), rotates=True)
 
 
 def variable_length(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
@@ -106,39 +83,32 @@ def variable_length(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tenso
     return torch.cat(found).flatten(1)
 
 
-@pytest.mark.parametrize("kernel", [variable_length, None])
-def test_what_gpus_compute_over_a_flat_row(
-    kernel: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(variable_length, torch.float32), (None, torch.float32), (None, torch.bfloat16)]
+)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1)])
+def test_attention_over_a_flat_row(
+    heads: int, groups: int, kernel: Callable[..., Tensor] | None, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("specrl.training.megatron.attention.kernel._transformer_engine", lambda *_: None)
     batch = row()
-    attention = PackedAttention(None, 1, kernel)
-    assert_same(batch, attention, inputs(len(batch.tokens), 6, 2, torch.float32), rotates=False)
+    assert_same(batch, PackedAttention(None, 1, kernel), inputs(len(batch.tokens), heads, groups, dtype))
 
 
-def test_scaled_queries_and_keys_are_a_scale_of_the_softmax_where_the_rotation_cannot_scale(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("specrl.training.megatron.attention.kernel._transformer_engine", lambda *_: None)
+def test_a_scale_of_the_softmax_is_one_of_queries_and_keys() -> None:
     batch = row()
     q, k, v = inputs(len(batch.tokens), 6, 2, torch.float32)
     scaled = PackedAttention(None, 1, softmax_scale=1.2**2 * WIDTH**-0.5)(q, k, v, batch.segments)
-    rotated = RotaryAttention(None, Rotary(torch.zeros(WIDTH // 2), 1.2))(q, k, v, batch.segments)
-    torch.testing.assert_close(scaled, rotated)
+    torch.testing.assert_close(scaled, PackedAttention(None, 1)(1.2 * q, 1.2 * k, v, batch.segments))
 
 
-@pytest.mark.parametrize("most", [2**26, 6 * 40 * 60, 1])
-def test_attention_without_a_gradient_is_the_same_and_bounds_its_scores(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_without_a_gradient_is_the_same_and_bounds_its_scores() -> None:
     heads, groups = 6, 2
     sequences = [TokenSequence.of([9] * 50, [index] * 40, index) for index in range(2)]
     [batch] = pack([*sequences, TokenSequence([1] * 96, 1, 2)], 300)
     tokens = len(batch.tokens)
-    attention = RotaryAttention(None, Rotary(torch.ones(WIDTH // 2)))
+    attention = PackedAttention(None, 1)
     tensors = inputs(tokens, heads, groups, torch.float32)
     expected = attention(*tensors, batch.segments).detach()
-    monkeypatch.setattr(local, "MAX_SCORES", most)
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -146,7 +116,7 @@ def test_attention_without_a_gradient_is_the_same_and_bounds_its_scores(
         return found
 
     torch.testing.assert_close(run(), expected)
-    scores = min(heads * 96 * 96, max(most, heads * 96))
+    scores = heads * 40 * 60  # all of them are more
     others = 4 * tokens * (5 * heads + 5 * groups) * WIDTH
     assert peak_bytes(run) <= others + 4 * scores * 3
 

@@ -29,6 +29,7 @@ from specrl.schemas import Rollout
 from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,
+    calibration_data,
     grown_prefix,
     layer_details,
     layer_statistics,
@@ -36,10 +37,8 @@ from specrl.training.calibration.calibration import (
     smallest_prefix,
     write_layers,
 )
-from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
-from specrl.training.calibration.plots import plot_errors, plot_kl
-from specrl.training.calibration.statistics import LayerStatistics, merge
+from specrl.training.calibration.measures import KlDivergence, LayerStatistics, merge
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 VOCAB = 64
@@ -112,20 +111,20 @@ def make_rollouts(num_prompts: int = 12, samples: int = 2) -> list[Rollout]:
 
 
 @pytest.fixture(scope="module")
-def calibrated(model_dir: Path, ranks: Ranks) -> tuple[Calibration, Policy, SwitchableLinears]:
-    switch = SwitchableLinears()
+def calibrated(model_dir: Path, ranks: Ranks) -> tuple[Calibration, Policy, LinearPrecision]:
+    switch = LinearPrecision(emulates=True)
     policy = make_policy(model_dir, ranks, switch)
     data = calibration_data(make_rollouts(), CONFIG, 0, 1)
     reference = KlDivergence(policy, switch, data.held_out, ranks).kl(layer_names(LLAMA, 4))
     return calibrate(policy, switch, data, 0.3 * reference, ranks), policy, switch
 
 
-def make_policy(model_dir: Path, ranks: Ranks, switch: SwitchableLinears) -> Policy:
+def make_policy(model_dir: Path, ranks: Ranks, switch: LinearPrecision) -> Policy:
     return Policy(model_dir, CONFIG.policy, dtype="bfloat16", ranks=ranks, seed=0, trainable=False, fp8=switch)
 
 
 def test_the_choice_holds_the_budget_on_held_out_prompts(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+    calibrated: tuple[Calibration, Policy, LinearPrecision], ranks: Ranks
 ) -> None:
     found, policy, switch = calibrated
     assert 0 < found.kl_chosen <= 0.3 * found.kl_all_fp8
@@ -137,7 +136,7 @@ def test_the_choice_holds_the_budget_on_held_out_prompts(
 
 
 def test_layers_that_must_stay_in_bf16_do(model_dir: Path, ranks: Ranks) -> None:
-    switch = SwitchableLinears()
+    switch = LinearPrecision(emulates=True)
     policy = make_policy(model_dir, ranks, switch)
     edges = edge_layers(LLAMA, 4, 1, 1)
     assert edges == [name for name in layer_names(LLAMA, 4) if name.split(".")[1] in "03"]
@@ -148,7 +147,7 @@ def test_layers_that_must_stay_in_bf16_do(model_dir: Path, ranks: Ranks) -> None
 
 
 def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path
+    calibrated: tuple[Calibration, Policy, LinearPrecision], model_dir: Path
 ) -> None:
     """Against transformers' own cache, which holds rotated keys, and values."""
     found, _, _ = calibrated
@@ -172,20 +171,18 @@ def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
     assert len(found.kv_scales.q) == 4
 
 
-def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, SwitchableLinears]) -> None:
+def test_the_layer_table_has_every_layer(calibrated: tuple[Calibration, Policy, LinearPrecision]) -> None:
     found, _, _ = calibrated
     assert {row.name for row in found.rows} == set(layer_names(LLAMA, 4))
     assert all(0.005 < row.relative_error < 0.1 for row in found.rows)
-    assert all(row.activation_amax_median <= row.activation_amax_p999 <= row.activation_amax_max for row in found.rows)
-    ratio = {row.name: row.outlier_ratio for row in found.rows}
-    assert max(ratio, key=lambda name: ratio[name]) == "layers.1.linear_fc2"
-    assert ratio["layers.1.linear_fc2"] > 30
+    largest = {row.name: row.activation_amax_max for row in found.rows}
+    assert max(largest, key=lambda name: largest[name]) == "layers.1.linear_fc2"
     kept = [row.name for row in found.rows if row.precision == "bf16"]
     assert kept == found.bf16_layers
 
 
 def test_divergence_is_zero_in_bf16_and_grows_with_fp8_layers(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+    calibrated: tuple[Calibration, Policy, LinearPrecision], ranks: Ranks
 ) -> None:
     _, policy, switch = calibrated
     divergence = KlDivergence(policy, switch, calibration_data(make_rollouts(), CONFIG, 0, 1).selection, ranks)
@@ -195,7 +192,7 @@ def test_divergence_is_zero_in_bf16_and_grows_with_fp8_layers(
 
 
 def test_divergence_is_the_kl_of_the_output_distributions(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, ranks: Ranks
+    calibrated: tuple[Calibration, Policy, LinearPrecision], model_dir: Path, ranks: Ranks
 ) -> None:
     """The log-probs of sampled tokens, averaged over every token with its probability, give the same."""
     _, policy, switch = calibrated
@@ -216,7 +213,7 @@ def test_divergence_is_the_kl_of_the_output_distributions(
 
 
 def test_layer_error_is_that_of_the_product_by_hand(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], ranks: Ranks
+    calibrated: tuple[Calibration, Policy, LinearPrecision], ranks: Ranks
 ) -> None:
     _, policy, switch = calibrated
     batches = calibration_data(make_rollouts(2, 1), CONFIG, 0, 1).statistics
@@ -234,18 +231,6 @@ def test_layer_error_is_that_of_the_product_by_hand(
     assert found.relative_error == pytest.approx(expected, rel=1e-3)
     assert found.amax == float(valid.abs().max())
     assert found.flops_per_token == {0: 2 * 384 * 160}
-    assert int(found.amax_counts.sum()) == len(valid) * 2  # 160 channels are two blocks
-
-
-@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=400), st.sampled_from([0.5, 0.9, 0.999]))
-@settings(max_examples=50, deadline=None)
-def test_quantiles_of_the_histogram_are_right_to_a_bin(values: list[float], share: float) -> None:
-    statistics = LayerStatistics(amax=max(values))
-    exponents = torch.tensor(values, dtype=torch.float64).log2()
-    statistics.amax_counts += torch.bincount(((exponents + 40) * 16).long(), minlength=1280)
-    ordered = sorted(values)
-    exact = ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-    assert exact * 0.999 <= statistics.amax_quantile(share) <= exact * 2 ** (1 / 16) * 1.001
 
 
 def test_ranks_add_up() -> None:
@@ -340,7 +325,7 @@ def test_long_responses_are_cut() -> None:
 
 
 def test_scales_are_those_of_the_weights_and_belong_to_one_model(
-    calibrated: tuple[Calibration, Policy, SwitchableLinears], model_dir: Path, ranks: Ranks, tmp_path: Path
+    calibrated: tuple[Calibration, Policy, LinearPrecision], model_dir: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     found, _, switch = calibrated
     path = tmp_path / "scales.json"
@@ -364,13 +349,10 @@ def test_scales_are_those_of_the_weights_and_belong_to_one_model(
         load_recipe(path, other, ranks)
 
 
-def test_table_and_plots(calibrated: tuple[Calibration, Policy, SwitchableLinears], tmp_path: Path) -> None:
+def test_table(calibrated: tuple[Calibration, Policy, LinearPrecision], tmp_path: Path) -> None:
     found, _, _ = calibrated
     write_layers(tmp_path / "layers.arrow", found.rows)
     with pa.memory_map(str(tmp_path / "layers.arrow")) as source:
         table = pa.ipc.open_file(source).read_all()
     assert table.num_rows == 16
-    assert {"name", "relative_error", "activation_amax_p999", "kl_alone", "precision"} <= set(table.column_names)
-    for name, figure in (("errors", plot_errors(found.rows)), ("kl", plot_kl(found, 0.005))):
-        figure.savefig(tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    assert {"name", "relative_error", "activation_amax_max", "kl_alone", "precision"} <= set(table.column_names)

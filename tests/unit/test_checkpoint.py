@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -26,10 +26,10 @@ from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.files import write_blocks
 from specrl.training.checkpoint.load import TrainState, load, load_newest
-from specrl.training.checkpoint.manifest import KINDS, CheckpointError, read_manifest
-from specrl.training.checkpoint.pieces import Band, Piece, Shard, cut
+from specrl.training.checkpoint.manifest import CheckpointError, read_manifest
 from specrl.training.checkpoint.policy_folder import write_policy_folder
-from specrl.training.megatron.shards import bands, tensor_shapes
+from specrl.training.megatron.weights import bands, tensor_shapes
+from specrl.training.pieces import KINDS, Band, Piece, Shard, cut
 from tests.unit.test_weights import MODELS, make_map, parts, shapes_on_disk
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
@@ -324,6 +324,25 @@ def test_the_policy_of_a_checkpoint_is_written_without_a_trainer(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"checkpoint .* is damaged: .* wrong checksum .*; use an earlier one"):
         write_policy_folder(folder, base, tmp_path / "other", torch.bfloat16, ALONE)
     assert not (tmp_path / "other").exists()
+
+
+def test_rotated_channels_are_side_by_side_in_the_written_policy_of_a_family_that_has_them_so(tmp_path: Path) -> None:
+    """Megatron, and so the checkpoint, has them in two halves of a head. Mutation: writing what is stored."""
+    hf = {"architectures": ["Ernie4_5_MoeForCausalLM"], "head_dim": 8, "model_type": "ernie4_5_moe"}
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(hf))
+    (base / "tokenizer.json").write_text("{}")
+    save_file({"model.norm.weight": torch.ones(1)}, base / "model.safetensors")
+    policy = PolicyInParts({"model.layers.0.self_attn.q_proj.weight": torch.arange(32.0).view(16, 2)})
+    checkpoints = Checkpoints(tmp_path / "checkpoints", policy, Retention(1))
+    checkpoints.save(TrainState(1, policy, None))
+    checkpoints.wait()
+    (folder,) = (tmp_path / "checkpoints").glob("step=*")
+    write_policy_folder(folder, base, tmp_path / "policy", torch.float32, ALONE)
+    (written,) = load_file(tmp_path / "policy" / "model.safetensors").values()
+    rows = [0, 4, 1, 5, 2, 6, 3, 7]
+    assert (written[:, 0] / 2).tolist() == [*rows, *(8 + row for row in rows)]
 
 
 def test_blocks_are_checked_one_by_one_across_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specrl.config.algorithms import CORRECTIONS
-from specrl.precision.gate import EngineMismatchError, check_agreement
 from specrl.training.calibration.calibration import LayerRow, write_layers
+from specrl.validation.precision import EngineMismatchError, check_agreement
 
 RATIOS = torch.tensor([[1.0, 3.0, 0.2, 9.0], [1.1, 0.9, 1.0, 0.1], [1.5, 1.5, 8.0, 1.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, True, False], [True, True, True, True]])
@@ -78,7 +78,7 @@ def test_a_token_whose_ratio_is_not_a_number_is_masked() -> None:
 
 
 def test_lost_agreement_stops_the_run_with_the_layer_table(tmp_path: Path) -> None:
-    rows = [LayerRow(f"layers.{i}.linear_fc2", 100, 0.03, 1.0, 2.0, 3.0, 3.0, 0.5, i * 1e-4, "fp8") for i in range(20)]
+    rows = [LayerRow(f"layers.{i}.linear_fc2", 100, 0.03, 3.0, 0.5, i * 1e-4, "fp8") for i in range(20)]
     write_layers(tmp_path / "layers.arrow", rows)
     path = tmp_path / "layers.arrow"
     check_agreement({}, 1.1, path)

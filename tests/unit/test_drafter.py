@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def unroll(drafter: Drafter, features: Features) -> list[torch.Tensor]:
 
 
 def objective(drafter: Drafter) -> Objective:
-    return Objective(drafter._loss, drafter._positions.shares)
+    return drafter._objective
 
 
 def trained(drafter: Drafter, features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -258,32 +259,14 @@ def test_training_moves_only_the_drafter_and_refuses_attached_features(policy_di
         drafter.update([features], lr=1e-3)
 
 
-@pytest.mark.parametrize("position_decay", [0.8, "measured"])
-def test_state_resumes_exactly(policy_dir: Path, position_decay: float | str) -> None:
-    original, resumed = (make_drafter(policy_dir, position_decay=position_decay) for _ in range(2))
+def test_state_resumes_exactly(policy_dir: Path) -> None:
+    original, resumed = (make_drafter(policy_dir) for _ in range(2))
     batches = [make_features(original, [(3, 9), (6, 3)], seed) for seed in range(3)]
     original.update(batches, lr=1e-3)
     resumed.load_state_dict(copy.deepcopy(original.state_dict()))
     metrics = original.update(batches, lr=1e-3), resumed.update(batches, lr=1e-3)
     assert metrics[0] == metrics[1]
     assert_equal_state(original.state_dict(), resumed.state_dict())
-
-
-def test_measured_weights_go_on_in_the_stage_after_the_one_that_wrote_the_drafter(
-    policy_dir: Path, tmp_path: Path
-) -> None:
-    before = make_drafter(policy_dir, position_decay="measured")
-    before.update([arithmetic_features(before, seed) for seed in range(3)], lr=1e-2, epochs=3)
-    before.save(tmp_path, policy_version=0)
-    after, fixed = (
-        Drafter.load(tmp_path, policy_dir, settings, ALONE) for settings in (before.config, DrafterConfig())
-    )
-    learned = before.state_dict()["positions"]
-    assert not torch.equal(learned, make_drafter(policy_dir, position_decay="measured").state_dict()["positions"])
-    assert torch.equal(after.state_dict()["positions"], learned)
-    assert fixed.state_dict()["positions"].tolist() == pytest.approx([1, 0.8, 0.64])
-    deeper = before.config.model_copy(update={"ttt_steps": 4})
-    assert len(Drafter.load(tmp_path, policy_dir, deeper, ALONE).state_dict()["positions"]) == 4
 
 
 def test_responses_without_a_second_token_train_nothing(policy_dir: Path) -> None:
@@ -298,7 +281,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(policy_d
     """Mutation: `norm > clip_grad` alone, which NaN is not."""
     drafter = make_drafter(policy_dir)
     before = {name: tensor.clone() for name, tensor in drafter.model.state_dict().items()}
-    drafter._loss = lambda logits, target: (logits.sum(-1), logits * math.nan)
+    drafter._objective = replace(drafter._objective, loss=lambda logits, target: (logits.sum(-1), logits * math.nan))
     with pytest.raises(FloatingPointError, match="the norm of the drafter's gradient is nan"):
         drafter.update([make_features(drafter, [(3, 4)])], lr=1e-3)
     assert all(torch.equal(before[name], tensor) for name, tensor in drafter.model.state_dict().items())
@@ -325,7 +308,7 @@ def merge(left: Features, right: Features) -> Features:
 
 def train_rank(rank: int, policy_dir: Path, out: Path, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_PORT=str(port))
-    drafter = make_drafter(policy_dir, join(), position_decay="measured")
+    drafter = make_drafter(policy_dir, join())
     first, second = make_features(drafter, [(3, 9), (6, 3)], seed=0), make_features(drafter, [(2, 14)], seed=1)
     metrics = [
         drafter.update([(first, second)[rank]], lr=1e-3),
@@ -342,49 +325,10 @@ def test_two_ranks_train_like_one_that_has_all_rows_and_an_idle_rank_takes_part(
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert ranks[0]["metrics"] == ranks[1]["metrics"]
     assert_equal_state(ranks[0]["state"], ranks[1]["state"])
-    alone = make_drafter(policy_dir, position_decay="measured")
+    alone = make_drafter(policy_dir)
     first, second = make_features(alone, [(3, 9), (6, 3)], seed=0), make_features(alone, [(2, 14)], seed=1)
     for features, metrics in zip([merge(first, second), first], ranks[0]["metrics"], strict=True):
         assert alone.update([features], lr=1e-3) == pytest.approx(metrics, rel=1e-4)
-    torch.testing.assert_close(ranks[0]["state"]["positions"], alone.state_dict()["positions"])
-
-
-def test_measured_weights_are_the_shares_of_drafts_that_come_so_far(policy_dir: Path) -> None:
-    drafter = make_drafter(policy_dir, position_decay="measured")
-    batches = [arithmetic_features(drafter, seed) for seed in range(2)]
-    drafter.update(batches, lr=1e-2, epochs=10)
-    before = drafter.state_dict()["positions"].tolist()
-    chains, right = [0, 0, 0], [0, 0, 0]
-    literal = LiteralDrafter(drafter.model, drafter.model.embeddings)
-    for tokens, hidden in zip(batches[0].tokens.tolist(), batches[0].hidden, strict=True):
-        for start in range(len(tokens) - 2):
-            proposed = literal.draft(tokens, hidden, start, 3, drafter.draft_tokens)
-            matches = [draft == token for draft, token in zip(proposed, tokens[start + 2 :], strict=False)]
-            for position in range(len(matches)):
-                chains[position] += 1
-                right[position] += all(matches[:position])
-    assert 0 < right[2] <= right[1] < right[0] == chains[0]
-    drafter.update(batches[:1], lr=1e-2)
-    expected = [share + 0.1 * (a / b - share) for share, a, b in zip(before, right, chains, strict=True)]
-    assert drafter.state_dict()["positions"].tolist() == pytest.approx(expected)
-
-
-def test_pretraining_unrolls_more_and_more_positions(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = make_drafter(policy_dir, ttt_growth=0.75)
-    batches = [make_features(drafter, [(3, 9), (6, 3)], seed) for seed in range(2)]
-    packs, depths = drafter._pack, []
-
-    def pack(features: Features | None, depth: int | None = None) -> ChainBatch | None:
-        depths.append(depth)
-        return packs(features, depth)
-
-    monkeypatch.setattr(drafter, "_pack", pack)
-    metrics = drafter.update(batches, lr=1e-3, epochs=5)
-    assert depths == [1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-    assert metrics["expected_acceptance_pos_2"] > 0
-    depths.clear()
-    drafter.update(batches, lr=1e-3)
-    assert depths == [3, 3], "the online update unrolls all positions"
 
 
 def test_draft_vocabulary_keeps_frequent_tokens_and_fills_up() -> None:

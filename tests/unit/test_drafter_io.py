@@ -14,7 +14,7 @@ from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm.engine.arguments import engine_arguments
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.weights.load import check_own_head
-from specrl.training.drafter.io import adopt_drafter, read_drafter
+from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
 from tests.unit.test_drafter import ALONE, DRAFT_VOCAB, VOCAB, make_drafter, make_features, write_policy
 
@@ -51,20 +51,6 @@ def test_file_has_the_published_names_and_types(saved: tuple[Drafter, Path]) -> 
     assert tensors["t2d"].dtype == torch.bool
     assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
     assert dict(drafter.named_weights()).keys() == tensors.keys()
-
-
-def test_measured_position_weights_go_on_in_a_run_that_adopts_the_drafter(policy_dir: Path, tmp_path: Path) -> None:
-    first = make_drafter(policy_dir, position_decay="measured")
-    first.load_state_dict({**first.state_dict(), "positions": torch.tensor([1.0, 0.5, 0.25])})
-    first.save(tmp_path / "source", policy_version=7)
-    notes = adopt_drafter(tmp_path / "source", policy_dir, tmp_path / "adopted")
-    assert 'with ttt_steps = 3, position_decay = "measured" goes on from them' in notes[-1]
-    settings = (first.config, DrafterConfig())
-    adopted, fixed = (Drafter.load(tmp_path / "adopted", policy_dir, config, ALONE) for config in settings)
-    assert adopted.state_dict()["positions"].tolist() == [1.0, 0.5, 0.25]
-    assert fixed.state_dict()["positions"].tolist() == pytest.approx([1, 0.8, 0.64])
-    fixed.save(tmp_path / "fixed", policy_version=0)
-    assert not any("weights of" in note for note in adopt_drafter(tmp_path / "fixed", policy_dir, tmp_path / "other"))
 
 
 def test_d2t_holds_offsets(saved: tuple[Drafter, Path]) -> None:

@@ -28,9 +28,7 @@ from specrl.precision.recipe import (
     write_recipe,
 )
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.calibration.calibration import calibrate, layer_details, recipe_from
-from specrl.training.calibration.data import calibration_data
-from specrl.training.calibration.divergence import SwitchableLinears
+from specrl.training.calibration.calibration import calibrate, calibration_data, layer_details, recipe_from
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy
@@ -186,7 +184,7 @@ def test_fp8_takes_the_experts_of_a_layer_as_one_and_leaves_the_router(policy_di
 
 def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
     """Their errors and FLOPs count together, their layer is chosen as a whole, and the recipe goes through its file."""
-    switch, family = SwitchableLinears(), FAMILIES["qwen3_moe"]
+    switch, family = LinearPrecision(emulates=True), FAMILIES["qwen3_moe"]
     config = CALIBRATION.model_copy(update={"precision": PrecisionConfig(calibration_tokens=200)})
     policy = Policy(policy_dir, config.policy, dtype="float32", ranks=ranks, seed=0, trainable=False, fp8=switch)
     kept = edge_layers(family, 6, 1, 1)

@@ -22,11 +22,9 @@ from specrl.artifacts import (
     write_result,
 )
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
-from specrl.export.card import serve_arguments
-from specrl.export.exported import ExportedDrafter
-from specrl.export.formats import FORMATS
+from specrl.export.card import ExportedDrafter, serve_arguments
+from specrl.export.formats import FORMATS, sglang_config
 from specrl.export.quantised import SCHEMES, write_quantised
-from specrl.export.sglang import sglang_config
 from specrl.models.drafters import NORM_FLAGS
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter

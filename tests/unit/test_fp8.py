@@ -32,7 +32,8 @@ from specrl.precision.blocks import (
     ALONG_TOKENS,
     E4M3_MAX,
     SQUARE,
-    block_amax,
+    _amax,
+    _blocks,
     fake_quantise,
     fake_quantise_rows,
     quantise,
@@ -48,6 +49,10 @@ from tests.dequantise import dequantise
 BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
 E4M3_EPSILON = 2.0**-4
 """Largest relative rounding error of a normal e4m3 value."""
+
+
+def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
+    return _amax(_blocks(values, block))[:, 0, :, 0]
 
 
 def spread(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

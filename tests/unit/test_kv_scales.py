@@ -22,7 +22,6 @@ from specrl.distributed import Ranks, join, leave
 from specrl.loop import Trainer
 from specrl.models.families import LLAMA
 from specrl.precision.kv_scales import KvObserver
-from specrl.precision.monitor import PrecisionMonitor
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.step_record import StepRecorder
@@ -31,6 +30,7 @@ from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.manifest import read_manifest
 from specrl.training.megatron.policy import Policy
+from specrl.validation.precision import PrecisionMonitor
 
 LAYERS = 2
 CALIBRATED = KvScales([0.1, 0.2], [0.3, 0.4], [0.5, 0.6])
@@ -78,7 +78,7 @@ def scales_of(policy: Policy, ranks: Ranks, *, training_only: bool, run: Any) ->
     found = observer.take(ranks)
     observer.detach()
     policy.kv_observer = None
-    return found[0] if found is not None else None
+    return found
 
 
 def test_only_tokens_trained_on_are_measured(policy: Policy, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from specrl.loop import Trainer
 from specrl.progress import Progress
 from specrl.rollout.drafts.acceptance import SourceCounts
 from specrl.rollout.refit.drafter_guard import GuardReport
-from specrl.stages.train_results import load_best, precision_report
+from specrl.stages.train import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Tracker

@@ -15,7 +15,7 @@ from specrl.models.tiny import character_tokenizer
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.engine import response_seed
 from specrl.schemas import Rollout, rollout_path, write_rollouts
-from specrl.validation.next_step import NextStep, recent_responses, write_next_step
+from specrl.validation.speed import NextStep, recent_responses, write_next_step
 
 TOKENIZER = character_tokenizer(2048)
 CONFIG = parse_config(

@@ -29,7 +29,7 @@ from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.pretrain import answer_prompts, pretrain_drafter
 from specrl.tracking import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.drafter.pretraining import pretrain, windows
+from specrl.training.drafter.drafters import pretrain, windows
 from specrl.training.drafter.resume import TrainingCheckpoints
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features, FeatureSpec, Window
@@ -157,8 +157,7 @@ def test_an_interrupted_training_goes_on_to_the_bit(
     with pytest.raises(KilledError):
         job(kill_after=last)
     assert left not in tmp_path.glob("*") and len(list(tmp_path.glob("*"))) == 1
-    other = make_drafter(policy_dir, ranks)
-    assert TrainingCheckpoints(tmp_path, own[1:], ranks, Lifetime()).restore(other) is None
+    assert TrainingCheckpoints(tmp_path, own[1:], ranks, Lifetime()).restore() is None
     metrics, drafter = job()
     assert metrics == expected
     assert_equal_state(drafter.state_dict(), straight.state_dict())

@@ -16,7 +16,7 @@ from specrl.events import read_events
 from specrl.loop import Trainer
 from specrl.step_record import StepRecorder
 from specrl.tracking import Tracker
-from specrl.validation.signal import lost_signals
+from specrl.validation.stopping import lost_signals
 from tests.unit.test_loop import record_of
 
 CONFIG = parse_config({"name": "x", "model": {"source": "tiny"}, "train": {"num_steps": 40}})

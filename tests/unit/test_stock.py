@@ -20,7 +20,6 @@ from specrl.bench.stock import (
     stock_environment,
 )
 from specrl.config import Config, EngineConfig
-from specrl.distributed.ranks import KERNELS
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
@@ -44,7 +43,6 @@ def test_its_processes_find_no_llvmlite_when_they_start() -> None:
 def test_its_environment_is_the_users() -> None:
     ours = {
         **ENVIRONMENT,
-        **KERNELS,
         BATCH_INVARIANT: "1",
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -53,7 +51,7 @@ def test_its_environment_is_the_users() -> None:
     }
     theirs = stock_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
-    assert not {*KERNELS, BATCH_INVARIANT} & set(theirs)
+    assert not {BATCH_INVARIANT} & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
     chosen = stock_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands

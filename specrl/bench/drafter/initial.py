@@ -20,8 +20,7 @@ from specrl.rollout.collect import Origin, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.drafter.drafters import new_drafter
-from specrl.training.drafter.pretraining import pretrain
+from specrl.training.drafter.drafters import new_drafter, pretrain
 from specrl.training.megatron.policy import Policy
 
 PLAIN = Cell("plain", ("speculation.method=none", "speculation.k=0", "bubbles.use=none"))

@@ -184,5 +184,5 @@ def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
             yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
         elif key not in (*ROPE_KEYS, "partial_rotary_factor"):
             yield f"{where} has {key}, which is not supported"
-        elif type(value) not in (int, float) or value <= 0:
+        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             yield f"{where} has {key} = {_json(value)}: it must be a number above 0"

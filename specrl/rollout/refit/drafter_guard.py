@@ -20,7 +20,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError
 from specrl.schemas import read_rollouts
-from specrl.training.checkpoint.host_copy import HostTensors
+from specrl.training.checkpoint.files import HostCopy
 from specrl.training.drafter.trainer import Drafter
 
 NUM_PROMPTS, RESPONSES, PROBE_TOKENS = 8, 2, 14
@@ -96,7 +96,7 @@ class DrafterGuard:
         self._probed = False
         # The drafter's number of changes when the engine was given it, and when it was last copied.
         self._loaded, self._copied = 0, -1
-        self._buffers = HostTensors()
+        self._buffers = HostCopy()
         self._last_good: dict[str, Tensor] = {}
         self._stats = SpeculationStats()
         self._events: list[str] = []
@@ -185,7 +185,7 @@ class DrafterGuard:
     def _keep(self) -> None:
         assert self._drafter is not None
         if self._drafter.changes != self._copied:
-            self._last_good = self._buffers.take(self._drafter.state_dict())
+            self._last_good = self._buffers.fill(self._drafter.state_dict())
             self._copied = self._drafter.changes
 
     def _reload(self) -> None:

@@ -10,42 +10,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from specrl.artifacts import atomic_path
+from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
-from specrl.training.batches import MicroBatch
-from specrl.training.calibration.divergence import KlDivergence, SwitchableLinears
-from specrl.training.calibration.statistics import LayerObserver, LayerStatistics, merge, observing
-from specrl.training.megatron.fp8 import layer_of
+from specrl.schemas import Rollout
+from specrl.training.batches import MicroBatch, TokenSequence, pack
+from specrl.training.calibration.measures import KlDivergence, LayerObserver, LayerStatistics, merge, observing
+from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.policy import Policy
 
+OnProgress = Callable[[int, int, str], None]
+"""Called with the number of passes done, their total and the name of the phase."""
 GROWTH = 1 / 16
 """The share of all layers by which the set grows while the held-out prompts exceed the budget."""
+KL_POSITIONS = 640
+"""The number of response tokens, of all ranks, on which the divergence is measured: for the choice, and held out."""
+PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
+"""The numbers of response tokens and of responses that pass once per linear layer; they are responses' beginnings."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row of the layer table.
-
-    An activation's amax is the largest magnitude in a block of 1x128. Errors are those of the layer alone, on BF16
-    inputs.
-    """
+    """One row of the layer table; errors are those of the layer alone, on BF16 inputs."""
 
     name: str
     flops_per_token: int
     relative_error: float
-    activation_amax_median: float
-    activation_amax_p999: float
     activation_amax_max: float
-    outlier_ratio: float
     weight_amax: float
     kl_alone: float
     """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
@@ -61,8 +62,6 @@ class Calibration:
     """The KL divergence on held-out prompts with every linear layer in FP8, in nats per token."""
     kl_chosen: float
     """The same divergence with `bf16_layers` in BF16."""
-    curve: list[tuple[int, float]]
-    """Pairs of the number of layers in BF16 and the KL divergence, measured on the prompts of the choice."""
     rows: list[LayerRow]
     weight_scales: dict[str, list[list[list[float]]]]
     """The block scales of each layer's weight, by its name: [tensor-parallel rank, row blocks, column blocks]."""
@@ -70,7 +69,6 @@ class Calibration:
 
     @property
     def bf16_flop_fraction(self) -> float:
-        """The share of the linear layers' FLOPs that stays in BF16."""
         kept = sum(row.flops_per_token for row in self.rows if row.precision == "bf16")
         return kept / sum(row.flops_per_token for row in self.rows)
 
@@ -84,32 +82,77 @@ class CalibrationData:
     probe: list[MicroBatch]
     """A few tokens, which pass through the policy once for every linear layer."""
     selection: list[MicroBatch]
-    """The data on which the layers are chosen."""
     held_out: list[MicroBatch]
     """The data on which the choice is checked; its prompts are in neither `probe` nor `selection`."""
 
 
+def calibration_data(
+    rollouts: list[Rollout], config: Config, dp_rank: int, dp_size: int, pad_multiple: int = 1
+) -> CalibrationData:
+    """This data-parallel rank's share of the first `precision.calibration_tokens` tokens of `rollouts`.
+
+    Of a sequence that is longer than `precision.calibration_length`, the end of the response is left out. There are two
+    prompts at least, whatever the number of tokens, and every second one is held out from the choice of layers.
+    """
+    shortened = [_shortened(rollout, config.precision.calibration_length) for rollout in rollouts]
+    chosen = _within(shortened, config.precision.calibration_tokens, prompts=True, at_least=2)
+    prompts = sorted({rollout.prompt_id for rollout in chosen})
+    assert len(prompts) > 1, "drafter.num_prompts is 2 or more"
+    held = set(prompts[1::2])
+    selection = [rollout for rollout in chosen if rollout.prompt_id not in held]
+    held_out = [rollout for rollout in chosen if rollout.prompt_id in held]
+
+    def batches(items: list[Rollout], longest: int | None = None) -> list[MicroBatch]:
+        sequences = [_sequence(item, index, longest) for index, item in enumerate(items)]
+        return pack(sequences[dp_rank::dp_size], config.policy.tokens_per_micro_batch, pad_multiple)
+
+    return CalibrationData(
+        statistics=batches(chosen),
+        probe=batches(_one_per_prompt(selection)[:PROBE_SEQUENCES], PROBE_POSITIONS // PROBE_SEQUENCES),
+        selection=batches(_within(selection, KL_POSITIONS, prompts=False), KL_POSITIONS),
+        held_out=batches(_within(held_out, KL_POSITIONS, prompts=False), KL_POSITIONS),
+    )
+
+
+def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: int = 1) -> list[Rollout]:
+    """The leading rollouts that fit into `tokens`, the first sample of every prompt before any second one."""
+    chosen: list[Rollout] = []
+    for rollout in sorted(rollouts, key=lambda item: (item.sample, item.step, item.prompt_id)):
+        tokens -= len(rollout.response_tokens) + (len(rollout.prompt_tokens) if prompts else 0)
+        if tokens < 0 and len(chosen) >= at_least:
+            break
+        chosen.append(rollout)
+    return chosen
+
+
+def _shortened(rollout: Rollout, length: int) -> Rollout:
+    room = max(1, length - len(rollout.prompt_tokens))
+    return replace(rollout, response_tokens=rollout.response_tokens[:room])
+
+
+def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:
+    return list({rollout.prompt_id: rollout for rollout in reversed(rollouts)}.values())[::-1]
+
+
+def _sequence(rollout: Rollout, index: int, longest: int | None) -> TokenSequence:
+    return TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens[:longest], index)
+
+
 def calibrate(
     policy: Policy,
-    switch: SwitchableLinears,
+    switch: LinearPrecision,
     data: CalibrationData,
     max_kl: float,
     ranks: Ranks,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    on_progress: OnProgress = lambda done, total, phase: None,
     *,
     always_bf16: Sequence[str] = (),
 ) -> Calibration:
-    """Measure every linear layer and choose those that stay in BF16 (collective).
-
-    Args:
-        policy: The policy, built with `fp8=switch`.
-        max_kl: The largest KL(bf16 || fp8) that the choice may have, in nats per token.
-        on_progress: Called with the number of passes done, their total and the name of the phase.
-    """
+    """Choose the layers that stay in BF16, so that KL(bf16 || fp8) is at most `max_kl` nats per token (collective)."""
     observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
     policy.kv_observer = observer
     statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
-    found_scales = observer.take(ranks)
+    kv_scales = observer.take(ranks)
     observer.detach()
     policy.kv_observer = None
     names = sorted(statistics, key=_position)
@@ -117,31 +160,39 @@ def calibrate(
     flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
     order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
-    selection = _Search(KlDivergence(policy, switch, data.selection, ranks), order, on_progress)
-    count = max(len(always_bf16), smallest_prefix(len(order), selection.kl, max_kl))
-    held_out = _Search(KlDivergence(policy, switch, data.held_out, ranks), order, on_progress)
-    count = grown_prefix(count, len(order), held_out.kl, max_kl)
+    def search(batches: list[MicroBatch]) -> Callable[[int], float]:
+        divergence = KlDivergence(policy, switch, batches, ranks)
+
+        @cache
+        def kl_of(count: int) -> float:
+            on_progress(kl_of.cache_info().currsize, len(order).bit_length() + 1, "choice of layers")
+            return divergence.kl(order[count:]) if count < len(order) else 0.0
+
+        return kl_of
+
+    count = max(len(always_bf16), smallest_prefix(len(order), search(data.selection), max_kl))
+    held_out = search(data.held_out)
+    count = grown_prefix(count, len(order), held_out, max_kl)
     switch.set_fp8(names)
     kept = set(order[:count])
     return Calibration(
         bf16_layers=[name for name in names if name in kept],
-        kl_all_fp8=held_out.kl(0),
-        kl_chosen=held_out.kl(count),
-        curve=sorted(selection.known.items()),
+        kl_all_fp8=held_out(0),
+        kl_chosen=held_out(count),
         rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
         weight_scales={
             name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
         },
-        kv_scales=found_scales[0] if found_scales is not None else None,
+        kv_scales=kv_scales,
     )
 
 
 def layer_statistics(
     policy: Policy,
-    switch: SwitchableLinears,
+    switch: LinearPrecision,
     batches: list[MicroBatch],
     ranks: Ranks,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, phase: None,
+    on_progress: OnProgress = lambda done, total, phase: None,
 ) -> dict[str, LayerStatistics]:
     """The statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
     switch.set_fp8([])
@@ -173,28 +224,7 @@ def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: f
     return count
 
 
-class _Search:
-    """The KL divergence by the number of ranked layers that stay in BF16; each number is measured once."""
-
-    def __init__(
-        self, divergence: KlDivergence, order: list[str], on_progress: Callable[[int, int, str], None]
-    ) -> None:
-        self._divergence = divergence
-        self._order = order
-        self._on_progress = on_progress
-        self.known = {len(order): 0.0}
-
-    def kl(self, count: int) -> float:
-        """The divergence with the first `count` layers in BF16, in nats per token (collective)."""
-        if count not in self.known:
-            self._on_progress(len(self.known) - 1, len(self._order).bit_length() + 1, "choice of layers")
-            self.known[count] = self._divergence.kl(self._order[count:])
-        return self.known[count]
-
-
-def _each_alone(
-    divergence: KlDivergence, names: list[str], on_progress: Callable[[int, int, str], None]
-) -> dict[str, float]:
+def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgress) -> dict[str, float]:
     found = {}
     for done, name in enumerate(names):
         on_progress(done, len(names), "layers one by one")
@@ -213,10 +243,7 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
         name=name,
         flops_per_token=flops,
         relative_error=statistics.relative_error,
-        activation_amax_median=statistics.amax_quantile(0.5),
-        activation_amax_p999=statistics.amax_quantile(0.999),
         activation_amax_max=statistics.amax,
-        outlier_ratio=statistics.outlier_ratio,
         weight_amax=statistics.weight_amax,
         kl_alone=kl_alone,
         precision="bf16" if kept else "fp8",
@@ -224,7 +251,6 @@ def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, ke
 
 
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
-    """The recipe of the policy that was calibrated, of this family and with so many transformer layers."""
     return Recipe(
         family=family,
         num_layers=num_layers,
@@ -241,14 +267,12 @@ def layer_details(calibration: Calibration) -> dict[str, Any]:
             "precision": row.precision,
             "weight_scales": calibration.weight_scales[row.name],
             "activation_amax": row.activation_amax_max,
-            "activation_amax_p999": row.activation_amax_p999,
         }
         for row in calibration.rows
     }
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:
-    """Write an Arrow IPC file with one row for each linear layer."""
     table = pa.Table.from_pylist([asdict(row) for row in rows])
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
         writer.write_table(table)

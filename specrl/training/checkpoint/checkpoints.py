@@ -13,33 +13,29 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import PrefixStore
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from specrl.artifacts import write_json
+from specrl.distributed.ranks import TIMEOUT
 from specrl.lineage.record import BEST_FILE
-from specrl.training.checkpoint.files import sync_folder, tensor_parts, write_blocks
-from specrl.training.checkpoint.host_copy import HostCopy, HostTensors
-from specrl.training.checkpoint.load import (
-    DRAFTER_FILE,
-    Restored,
-    TrainedDrafter,
-    TrainedPolicy,
-    TrainState,
-    load_newest,
-)
+from specrl.training.checkpoint.files import HostCopy, sync_folder, tensor_parts, write_blocks
+from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainState, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, write_manifest
+from specrl.training.drafter.trainer import Drafter
+from specrl.training.megatron.policy import Policy
+from specrl.training.pieces import Shard, stored_name
 
 DAMAGED = "damaged-"
-"""The prefix of the folder of a checkpoint that was found damaged."""
 NICENESS = 10
 """How far the writing threads stand back where processors are short, so that generation goes first."""
-POLL_SECONDS = 0.05
-"""The time between two looks of the first rank whether the others have written."""
 
 Report = list[StoredFile] | str
 """What a rank has written of a checkpoint, or why it could not."""
@@ -49,10 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept beside the best one."""
-
     last: int
-    """How many of the newest."""
     every: int | None = None
     """All those of steps that are multiples of this number; None for no others."""
 
@@ -65,20 +58,20 @@ class Retention:
 class Checkpoints:
     """Writes and restores the checkpoints of one folder. All methods but `mark_best` are collective over the ranks."""
 
-    def __init__(self, directory: Path, policy: TrainedPolicy, retention: Retention) -> None:
+    def __init__(self, directory: Path, policy: Policy, retention: Retention) -> None:
         """Allocate the host memory for a copy of the state; remove what an interrupted start has left half-written."""
         self.directory = directory
         self._policy, self._ranks, self._retention = policy, policy.ranks, retention
-        self._copy, self._drafter_copy = HostCopy(policy.shards()), HostTensors()
-        self._pieces = self._ranks.gather(self._copy.pieces)
+        # The thread's own messages would get mixed up with those of the step.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._ranks.world_size > 1 else None
+        self._copy, self._drafter_copy = HostCopy(), HostCopy()
+        self._copy.fill(written_tensors(policy.shards()))  # or a lack of memory would show hours later
+        pieces = (shard.pieces for shard in policy.shards() if shard.is_written)
+        self._pieces = self._ranks.gather(tuple(chain.from_iterable(pieces)))
         self.seconds = 0.0
         """How long the writing of the last complete checkpoint took, after its copy; known on the first rank. Before
         the first it is the time that the last one took to read, or 0 without any."""
         self._writing: Future[None] | None = None
-        self._reported = threading.Event()
-        """Whether this rank's part of the last checkpoint has been written, or could not be."""
-        self._number = 0
-        """The number of saves so far, by which the ranks' messages about them are told apart."""
         self._best_step: int | None = None
         """The step of the checkpoint that was marked as the best, which may not be complete yet."""
         self._naming = threading.Lock()
@@ -90,12 +83,8 @@ class Checkpoints:
                 shutil.rmtree(unfinished)
         self._ranks.barrier()
 
-    def restore(self, drafter: TrainedDrafter | None) -> Restored | None:
-        """Restore from the newest checkpoint that is whole, and rename damaged ones; None if there is none at all.
-
-        Raises:
-            CheckpointError: All checkpoints are damaged, or the newest belongs to another model.
-        """
+    def restore(self, drafter: Drafter | None) -> Restored | None:
+        """Restore from the newest whole checkpoint, and rename damaged ones; raise CheckpointError if all are."""
         started = time.monotonic()
         steps = self._ranks.gather(self._steps())[0]
         if not steps:
@@ -106,16 +95,12 @@ class Checkpoints:
         return found
 
     def save(self, state: TrainState) -> None:
-        """Copy the state and begin to write it, once the last one is written. The first rank writes the drafter.
-
-        Raises:
-            CheckpointError: The last checkpoint could not be written.
-        """
+        """Copy the state and begin to write it, once the last one is written; raise CheckpointError if that failed."""
         if self._writing is not None and not self._writing.done():
             logger.info("the next checkpoint is due: waiting until the last one is written")
         self.wait()
         assert state.policy is self._policy, "the copy is of another policy"
-        self._copy.take()
+        policy = self._copy.fill(written_tensors(self._policy.shards()))
         manifest = Manifest(
             step=state.step,
             model=self._policy.shape_in_words,
@@ -125,13 +110,11 @@ class Checkpoints:
             has_drafter=state.drafter is not None,
             kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
         )
-        self._number, self.newest = self._number + 1, state.step
-        self._reported.clear()
-        parts = {f"policy-{self._ranks.rank:05d}.safetensors": self._copy.parts()}
+        self.newest = state.step
+        parts = {f"policy-{self._ranks.rank:05d}.safetensors": tensor_parts(policy)}
         if state.drafter is not None and self._ranks.is_first:
-            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.take(state.drafter.state_dict()))
-        number = self._number
-        self._writing = _beside(lambda: self._write(number, manifest, parts))
+            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.fill(state.drafter.state_dict()))
+        self._writing = _beside(lambda: self._write(manifest, parts))
 
     def check(self) -> None:
         """Raise CheckpointError on all ranks if the last checkpoint could not be written on any; do not wait for it."""
@@ -142,10 +125,7 @@ class Checkpoints:
             raise CheckpointError(found) from error
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise CheckpointError if it cannot be."""
         if self._writing is not None:
-            self._reported.wait()
-            self._ranks.barrier()  # fails where a rank has died, for whose report the first rank would wait for ever
             self._writing.exception()
         self.check()
         self._writing = None
@@ -163,19 +143,17 @@ class Checkpoints:
     def _write_best(self, step: int) -> None:
         write_json(self.directory / BEST_FILE, {"step": step})
 
-    def _write(self, number: int, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
+    def _write(self, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
         started = time.monotonic()
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
             report: Report = files
-        except Exception as error:  # whatever it is: the first rank waits for a report
+        except Exception as error:  # whatever it is: the others wait for a report
             words = error.strerror if isinstance(error, OSError) else None
             report = f"rank {self._ranks.rank}: {words or error or type(error).__name__}"
-        finally:
-            self._reported.set()
-        reports = self._exchange(number, report)
+        reports = self._ranks.gather(report, self._group)
         if not self._ranks.is_first:
             return
         errors = [text for text in reports if isinstance(text, str)]
@@ -214,28 +192,6 @@ class Checkpoints:
         for damaged in self.directory.glob(f"{DAMAGED}*"):
             _remove(damaged)
 
-    def _exchange(self, number: int, report: Report) -> list[Report]:
-        """All ranks' reports on the first rank, in the order of ranks; an empty list on the others.
-
-        The process group's store carries them: a collective of this thread would get mixed up with those of the step.
-        """
-        if self._ranks.world_size == 1:
-            return [report]
-        store = PrefixStore("specrl/checkpoints", self._ranks.store())
-        if not self._ranks.is_first:
-            data = report if isinstance(report, str) else [asdict(file) for file in report]
-            store.set(f"{number}/{self._ranks.rank}", json.dumps(data))
-            return []
-        found = [report]
-        for rank in range(1, self._ranks.world_size):
-            key = f"{number}/{rank}"
-            while not store.check([key]):  # a blocking wait would keep the step's own messages waiting
-                time.sleep(POLL_SECONDS)
-            data = json.loads(store.get(key))
-            store.delete_key(key)
-            found.append(data if isinstance(data, str) else [StoredFile(**{**file, "pieces": ()}) for file in data])
-        return found
-
     def _folder(self, step: int) -> Path:
         return self.directory / f"step={step:06d}"
 
@@ -253,6 +209,17 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 self._folder(step).replace(aside)
         self._ranks.barrier()
+
+
+def written_tensors(shards: Iterable[Shard]) -> dict[str, Tensor]:
+    """What this rank writes, by its name in the file: matrices that are not copies."""
+    found = {}
+    for shard in shards:
+        sizes = [piece.size for piece in shard.pieces]
+        for kind, flat in shard.state.items() if shard.is_written else ():
+            for piece, part in zip(shard.pieces, torch.split(flat, sizes), strict=True):
+                found[stored_name(kind, piece)] = part.view(piece.shape)
+    return found
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Safetensors files written with few large writes and checksums, beside work that must not wait for them.
+"""A copy in host memory, and its safetensors file, written with checksums beside work that must not wait for it.
 
 The library would copy every tensor to bytes and hold Python's lock while it writes, which stops the generation that
 goes on meanwhile. The format is simple enough to be written here; it is read with the library.
@@ -10,7 +10,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,44 @@ from torch import Tensor
 BLOCK_BYTES = 64 * 2**20
 """The bytes that are written, and covered by a checksum, at a time."""
 TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-"""The names of the element types in a safetensors header."""
 
 
-def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """The header of a safetensors file whose tensors, given by type and shape, follow each other without gaps."""
-    entries, offset = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        end = offset + prod(shape) * (4 if dtype == "F32" else 8)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+class HostCopy:
+    """A copy of named tensors in one buffer of host memory, pinned where they are on a GPU, that is filled again."""
 
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors; the copies, by the same names, are those of the last call filled again."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if len(self._buffer) != size:
+            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        copies, offset = dict[str, Tensor](), 0
+        # The widest elements come first, so that all are aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            part = self._buffer[offset : offset + tensor.nbytes]
+            copies[name] = part.view(tensor.dtype).view(tensor.shape)
+            copies[name].copy_(tensor, non_blocking=True)
+            offset += tensor.nbytes
+        if self._buffer.is_pinned():
+            torch.cuda.synchronize()
+        return copies
 
 
 def tensor_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    described = {name: (TYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return [memoryview(header(described)), *(bytes_of(tensor) for tensor in tensors.values())]
+    """The header and the bytes, without a copy, of a safetensors file with contiguous tensors on the CPU."""
+    entries, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    arrays: list[Any] = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+    return [memoryview(part) for part in (len(text).to_bytes(8, "little") + text, *arrays)]
 
 
 def write_blocks(path: Path, parts: Iterable[memoryview]) -> tuple[int, list[int]]:
@@ -81,7 +94,6 @@ def wrong_block(path: Path, checksums: Sequence[int], blocks: Iterable[int]) -> 
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from torch import Tensor
+
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.training.checkpoint.files import wrong_block
-from specrl.training.checkpoint.pieces import Piece
+from specrl.training.pieces import Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-MASTER = "master"
-KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
 
 
 class CheckpointError(ValueError):
@@ -31,20 +31,15 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A safetensors file of a checkpoint."""
-
     name: str
     size: int
     crc32: Sequence[int]
-    """The checksums of its blocks, see `write_blocks`."""
     pieces: tuple[Piece, ...] = ()
     """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`."""
-
     step: int
     model: str
     """The shape of the policy in words; a policy of another shape cannot be restored from this checkpoint."""
@@ -57,18 +52,34 @@ class Manifest:
     """The fields of `KvScales`; None without an FP8 KV cache."""
 
 
-def stored_name(kind: str, piece: Piece) -> str:
-    (first, last), (left, right) = piece.rows, piece.columns
-    return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
+class StoredPolicy:
+    """Reads the policy in the files of a checkpoint, by rectangles of its tensors in whatever layout."""
 
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        self._files: dict[str, Any] = {}
+        for file in manifest.files:
+            for piece in file.pieces:
+                self._held[piece.tensor].append((file.name, piece))
 
-def pieces_by_tensor(manifest: Manifest) -> dict[str, list[tuple[str, Piece]]]:
-    """The pieces of each tensor of the policy, each with the name of the file that holds it."""
-    held: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-    for file in manifest.files:
-        for piece in file.pieces:
-            held[piece.tensor].append((file.name, piece))
-    return held
+    def read(self, wanted: Piece, into: Mapping[str, Tensor]) -> None:
+        """Fill matrices with what is stored of a rectangle, by the names in `KINDS`."""
+        missing = wanted.size
+        for name, stored in self._held[wanted.tensor]:
+            common = wanted.overlap(stored)
+            if common is None:
+                continue
+            for kind, matrix in into.items():
+                part = self.file(name).get_slice(stored_name(kind, stored))[common.inside(stored)]
+                matrix[common.inside(wanted)].copy_(part)
+            missing -= common.size
+        assert not missing, f"{missing} elements of {wanted} are in no file of {self._folder}"
+
+    def file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, framework="pt")
+        return self._files[name]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -100,14 +111,13 @@ def read_manifest(folder: Path) -> Manifest:
 def find_damage(folder: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint's files, or None if all is as it was written (collective).
 
-    Every byte is read once: the ranks share the blocks of the files among them.
+    Every byte is read once: the ranks share the files among them.
     """
     found = _own_damage(folder, ranks)
     return next((text for text in ranks.gather(found) if text is not None), None)
 
 
 def check_whole(folder: Path, ranks: Ranks) -> None:
-    """Raise CheckpointError if `find_damage` finds something (collective)."""
     damage = find_damage(folder, ranks)
     if damage is not None:
         raise CheckpointError(f"checkpoint {folder} is damaged: {damage}; use an earlier one")
@@ -118,9 +128,9 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return str(error)
-    for file, blocks in _deal(manifest.files, ranks):
+    for file in manifest.files[ranks.rank :: ranks.world_size]:
         try:
-            damage = _damage_of(folder / file.name, file, blocks)
+            damage = _damage_of(folder / file.name, file)
         except FileNotFoundError:
             damage = f"{file.name} is missing"
         except OSError as error:  # of a disk or a file system that fails
@@ -130,21 +140,12 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     return None
 
 
-def _damage_of(path: Path, file: StoredFile, blocks: Sequence[int]) -> str | None:
+def _damage_of(path: Path, file: StoredFile) -> str | None:
     if (size := path.stat().st_size) != file.size:
         return f"{file.name} has {size} bytes instead of {file.size}"
-    if (block := wrong_block(path, file.crc32, blocks)) is not None:
+    if (block := wrong_block(path, file.crc32, range(len(file.crc32)))) is not None:
         return f"{file.name} has the wrong checksum in block {block}"
     return None
-
-
-def _deal(files: Sequence[StoredFile], ranks: Ranks) -> Iterator[tuple[StoredFile, list[int]]]:
-    number = 0
-    for file in files:
-        blocks = [block for block in range(len(file.crc32)) if (number + block) % ranks.world_size == ranks.rank]
-        number += len(file.crc32)
-        if blocks:
-            yield file, blocks
 
 
 def _packed(file: StoredFile) -> dict[str, Any]:

@@ -5,14 +5,7 @@ for a part of its keys if it is given those over all of them. So a kernel comput
 response are consecutive queries under a causal mask, and a chain's few own keys are merged in by their log-sum-exp.
 
 For n queries of d channels in h heads that see m keys and c of their own, a step takes 4 n m d h FLOPs forwards (half
-of that where m = n, by the mask), 2.5 times as many backwards, and 14 n c d h for the own keys. A response of 16,384
-tokens, 7 steps, 32 heads of 128 and 8 of keys: 7 x 3.5 x 2 x 16,384^2 x 128 x 32 = 5.4e13 for the context and 2e10 for
-the own keys. Beyond this only blocks on the diagonal are computed in full, 1.6 % in parts of 1,024 chains with blocks
-of 128. Read and written: 7 steps x 16 parts x 8,192 keys on average x 4 KiB x 4 (twice read, gradients written) = 15 GB
-for keys and values, and some 4 GB a step for queries, outputs and own keys in float32, in all 43 GB. By this count an
-H100 would take 0.11 s for the products (at 500 TFLOPs/s) and 0.02 s for the memory (at 3 TB/s), 1.2 times the
-arithmetic if they do not overlap; that has not been measured. (All scores once, in float32, would be 7 x 32 x 1.3e8 x 4
-B = 120 GB, of which each was read and written some ten times.)
+of that where m = n, by the mask), 2.5 times as many backwards, and 14 n c d h for the own keys, which are few.
 """
 
 from __future__ import annotations
@@ -46,13 +39,11 @@ class Spans:
 
     @cached_property
     def ends(self) -> tuple[Tensor, Tensor]:
-        """`queries` and `keys` on the device, int32."""
         queries, keys = (torch.tensor(each, dtype=torch.int32) for each in (self.queries, self.keys))
         return queries.to(self.device), keys.to(self.device)
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The largest numbers of queries and of keys in a row."""
         queries, keys = (max(stop - start for start, stop in pairwise(each)) for each in (self.queries, self.keys))
         return queries, keys
 
@@ -69,11 +60,8 @@ def attend(
 ) -> Tensor:
     """Attend to packed rows, and to keys that each query has for itself: [queries, heads, width].
 
-    Args:
-        queries: [queries, heads, width], scaled.
-        keys: [keys, kv_heads, width], as the values.
-        window: The number of keys of its row that a query sees; None for all.
-        own_keys: [queries, kv_heads, width] each, as `own_values`: further keys, which their query alone sees.
+    Queries are [queries, heads, width], scaled; keys and values [keys, kv_heads, width], of which a query sees the last
+    `window`; each of the own ones is [queries, kv_heads, width].
     """
     result: Tensor = _Attention.apply(queries, keys, values, spans, window, *own_keys, *own_values)  # type: ignore[no-untyped-call]
     return result
@@ -160,17 +148,13 @@ class _Flash:
 
 
 def _sides(window: int | None) -> list[int]:
-    """How many keys before and behind its own place a query sees; -1 for all."""
     return [-1 if window is None else window - 1, 0]
 
 
 class _Chunk(NamedTuple):
-    """Some queries of a row, the keys that they see, and which of these each one sees."""
-
     queries: slice
     keys: slice
     hidden: Tensor
-    """[queries, keys] bool."""
 
 
 class _Plain:

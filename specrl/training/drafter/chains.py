@@ -22,8 +22,6 @@ It gives a GPU's matrix products enough rows, and a micro-batch of the default s
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive chains that are trained together."""
-
     chains: slice
     """The place of the part's chains among those of the micro-batch."""
     slots: Tensor
@@ -35,7 +33,6 @@ class Part:
 
     @property
     def size(self) -> int:
-        """The number of its chains."""
         return int(self.chains.stop - self.chains.start)
 
 
@@ -79,7 +76,6 @@ class ChainBatch:
         return torch.stack([self.target_in_vocab[rows + j].sum() for j, rows in enumerate(self.alive)]).double()
 
     def spans(self) -> Spans:
-        """All slots of each row as queries and as keys."""
         ends = tuple(accumulate(self.slots_per_row, initial=0))
         return Spans(ends, ends, self.starts.device)
 

@@ -19,15 +19,7 @@ from transformers import AutoConfig
 
 from specrl.artifacts import write_json
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config, weight_files
-from specrl.models.drafters import (
-    ARCHITECTURES,
-    LAYERS,
-    NORM_FLAGS,
-    PICKLED_FILE,
-    POSITIONS_KEY,
-    read_published,
-    suited,
-)
+from specrl.models.drafters import ARCHITECTURES, LAYERS, NORM_FLAGS, PICKLED_FILE, read_published, suited
 from specrl.models.hf_io import TensorReader, write_tensors
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
@@ -124,15 +116,12 @@ class StoredDrafter:
     draft_tokens: Tensor
     """int64 `[draft_vocab]`: the target ids of its draft vocabulary, ascending."""
     notes: tuple[str, ...]
-    """What was found and decided, as lines for the log."""
 
 
 def read_drafter(directory: Path, policy_dir: Path, dtype: torch.dtype = torch.bfloat16) -> StoredDrafter:
     """Read an EAGLE-3 drafter of any layout for a policy of this type, whose embeddings take the place of its own.
 
-    Raises:
-        ValueError: It is no EAGLE-3 drafter, is incomplete, computes what specrl does not, or was made for a policy of
-            another shape.
+    Raises ValueError if it is incomplete, computes what specrl does not, or was made for a policy of another shape.
     """
     published = suited(read_published(directory), read_model_config(policy_dir), directory)
     tensors = _norms_renamed(dict(_tensors(directory)))
@@ -237,18 +226,11 @@ def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Pa
 
 
 def adopt_drafter(source: Path, policy_dir: Path, directory: Path) -> tuple[str, ...]:
-    """Write a drafter of any layout as specrl's own, with its measured weights of positions; return what to say."""
+    """Write a drafter of any layout as specrl's own; return what to say."""
     policy = AutoConfig.from_pretrained(policy_dir)
     stored = read_drafter(source, policy_dir, policy.dtype or torch.bfloat16)
     weights = {name: tensor.to(stored.shape.dtype) for name, tensor in stored.tensors.items()}
     if len(stored.draft_tokens) < stored.shape.vocab_size:
         weights |= vocabulary_tensors(stored.draft_tokens, stored.shape.vocab_size)
-    config, notes = config_dict(stored.shape, policy, 0), stored.notes
-    if (shares := read_model_config(source).get(POSITIONS_KEY)) is not None:
-        config[POSITIONS_KEY] = shares
-        notes += (
-            f"it has the measured weights of {len(shares)} draft positions: with ttt_steps = {len(shares)}, "
-            'position_decay = "measured" goes on from them',
-        )
-    write_drafter(directory, config, weights.items())
-    return notes
+    write_drafter(directory, config_dict(stored.shape, policy, 0), weights.items())
+    return stored.notes

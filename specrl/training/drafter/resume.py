@@ -5,25 +5,38 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specrl.artifacts import digest
 from specrl.distributed import Ranks
 from specrl.lifetime import LeftJobError, Lifetime
 from specrl.models.hf_io import write_tensors
 from specrl.training.batches import MicroBatch
-from specrl.training.drafter.progress import TrainingProgress
-from specrl.training.drafter.trainer import Drafter
 
 SAVE_SECONDS = 300.0
 """The seconds from one checkpoint to the next; a kill loses at most these."""
 PREFIX = "progress/"
-"""The prefix of what is stored beside the drafter's own state."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingProgress:
+    """The number of steps done, and what they add to the metrics of the last epoch, on one rank."""
+
+    done: int
+    loss: Tensor
+    """float64 `[]`: this rank's part of the sum of the losses."""
+    sums: Tensor
+    """float64 `[steps + 1, 3]`: this rank's part of what `metrics_from_sums` reads."""
+    norms: list[float]
+    """The norm of each gradient, which is the same on all ranks."""
 
 
 class TrainingCheckpoints:
@@ -48,17 +61,16 @@ class TrainingCheckpoints:
         """The number of checkpoints of this training so far, by which its parts are counted for `Lifetime`."""
         self._saved_at: float | None = None
 
-    def restore(self, drafter: Drafter) -> TrainingProgress | None:
-        """Restore the drafter from the newest checkpoint of this training; return the progress (collective)."""
+    def restore(self) -> tuple[Mapping[str, Tensor], TrainingProgress] | None:
+        """The drafter's state and the progress in the newest checkpoint of this training (collective)."""
         path = self._ranks.gather(self._newest())[0]
         if path is None:
             return None
         stored = load_file(path)
         state = {name.removeprefix(PREFIX): stored.pop(name) for name in list(stored) if name.startswith(PREFIX)}
-        drafter.load_state_dict(stored)
         self._part = int(state["part"])
         logger.info("the drafter's training goes on after step %d", int(state["done"]))
-        return TrainingProgress(
+        return stored, TrainingProgress(
             done=int(state["done"]),
             loss=state["loss"][self._ranks.rank].to(self._ranks.device),
             sums=state["sums"][self._ranks.rank].to(self._ranks.device),
@@ -73,7 +85,7 @@ class TrainingCheckpoints:
         due = self._ranks.is_first and time.monotonic() - self._saved_at >= self._seconds
         return due or self._lifetime.stop is not None
 
-    def reached(self, drafter: Drafter, progress: TrainingProgress) -> None:
+    def reached(self, drafter: Mapping[str, Tensor], progress: TrainingProgress) -> None:
         """Write a checkpoint, and raise LeftJobError if any rank is to leave its job (collective)."""
         started = time.monotonic()
         self._part += 1
@@ -93,7 +105,7 @@ class TrainingCheckpoints:
         if self._ranks.is_first:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _save(self, drafter: Drafter, progress: TrainingProgress) -> None:
+    def _save(self, drafter: Mapping[str, Tensor], progress: TrainingProgress) -> None:
         everyone = self._ranks.gather((progress.loss.item(), progress.sums.tolist()))
         if not self._ranks.is_first:
             return
@@ -106,7 +118,7 @@ class TrainingCheckpoints:
         }
         # The name has the step, because a stage has got further when the names of its files have changed.
         path = self._directory / f"{self._training}-{progress.done:08d}.safetensors"
-        write_tensors(path, drafter.state_dict() | {PREFIX + name: tensor for name, tensor in stored.items()})
+        write_tensors(path, {**drafter} | {PREFIX + name: tensor for name, tensor in stored.items()})
         for other in self._directory.glob("*.safetensors"):
             if other != path:
                 other.unlink()

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
-from specrl.algorithms.draft_positions import PositionWeights, unrolled_positions
 from specrl.config import DrafterConfig
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
-from specrl.models.directory import read_model_config
-from specrl.models.drafters import LOSS_KEY, POSITIONS_KEY
+from specrl.models.drafters import LOSS_KEY
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader
 from specrl.training.drafter.chains import ChainBatch, pack_chains
@@ -32,22 +30,19 @@ from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_ten
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 from specrl.training.drafter.kinds.layers import EMBEDDINGS, DraftModule
 from specrl.training.drafter.kinds.mtp import HEAD, Mtp, mtp_shape
-from specrl.training.drafter.progress import Boundaries, TrainingProgress
+from specrl.training.drafter.resume import TrainingCheckpoints, TrainingProgress
 from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.schedules import lr_factor
 
 WARMUP_STEPS = 10
-"""The number of steps of pretraining in which the learning rate rises."""
 FINAL_LR_FRACTION = 0.05
-"""The fraction of its peak that the learning rate falls to."""
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    """How often each token of the vocabulary occurs, [vocab_size]."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens in token_lists:
         counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
@@ -111,16 +106,12 @@ def _held(features: Sequence[Features | None]) -> FeatureStream:
 
 
 class _StepResult(NamedTuple):
-    """What one step of the training gives."""
-
     loss: Tensor
-    """float64 `[]`: this rank's share of the loss."""
     sums: Tensor
     """This rank's `Tally.sums`; zeros unless they were asked for."""
     norm: float
     """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
     flag: bool
-    """Whether any rank gave its flag."""
 
 
 class Drafter:
@@ -155,13 +146,11 @@ class Drafter:
             tied = name == HEAD and name not in policy.names
             model.share(name, policy.read(EMBEDDINGS if tied else name))
         self._parameters = list(self.model.parameters())
-        self._loss = DRAFT_LOSSES.function(config.loss)
-        self._positions = PositionWeights(config.position_decay, config.ttt_steps)
+        weights = [config.position_decay**position for position in range(config.ttt_steps)]
+        self._objective = Objective(DRAFT_LOSSES.function(config.loss), weights)
         # One flat buffer: gradients are views of it, so that the all-reduce, the clip and the reset are one call each.
-        # Behind them stands how far a step's drafts came, which the ranks then add up in the same call.
         sizes = [p.numel() for p in self._parameters]
-        self._summed = torch.zeros(sum(sizes) + 2 * config.ttt_steps, device=ranks.device)
-        self._gradient, self._reached = torch.split(self._summed, [sum(sizes), 2 * config.ttt_steps])
+        self._gradient = torch.zeros(sum(sizes), device=ranks.device)
         for parameter, view in zip(self._parameters, torch.split(self._gradient, sizes), strict=True):
             parameter.grad = view.view_as(parameter)
         self.optimizer = torch.optim.AdamW(
@@ -196,9 +185,7 @@ class Drafter:
         model.load_state_dict(stored.tensors)
         sizes = ("draft_vocab_size", "num_layers", "feature_layers", "intermediate_size", "sliding_window")
         config = config.model_copy(update={name: getattr(stored.shape, name) for name in sizes})
-        drafter = cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
-        drafter._positions.go_on(read_model_config(directory).get(POSITIONS_KEY))
-        return drafter
+        return cls(model, stored.draft_tokens, policy_dir, config, ranks, seed=seed)
 
     @classmethod
     def of_policy(cls, policy_dir: Path, config: DrafterConfig, ranks: Ranks, seed: int = 0) -> Drafter:
@@ -208,9 +195,7 @@ class Drafter:
         model = Mtp(shape, family_of_model(hf_config))
         policy = TensorReader(policy_dir)
         model.load_state_dict({name: policy.read(model.name_on_disk(name)) for name in model.state_dict()})
-        drafter = cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
-        drafter._positions.go_on(getattr(hf_config, POSITIONS_KEY, None))
-        return drafter
+        return cls(model, torch.arange(shape.vocab_size), policy_dir, config, ranks, seed=seed)
 
     @property
     def feature_spec(self) -> FeatureSpec:
@@ -221,7 +206,6 @@ class Drafter:
         return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the policy, by its Hugging Face name, if drafting reads it."""
         self.model.share(name, tensor)
 
     def update(
@@ -231,45 +215,38 @@ class Drafter:
         lr: float,
         epochs: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
-        boundaries: Boundaries | None = None,
+        checkpoints: TrainingCheckpoints | None = None,
     ) -> dict[str, float]:
         """Train on detached features, with one step per micro-batch of the rank that has most of them (collective).
 
         With several epochs (pretraining) the learning rate warms up and follows a cosine to 5 %; one epoch (the online
-        update) is constant. `lr = 0` measures without moving anything.
-
-        Args:
-            features: None stands for a micro-batch of which this rank has no row, but another one has.
-            boundaries: Knows how far an interrupted training was, and is asked between the steps.
-
-        Returns:
-            `loss` (mean over the steps, see `train_chains`), `grad_norm` (mean, before clipping), and the metrics of
-            `metrics_from_sums`, all of the last epoch. Each batch is measured before it is trained on.
+        update) is constant. `lr = 0` measures without moving anything. Features are None for a micro-batch that only
+        other ranks have. `loss` (see `train_chains`), `grad_norm` (before clipping) and the metrics of
+        `metrics_from_sums` are those of the last epoch; each batch is measured before it is trained on.
         """
         stream = features if isinstance(features, FeatureStream) else _held(features)
         train, epochs = lr > 0, epochs if lr > 0 else 1
         num_steps = max(self.ranks.gather(stream.size))
         nothing = torch.zeros(self.config.ttt_steps + 1, 3, dtype=torch.float64, device=self.ranks.device)
-        so_far = boundaries.restore(self) if boundaries is not None else None
-        so_far = so_far or TrainingProgress(0, nothing.sum(), nothing, [])
+        so_far = TrainingProgress(0, nothing.sum(), nothing, [])
+        if checkpoints is not None and (found := checkpoints.restore()) is not None:
+            state, so_far = found
+            self.load_state_dict(state)
         for epoch in range(so_far.done // max(num_steps, 1), epochs):
             last, first = epoch == epochs - 1, so_far.done - epoch * num_steps
             order = self._order(stream.size, epoch) if train else list(range(stream.size))
             for batch in islice(stream.in_order(order[first:]), num_steps - first):
                 rate = lr * schedule(so_far.done, epochs * num_steps) if epochs > 1 else lr
-                depth = unrolled_positions(
-                    so_far.done, (epochs - 1) * num_steps, self.config.ttt_steps, self.config.ttt_growth
-                )
-                wanted = boundaries is not None and boundaries.wanted()
-                result = self._step(self._pack(batch, depth), rate, measure=last, flag=wanted)
+                wanted = checkpoints is not None and checkpoints.wanted()
+                result = self._step(self._pack(batch), rate, measure=last, flag=wanted)
                 so_far.done += 1
                 if last:
                     so_far.loss, so_far.sums = so_far.loss + result.loss, so_far.sums + result.sums
                     so_far.norms.append(result.norm)
                 if on_progress is not None:
                     on_progress(so_far.done, epochs * num_steps)
-                if boundaries is not None and result.flag and so_far.done < epochs * num_steps:
-                    boundaries.reached(self, so_far)
+                if checkpoints is not None and result.flag and so_far.done < epochs * num_steps:
+                    checkpoints.reached(self.state_dict(), so_far)
         self._updates += train
         self.changes += train
         self._all_reduce(so_far.sums)
@@ -278,10 +255,10 @@ class Drafter:
         metrics = metrics_from_sums(so_far.sums.cpu())
         return {"loss": so_far.loss.item() / steps, "grad_norm": sum(so_far.norms) / steps, **metrics}
 
-    def _pack(self, features: Features | None, depth: int | None = None) -> ChainBatch | None:
+    def _pack(self, features: Features | None) -> ChainBatch | None:
         if features is None:
             return None
-        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, depth or self.config.ttt_steps)
+        return pack_chains(features, self.draft_tokens, self.shape.vocab_size, self.config.ttt_steps)
 
     def _order(self, size: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self._seed << 32) % 2**62 + self._updates * 1000 + epoch)
@@ -317,21 +294,17 @@ class Drafter:
         shared = torch.zeros(steps + 1, dtype=torch.float64, device=device)
         shared[steps] = flag
         if batch is not None:
-            shared[: len(batch.alive)] = batch.loss_counts()
+            shared[:steps] = batch.loss_counts()
         if not alone:
             self._all_reduce(shared)
         counts = shared[:steps]
         loss = torch.zeros((), device=device)
         sums = torch.zeros(steps + 1, 3, dtype=torch.float64, device=device)
-        self._summed.zero_()
+        self._gradient.zero_()
         if batch is not None:
-            follow = self._positions.measured and lr > 0 and not alone
-            tally = Tally(batch, self.draft_tokens) if measure or follow else None
-            objective = Objective(self._loss, self._positions.shares)
-            loss = train_chains(self.model, batch, objective, counts, learn=lr > 0, tally=tally)
-            if tally is not None and follow:
-                self._reached.view(2, steps)[:, : len(batch.alive)] = tally.reached()
-            if tally is not None and measure:
+            tally = Tally(batch, self.draft_tokens) if measure else None
+            loss = train_chains(self.model, batch, self._objective, counts, learn=lr > 0, tally=tally)
+            if tally is not None:
                 sums = tally.sums()
         norm = self._descend(lr, alone) if lr > 0 else 0.0
         return _StepResult(loss.double(), sums, norm, bool(shared[steps] > 0))
@@ -339,9 +312,7 @@ class Drafter:
     def _descend(self, lr: float, alone: bool) -> float:
         """Make an optimizer step with clipped gradients; return their norm before that (collective unless `alone`)."""
         if not alone:
-            self._all_reduce(self._summed)
-            if self._positions.measured:
-                self._positions.follow(*self._reached.view(2, -1).tolist())
+            self._all_reduce(self._gradient)
         norm = float(self._gradient.norm())
         if not math.isfinite(norm):
             raise FloatingPointError(f"the norm of the drafter's gradient is {norm}; its weights are unchanged")
@@ -368,17 +339,11 @@ class Drafter:
         if self.shape.draft_vocab_size < self.shape.vocab_size:
             yield from vocabulary_tensors(self.draft_tokens, self.shape.vocab_size).items()
 
-    @property
-    def position_keys(self) -> dict[str, list[float]]:
-        """What a `config.json` says of the measured weights of draft positions; nothing where they are fixed."""
-        return {POSITIONS_KEY: self._positions.shares} if self._positions.measured else {}
-
     def save(self, directory: Path, policy_version: int) -> None:
         """Write the EAGLE-3 directory, on one rank: the ranks' drafters are equal."""
         assert isinstance(self.shape, Eagle3Shape)
         config = config_dict(self.shape, self._policy_config, policy_version)
-        training = {LOSS_KEY: str(self.config.loss), **self.position_keys}
-        write_drafter(directory, config | training, self.named_weights())
+        write_drafter(directory, config | {LOSS_KEY: str(self.config.loss)}, self.named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
         """What an exact resume needs beside `SHARED`; the tensors are not copies."""
@@ -389,8 +354,7 @@ class Drafter:
                 steps = int(moments["step"])
                 state |= {f"{key}/{name}": moments[key] for key in MOMENTS}
         counters = {"adam_steps": torch.tensor(steps), "updates": torch.tensor(self._updates)}
-        positions = torch.tensor(self._positions.shares, dtype=torch.float64)
-        return {**state, **counters, "positions": positions, "draft_tokens": self.draft_tokens}
+        return {**state, **counters, "draft_tokens": self.draft_tokens}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -399,8 +363,6 @@ class Drafter:
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
         self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
         self.optimizer.state.clear()
-        if self._positions.measured:
-            self._positions.shares = state["positions"].tolist()
         self.changes += 1
         steps, self._updates = int(state["adam_steps"]), int(state["updates"])
         for name, parameter in self.model.named_parameters():

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specrl.training.batches import rows_of
 from specrl.training.drafter.attention import attend
 from specrl.training.drafter.chains import ChainBatch, Part
 from specrl.training.drafter.kinds.layers import DraftModule
-from specrl.training.gather import rows_of
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits, target) -> (loss, gradient), see `specrl/algorithms/draft_losses.py`."""
@@ -32,8 +32,6 @@ LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Objective:
-    """What the drafter is trained for."""
-
     loss: LossFunction
     weights: Sequence[float]
     """The weight of each step in the loss; steps beyond those of a batch are not used."""
@@ -116,7 +114,6 @@ def unroll(model: DraftModule, batch: ChainBatch, context: Context, part: Part) 
 
 
 def _spread(x: Tensor, places: Tensor, size: int) -> Tensor:
-    """Give chains that have ended a row of zeros."""
     return x if len(x) == size else x.new_zeros(size, *x.shape[1:]).index_copy(0, places, x)
 
 
@@ -169,10 +166,7 @@ def train_chains(
 @contextmanager
 def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
     device, dtype = next(model.parameters()).device, model.shape.dtype
-    with (
-        torch.set_grad_enabled(learn),
-        torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
-    ):
+    with torch.set_grad_enabled(learn), torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         yield
 
 
@@ -203,7 +197,6 @@ class _StepLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor, loss: LossFunction) -> Tensor:
-        """The sum, `[]`, given logits and targets `[n, draft_vocab]` and weights `[n]`."""
         with torch.autocast(logits.device.type, enabled=False):
             terms, gradient = loss(logits.float(), target)
         ctx.save_for_backward(gradient.mul_(weights[:, None]).to(logits.dtype))
@@ -235,13 +228,6 @@ class Tally:
         self._sums[step, 0] += len(alive)
         self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
-
-    def reached(self) -> Tensor:
-        """The numbers of chains at each step, and of those whose tokens before it are all right: `[2, steps]`."""
-        right = self._matches.cumprod(1)
-        chains = torch.tensor([len(alive) for alive in self._batch.alive], device=right.device)
-        before = [right[alive, step].sum() for step, alive in enumerate(self._batch.alive[1:])]
-        return torch.stack([chains, torch.stack([chains[0], *before])]).double()
 
     def sums(self) -> Tensor:
         """The sums that `metrics_from_sums` reads, float64 `[steps + 1, 3]`; they add up over batches and ranks.

@@ -110,7 +110,6 @@ class LayerInputs:
         self._current = self._kept = None
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -129,11 +128,6 @@ def assemble(
     """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
 
     Targets and top-1 are zero where the mask is False: the output layer is not evaluated there.
-
-    Args:
-        inputs: The recorded layer inputs of this stage by layer index, [rows, width, hidden] each.
-        head: The results of the output layer on the last stage; None on the others.
-        head_rows: The rows of the policy's head, where the targets are hidden states.
     """
     if not len(kept):
         return None

@@ -21,19 +21,8 @@ from typing import Any
 
 import torch
 
-FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "zeros_like",
-    "empty_like",
-    "ones_like",
-)
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+LIKE = ("zeros_like", "empty_like", "ones_like")
 
 
 class _Proxy(types.ModuleType):
@@ -108,7 +97,7 @@ def _torch_for_megatron() -> _Proxy:
         Event=_Done,
         stream=lambda stream=None: contextlib.nullcontext(),
     )
-    return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    return _Proxy(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES + LIKE})
 
 
 def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:

@@ -40,7 +40,6 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """The number of elements that one rank holds."""
         return math.prod(self.shape)
 
 

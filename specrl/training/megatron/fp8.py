@@ -15,7 +15,6 @@ emulated is refused, and `LinearPrecision.assert_quantised` fails where a weight
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,39 +29,32 @@ from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fak
 from specrl.precision.recipe import Mode, NotQuantisedError, layer_names
 
 
-@dataclass(frozen=True)
-class FusedRows:
-    """The places of the matrices in one weight of this tensor-parallel rank that holds several of them."""
+def fused_rows(layout: Layout, rows: int, config: Any) -> tuple[tuple[int, ...], Tensor | None]:
+    """The numbers of rows of the matrices in a rank's weight, in the engine's order, and which row stands where in it.
 
-    sizes: tuple[int, ...]
-    """The number of rows of each matrix, in the engine's order."""
-    order: Tensor | None = None
-    """The row of the weight that stands at each place of the engine's order; None where the two orders are equal."""
-
-
-def fused_rows(layout: Layout, rows: int, config: Any) -> FusedRows:
-    """Where the matrices lie in a rank's weight with `rows` rows.
-
-    Megatron keeps queries group by group, each followed by its key and its value.
+    The order is None where it is the weight's own. Megatron keeps queries group by group, each followed by its key and
+    its value.
     """
     if layout == "gate_up":
-        return FusedRows((rows // 2, rows // 2))
+        return (rows // 2, rows // 2), None
     if layout == "columns":
-        return FusedRows((rows,))
+        return (rows,), None
     width = config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups * width
     groups = torch.arange(rows).view(-1, queries + 2 * width)
     parts = [part.flatten() for part in torch.split(groups, [queries, width, width], 1)]
-    return FusedRows(tuple(len(part) for part in parts), torch.cat(parts))
+    return tuple(len(part) for part in parts), torch.cat(parts)
 
 
 class EmulatedLinear:
     """Takes the place of `_forward_impl` of one Megatron linear layer: all three products on quantised operands."""
 
-    def __init__(self, name: str, module: Any, rows: FusedRows, *, power_of_two: bool) -> None:
+    def __init__(
+        self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None, *, power_of_two: bool
+    ) -> None:
         self.name = name
         self.module = module
-        self.rows = rows
+        self.sizes, self.order = sizes, order
         self.power_of_two = power_of_two
         self.active = True
         """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
@@ -104,7 +96,7 @@ class EmulatedLinear:
         moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
         """
         weight: Tensor = self.module.weight.detach()
-        if self._source is None or not torch.equal(_bits(weight), _bits(self._source)):
+        if self._source is None or not torch.equal(weight, self._source):
             self._source = weight.clone()
             self._quantised = self.quantise_weight()
             self.num_weight_quantisations += 1
@@ -114,19 +106,19 @@ class EmulatedLinear:
     @torch.no_grad()
     def quantise_weight(self) -> Tensor:
         """Quantise the weight anew and return its dequantised values [out, in]."""
-        quantised = fake_quantise_rows(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
-        if self.rows.order is None:
+        quantised = fake_quantise_rows(self._in_engine_order(), self.sizes, power_of_two=self.power_of_two)
+        if self.order is None:
             return quantised
-        return torch.empty_like(quantised).index_copy_(0, self.rows.order.to(quantised.device), quantised)
+        return torch.empty_like(quantised).index_copy_(0, self.order.to(quantised.device), quantised)
 
     @torch.no_grad()
     def weight_scales(self) -> Tensor:
         """The scales, float32 [row blocks, column blocks], the matrices stacked as the engine has them."""
-        return row_scales(self._in_engine_order(), self.rows.sizes, power_of_two=self.power_of_two)
+        return row_scales(self._in_engine_order(), self.sizes, power_of_two=self.power_of_two)
 
     def _in_engine_order(self) -> Tensor:
         weight: Tensor = self.module.weight.detach()
-        return weight if self.rows.order is None else weight[self.rows.order.to(weight.device)]
+        return weight if self.order is None else weight[self.order.to(weight.device)]
 
     def whole_row(self, inputs: Tensor) -> Tensor:
         """Gather the inputs [tokens, 1, in] of the whole row where the layer gets a part of it (collective)."""
@@ -200,16 +192,14 @@ def _expert_modules(layer: Any, linear: Linear) -> Iterator[tuple[str, Any]]:
 
 
 def layer_of(name: str) -> str:
-    """A recipe's name of a linear layer in `linear_layers`."""
     return ".".join(name.split(".")[:3])
 
 
 def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those named in `exclude`; return them.
+    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those in `exclude`; return them.
 
-    Raises:
-        ValueError: A layer is not Megatron's own (Transformer Engine's have native FP8), or `exclude` names a layer
-            that the model does not have.
+    Raises ValueError for Transformer Engine's layers, which have native FP8, and for names that the model does not
+    have.
     """
     unknown = sorted(set(exclude) - set(layer_names(model.family, model.config.num_layers)))
     if unknown:
@@ -223,7 +213,7 @@ def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = F
             )
         if layer_of(name) not in exclude:
             rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
-            installed[name] = EmulatedLinear(name, module, rows, power_of_two=power_of_two)
+            installed[name] = EmulatedLinear(name, module, *rows, power_of_two=power_of_two)
             module._forward_impl = installed[name]
     return installed
 
@@ -231,13 +221,16 @@ def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = F
 class LinearPrecision:
     """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
 
-    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so.
+    `Policy(..., fp8=LinearPrecision(...))` attaches it; `assert_quantised` says afterwards whether it was so. With
+    `emulates` it is an emulation on GPUs too, in which single layers can be switched.
     """
 
-    def __init__(self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False) -> None:
+    def __init__(
+        self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False, emulates: bool = False
+    ) -> None:
         self.bf16_layers = frozenset(bf16_layers)
         self.power_of_two = power_of_two
-        self.is_native = torch.cuda.is_available()
+        self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
         """All linear layers of this rank by name, where Transformer Engine computes them."""
@@ -251,7 +244,6 @@ class LinearPrecision:
         return "emulated" if self.linears else "off"
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Change the policy's linear layers; the policy calls it once, before it is used."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
         layers = {name: module for name, (_, module) in linear_layers(model).items()}
         kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)
@@ -261,6 +253,11 @@ class LinearPrecision:
             native.keep_in_bf16(layers, kept)
             return
         self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
+
+    def set_fp8(self, names: Collection[str]) -> None:
+        """Let exactly these layers compute in emulated FP8; names of layers that other ranks hold are ignored here."""
+        for name, linear in self.linears.items():
+            linear.active = layer_of(name) in names
 
     def assert_quantised(self, *, trained: bool = False) -> None:
         """Raise NotQuantisedError unless every layer that should has computed in FP8, with its present weight.
@@ -284,10 +281,3 @@ class LinearPrecision:
                 )
             if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
                 raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, the widest that fit: they compare faster, and NaN equals itself."""
-    flat = tensor.reshape(-1)
-    fits = flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0
-    return flat.view(torch.int64 if fits else torch.int16)

@@ -7,7 +7,6 @@ rows. The choice is made once, by the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +25,8 @@ from torch import Tensor
 from specrl.models.checks.config import check_config, rope_of
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.rope import rope_frequencies
-from specrl.training.gather import rows_of
-from specrl.training.megatron.attention.kernel import PackedAttention
-from specrl.training.megatron.attention.layout import row_layout
-from specrl.training.megatron.attention.local import Rotary, RotaryAttention
+from specrl.training.batches import rows_of
+from specrl.training.megatron.attention import PackedAttention, row_layout
 from specrl.training.megatron.scores import columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -40,7 +37,6 @@ class TargetInput:
     """The targets of the drafter that are wanted, and of which positions."""
 
     draft_tokens: Tensor
-    """[draft_vocab] int64: the target ids of the draft vocabulary."""
     as_hidden: bool
     """Whether the targets are hidden states, and not logits on the draft vocabulary."""
     kept: Tensor | None = None
@@ -64,8 +60,6 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The scores at each of `HeadInput.places`."""
-
     logprobs: Tensor
     """[n] float32, differentiable."""
     entropy: Tensor
@@ -170,12 +164,7 @@ def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, exper
 def transformer_config(
     hf: Any, dtype: torch.dtype, *, cuda: bool, recompute: bool, native_fp8: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration of a model, for the parallel sizes that are set up.
-
-    Args:
-        cuda: Whether the layers are Transformer Engine's.
-        native_fp8: Whether Transformer Engine computes in blockwise FP8.
-    """
+    """Megatron's configuration of a model; with `cuda` its layers are Transformer Engine's."""
     family, experts, (_, scale) = family_of_model(hf), expert_shape_of_model(hf), _rope(hf)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
@@ -215,7 +204,7 @@ def transformer_config(
         bias_activation_fusion=True,  # saves the activation's input alone
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
-        softmax_scale=scale**2 * head_dim(hf) ** -0.5 if cuda and scale != 1 else None,  # `Rotary` scales by itself
+        softmax_scale=scale**2 * head_dim(hf) ** -0.5 if scale != 1 else None,  # YaRN's, of queries and keys
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
         **(recompute_all if recompute else {}),
@@ -245,10 +234,10 @@ def _expert_options(hf: Any, experts: ExpertShape, *, cuda: bool) -> dict[str, A
 
 def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyModel:
     """This rank's part of the network; nothing has initialised its parameters."""
-    frequencies, scale = _rope(hf)
+    frequencies, _ = _rope(hf)
     model = PolicyModel(
         config,
-        _cuda_layers(config) if cuda else _cpu_layers(config, Rotary(frequencies, scale)),
+        _cuda_layers(config) if cuda else _cpu_layers(config),
         family=family_of_model(hf),
         true_vocab_size=hf.vocab_size,
         vocab_size=-(-hf.vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size,
@@ -256,10 +245,9 @@ def build_model(hf: Any, config: TransformerConfig, *, cuda: bool) -> PolicyMode
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope" if cuda else "none",  # on CPUs the attention rotates
+        position_embedding_type="rope",
     )
-    if cuda:
-        model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
     return model
 
 
@@ -269,22 +257,20 @@ def _rope(hf: Any) -> tuple[Tensor, float]:
 
 def _cuda_layers(config: TransformerConfig) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
 
-def _cpu_layers(config: TransformerConfig, rotary: Rotary) -> TransformerBlockSubmodules:
+def _cpu_layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(RotaryAttention, rotary=rotary)
+    attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)

@@ -16,7 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from specrl.config import PolicyConfig
-from specrl.training.checkpoint.manifest import KINDS, MASTER
+from specrl.training.megatron.weights import WeightMap, bands
+from specrl.training.pieces import KINDS, MASTER, Shard, cut
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
@@ -70,7 +71,6 @@ class PolicyOptimizer:
                 group["fused"] = True  # one pass over memory; Transformer Engine's Adam on GPUs is fused anyway
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, before the first backward pass of an update."""
         self._ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
@@ -78,8 +78,7 @@ class PolicyOptimizer:
     def step(self, lr: float) -> float:
         """Clip, update the masters and give every rank the new parameters; return the gradient's norm (collective).
 
-        Raises:
-            FloatingPointError: The norm, which all ranks share, is not finite; nothing has been updated.
+        Raises FloatingPointError if the norm, which all ranks share, is not finite; nothing has been updated.
         """
         # Megatron's own `step` would apply it: without FP16 it looks at no gradient.
         self._megatron.prepare_grads()
@@ -95,11 +94,9 @@ class PolicyOptimizer:
         return norm
 
     def share_of(self, parameter: Tensor) -> tuple[tuple[int, int], dict[str, Tensor]] | None:
-        """Which elements of a parameter this rank updates, and their state; None if it updates none of them.
+        """The elements of a parameter that this rank updates, and their flat FP32 state, no copies, by `KINDS`.
 
-        Returns:
-            The first element of the flattened parameter and the one behind the last; and the flat FP32 master weights
-            and moments of these elements, by the names in `KINDS`. They are not copies.
+        None if it updates none of it.
         """
         owners = [part for part in self._parts if parameter in part.model_param_group_index_map]
         if not owners:
@@ -117,16 +114,11 @@ class PolicyOptimizer:
         return (elements.start, elements.end), {MASTER: main.detach().view(-1), **moments}
 
     def counters(self) -> dict[str, int]:
-        """The number of Adam's steps so far."""
         return {"adam_steps": self._adam_steps()}
 
     @torch.no_grad()
     def restored(self, counters: Mapping[str, int]) -> None:
-        """Continue from state that was copied into the tensors of `share_of`, on all ranks (collective).
-
-        Args:
-            counters: What `counters` returned when that state was stored.
-        """
+        """Continue from state that was copied into the tensors of `share_of`, and its `counters` (collective)."""
         for part in self._parts:
             if self._counts_per_parameter:
                 for state in part.optimizer.state.values():
@@ -150,3 +142,21 @@ class PolicyOptimizer:
             found = {int(group["step"]) for group in groups if group["params"] and "step" in group}
         assert len(found) <= 1, f"parameters with different numbers of Adam's steps: {sorted(found)}"
         return found.pop() if found else 0
+
+
+def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
+    own = dict(model.named_parameters())
+    shards = []
+    for parameter in weights.parameters:
+        if not parameter.is_here:
+            continue
+        held = optimizer.share_of(own[parameter.name])
+        if held is None:
+            continue
+        (start, stop), state = held
+        rank, size = parameter.place
+        pieces = cut(bands(weights, parameter, rank, size), start, stop)
+        length = sum(piece.size for piece in pieces)  # what follows is the padding of the vocabulary
+        is_written = not parameter.is_copy and (parameter.split != "none" or rank == 0)
+        shards.append(Shard(tuple(pieces), {name: flat[:length] for name, flat in state.items()}, is_written))
+    return shards

@@ -18,10 +18,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
     """Split the ranks into tensor x pipeline x data parallel groups, unless that is done already (collective).
 
     Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
-    groups that have all experts among them.
-
-    Raises:
-        ValueError: The sizes do not divide the ranks, or the process already runs with others.
+    groups that have all experts among them. Raises ValueError for sizes that do not divide the ranks.
     """
     world = dist.get_world_size()
     if world % (tensor * pipeline):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,14 @@ from transformers import AutoConfig
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
 from specrl.models.families import family_of_model
-from specrl.models.hf_io import write_model
+from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
-from specrl.training.checkpoint.pieces import Shard
-from specrl.training.checkpoint.policy_folder import mtp_layers
 from specrl.training.features import Features, FeatureSpec, Window
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
 from specrl.training.megatron.export import export
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.model import (
     DTYPES,
     HeadInput,
@@ -47,9 +46,9 @@ from specrl.training.megatron.model import (
     check_supported,
     transformer_config,
 )
-from specrl.training.megatron.optimizer import PolicyOptimizer, wrap
+from specrl.training.megatron.optimizer import PolicyOptimizer, policy_shards, wrap
 from specrl.training.megatron.routing import RoutingReplay
-from specrl.training.megatron.shards import policy_shards, tensor_shapes
+from specrl.training.pieces import Shard
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
@@ -63,20 +62,8 @@ FP8_TOKENS = 16
 """Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
 
 
-class LinearArithmetic(Protocol):
-    """Changes the arithmetic of a model's linear layers in place, to FP8 for instance."""
-
-    is_native: bool
-    """Whether Transformer Engine computes in FP8, on a GPU; otherwise Megatron's local layers emulate it."""
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Change the layers of this rank's part of the model; the policy calls it once, before it is used."""
-
-
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one micro-batch for the drafter."""
-
     rows: KeptRows
     """The rows of this tensor-parallel rank, on whatever pipeline stage they are to be."""
     wanted: TargetInput
@@ -84,8 +71,6 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The results of one micro-batch on the last pipeline stage."""
-
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
     head: HeadOutput
@@ -105,18 +90,13 @@ class Policy:
         ranks: Ranks,
         trainable: bool = True,
         seed: int,
-        fp8: LinearArithmetic | None = None,
+        fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
     ) -> None:
-        """Load a Hugging Face directory (collective).
+        """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
-        Args:
-            dtype: `bfloat16` or `float32`, of parameters and activations; masters, gradients and moments are float32.
-            trainable: Whether there are gradient buffers and an optimizer.
-            keep_reference: Whether a copy of the parameters as loaded is kept for `reference_weights`.
-
-        Raises:
-            ValueError: The model or the layout is not supported; the line says what is.
+        `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
+        a copy of the parameters is kept for `reference_weights`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -157,7 +137,7 @@ class Policy:
         else:
             self.model.eval().requires_grad_(False)
 
-    def _load(self, fp8: LinearArithmetic | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
+    def _load(self, fp8: LinearPrecision | None) -> tuple[PolicyModel, weights.WeightMap, TransformerConfig]:
         cuda = self.ranks.device.type == "cuda"
         if fp8 is not None and not fp8.is_native:
             cuda = False  # Megatron's local layers, on whatever device
@@ -195,11 +175,9 @@ class Policy:
         return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every Hugging Face tensor that is trained, by its name."""
-        return tensor_shapes(self._weights)
+        return weights.tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        """This rank's share of the FP32 masters and Adam's moments; the tensors are not copies."""
         return policy_shards(self.model, self._weights, self.optimizer)
 
     def train_step(
@@ -212,20 +190,16 @@ class Policy:
         temperature: float = 1.0,
         lr: float | None = None,
     ) -> tuple[dict[str, float], list[Features]]:
-        """Update the policy once on the micro-batches of all data-parallel ranks (collective).
-
-        Without a single token, nothing moves.
+        """Update the policy once on all ranks' micro-batches; without a token, nothing moves (collective).
 
         Args:
-            features: What to keep for the drafter from this forward pass.
-            windows: What to keep of which sequences, by `TokenSequence.index`, on which rank; the ranks that hold the
-                policy together pass the same. By default each rank keeps everything.
+            windows: What to keep of which sequences' features, by `TokenSequence.index`, on which rank: the same on all
+                that hold the policy together. By default each rank keeps everything.
             temperature: What logits are divided by, so that log-probs are those of the sampled distribution.
-            lr: The learning rate of this update; `policy.lr` by default.
 
         Returns:
-            The loss function's metrics summed over micro-batches and data-parallel ranks, with `loss`, `lr` and
-            `grad_norm` (before clipping); and the `Features` of each micro-batch of which this rank keeps a row.
+            The loss function's metrics summed over all, with `loss`, `lr` and `grad_norm` (before clipping); and the
+            `Features` of each micro-batch of which this rank keeps a row.
 
         Raises:
             FloatingPointError: The loss or the gradient is not finite; the weights are as before.
@@ -258,25 +232,14 @@ class Policy:
         return self._run(micro_batches, 1.0, spec, windows=windows)[1]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor under its Hugging Face name, see `export` (collective)."""
         return export(self.model, self._weights)
 
-    def save_pretrained(
-        self,
-        directory: Path,
-        mtp_layer: Iterable[tuple[str, Tensor]] = (),
-        keys: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write a Hugging Face directory that transformers and vLLM load (collective); rank 0 writes.
-
-        Args:
-            mtp_layer: The tensors of a multi-token-prediction layer that was trained; others are written unchanged.
-            keys: Entries of `config.json` beside those that the model was loaded with.
-        """
+    def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Write a Hugging Face directory, with a trained multi-token-prediction layer (collective); rank 0 writes."""
         trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
-        write_model(directory, self.model_dir, chain(own, others), self.dtype, keys, writes=self.ranks.is_first)
+        write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
     @contextmanager

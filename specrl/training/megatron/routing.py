@@ -83,11 +83,9 @@ class RoutingReplay:
         self._current = None
 
     def end_pass(self) -> None:
-        """Take note that all micro-batches were passed over, forwards and backwards."""
         assert not any(self._again), "a layer was not computed again in the backward pass of every micro-batch"
 
     def clear(self) -> None:
-        """Forget what was compared so far."""
         self._compared.clear()
 
     def disagreement(self) -> dict[str, float]:

@@ -96,11 +96,8 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `targets` and the entropies, without a gradient, in nats, float32 [n] each.
 
-    Args:
-        logits: [n, columns of this tensor-parallel rank] of any float type; overwritten if they require a gradient.
-        targets: [n] int64, ids of the whole vocabulary.
-        first: The vocabulary id of this rank's first column.
-        group: The tensor-parallel group, over which the vocabulary is split.
+    `logits` are [n, columns of this tensor-parallel rank], of which the first is vocabulary id `first`; they are
+    overwritten if they require a gradient.
     """
     logprobs, entropy = _TokenScores.apply(logits, targets, temperature, first, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -19,16 +19,9 @@ from torch import Tensor
 
 from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.directory import read_model_config
-from specrl.models.families import (
-    ExpertShape,
-    Family,
-    Layout,
-    Linear,
-    expert_shape_of_model,
-    family_of_model,
-    head_dim,
-)
+from specrl.models.families import ExpertShape, Family, Layout, Linear, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
+from specrl.training.pieces import Band, Piece
 
 Split = Layout | Literal["none", "vocabulary"]
 """How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
@@ -54,7 +47,6 @@ class Parameter:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds it, or its part of it."""
         is_stage = self.stage == parallel_state.get_pipeline_model_parallel_rank()
         return is_stage and self.expert_rank in (None, parallel_state.get_expert_model_parallel_rank())
 
@@ -63,10 +55,7 @@ class Parameter:
         """This rank's number among those that tensor parallelism splits the parameter over, and how many they are."""
         if self.expert_rank is not None:
             return 0, 1
-        return (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
+        return (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
 
     @property
     def sharers(self) -> Any:
@@ -77,7 +66,6 @@ class Parameter:
 
     @property
     def replicas(self) -> Any:
-        """The process group of the ranks that hold the same part of it as this rank."""
         if self.expert_rank is not None:
             return parallel_state.get_expert_data_parallel_group()
         return parallel_state.get_data_parallel_group()
@@ -93,12 +81,8 @@ class WeightMap:
     head_dim: int
     vocab_size: int
     tied: bool
-    """Whether the output layer is the embeddings' matrix."""
     interleaved: bool = False
     """Whether Hugging Face rotates channels 2i and 2i + 1 of a head. Megatron rotates halves, and gets them so."""
-
-    def shape_on_disk(self, parameter: Parameter) -> tuple[int, ...]:
-        return (self.vocab_size, *parameter.shape[1:]) if parameter.split == "vocabulary" else parameter.shape
 
     def merge(self, parameter: Parameter, tensors: Sequence[Tensor], size: int = 1) -> Tensor:
         """What one of `size` tensor-parallel ranks holds of a parameter, from its parts of the tensors."""
@@ -200,8 +184,6 @@ def weight_map(
 
 @dataclass(frozen=True)
 class _Place:
-    """One transformer layer and what decides how Megatron names its parameters."""
-
     layer: int
     stage: int
     local: int
@@ -278,19 +260,13 @@ def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place:
 def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
     """Fill this rank's parameters from a Hugging Face directory, converting to the parameters' type (collective).
 
-    Of every tensor only the part is read that this rank holds, and only by the first of the data-parallel ranks that
-    hold it, so that each byte is read once. The others receive it.
-
-    Raises:
-        ValueError: The files do not hold the model of `config.json`, whole and nothing else; every rank raises it.
+    Of every tensor only the first of the data-parallel ranks reads its part, and sends it to the others. Raises
+    ValueError on every rank if the files do not hold the model of `config.json`, whole and nothing else.
     """
     check_weights(directory, read_model_config(directory))
     own = dict(model.named_parameters())
     reader = TensorReader(directory)
-    here = [parameter for parameter in weights.parameters if parameter.is_here]
-    for parameter in here:
-        _check_shape(weights, parameter, reader, directory)
-    for parameter in here:
+    for parameter in (parameter for parameter in weights.parameters if parameter.is_here):
         target = own.pop(parameter.name)
         replicas = parameter.replicas
         if replicas.rank() == 0:
@@ -313,10 +289,35 @@ def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) ->
     return weights.merge(parameter, parts, size)
 
 
-def _check_shape(weights: WeightMap, parameter: Parameter, reader: TensorReader, directory: Path) -> None:
-    shapes = [reader.shape(name) for name in parameter.hf]
-    found, expected = (sum(shape[0] for shape in shapes), *shapes[0][1:]), weights.shape_on_disk(parameter)
-    if found != expected:
-        raise ValueError(
-            f"{', '.join(parameter.hf)} in {directory}: merged shape {found}, but config.json says {expected}"
-        )
+def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter in weights.parameters:
+        for band in bands(weights, parameter, 0, 1):
+            name, rows = band.piece.tensor, band.piece.rows[1]
+            shapes[name] = (rows, *parameter.shape[1:])  # a tensor's last band has its last row
+    return shapes
+
+
+def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> list[Band]:
+    """Which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are."""
+    rows, width = parameter.shape[0], parameter.shape[1] if len(parameter.shape) > 1 else 1
+    if parameter.split == "none":
+        return [Band(0, Piece(parameter.hf[0], (0, rows), (0, width)))]
+    if parameter.split == "columns":
+        step = width // size
+        return [Band(0, Piece(parameter.hf[0], (0, rows), (rank * step, (rank + 1) * step)))]
+    if parameter.split == "vocabulary":
+        step = rows // size
+        last = min((rank + 1) * step, weights.vocab_size)
+        return [Band(0, Piece(parameter.hf[0], (rank * step, last), (0, width)))] if rank * step < last else []
+    if parameter.split == "gate_up":
+        groups, heights = 1, [rows // 2 // size] * 2
+    else:
+        groups = weights.num_groups // size
+        heights = [rows // weights.num_groups - 2 * weights.head_dim, weights.head_dim, weights.head_dim]
+    found, first = list[Band](), 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for name, height in zip(parameter.hf, heights, strict=True):
+            found.append(Band(first, Piece(name, (group * height, (group + 1) * height), (0, width))))
+            first += height
+    return found

@@ -21,8 +21,6 @@ from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, Dr
 
 @dataclass(frozen=True)
 class Eagle3Shape(DraftShape):
-    """The shape of an EAGLE-3 drafter."""
-
     norm_before_residual: bool = False
     """Whether the residual stream begins behind the norm of the feature, and not before it."""
     norm_before_fc: bool = False
@@ -43,11 +41,7 @@ class Eagle3Shape(DraftShape):
         chosen_layers: tuple[int, ...] | None = None,
         sliding_window: int | None = None,
     ) -> Eagle3Shape:
-        """The shape of a drafter for a policy: a Llama without biases and QK norms, with the policy's rotary embedding.
-
-        Raises:
-            ValueError: The policy has fewer tokens than the draft vocabulary, or too few layers.
-        """
+        """A Llama without biases and QK norms; raise ValueError if the policy has too few tokens or layers."""
         if draft_vocab_size > hf_config.vocab_size:
             size = hf_config.vocab_size
             raise ValueError(f"draft vocabulary of {draft_vocab_size} tokens: the policy has only {size}")
@@ -98,11 +92,7 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Layer(nn.Module):
-    """A Llama layer.
-
-    Args:
-        width: The size of its attention's input.
-    """
+    """A Llama layer whose attention reads `width` channels."""
 
     def __init__(self, shape: Eagle3Shape, width: int) -> None:
         super().__init__()
@@ -119,8 +109,6 @@ class Layer(nn.Module):
 
 
 class FirstLayer(Layer):
-    """The layer whose attention reads an embedding beside a feature."""
-
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

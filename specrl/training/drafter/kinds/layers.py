@@ -106,7 +106,6 @@ class DraftModule(nn.Module, ABC):
                 held.copy_(tensor)  # the pages of new memory would have to be mapped first
 
     def name_on_disk(self, name: str) -> str:
-        """The name on disk of a parameter, given that in this module."""
         return name
 
     @property
@@ -131,10 +130,8 @@ class DraftModule(nn.Module, ABC):
     def enter(self, layer: int, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream `[n, hidden]` of a layer and the input of its attention `[n, width]`.
 
-        Args:
-            embedded: The result of `embed`, which the first layer alone reads.
-            hidden: What the layer before returned from `finish`; for the first layer the result of `feed` in the first
-                step, and the module's own output in later ones.
+        `hidden` is what the layer before returned from `finish`; for the first layer the result of `feed` in the first
+        step, and the module's own output in later ones.
         """
 
     @abstractmethod
@@ -147,7 +144,6 @@ class DraftModule(nn.Module, ABC):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
-    """A linear layer with weights drawn at a standard deviation of 0.02 and a bias of zeros."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:
@@ -170,13 +166,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention.
-
-    Args:
-        width: The size of its input.
-        bias: Whether queries, keys and values have a bias, as in Qwen2.
-        qk_norm: Whether each head's queries and keys pass an RMS norm before they are rotated, as in Qwen3.
-    """
+    """The projections of grouped-query attention of `width` channels: a bias as in Qwen2, QK norms as in Qwen3."""
 
     frequencies: Tensor
 
@@ -216,8 +206,6 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP of a Llama layer: `[n, hidden]` to `[n, hidden]`."""
-
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)

@@ -12,6 +12,10 @@ from math import prod
 
 from torch import Tensor
 
+MASTER = "master"
+KINDS = (MASTER, "exp_avg", "exp_avg_sq")
+"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -19,21 +23,17 @@ class Piece:
 
     tensor: str
     rows: tuple[int, int]
-    """The first row and the one behind the last."""
     columns: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows and of columns."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
     def overlap(self, other: Piece) -> Piece | None:
-        """What two rectangles of the same tensor have in common, or None."""
         rows = max(self.rows[0], other.rows[0]), min(self.rows[1], other.rows[1])
         columns = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
         return Piece(self.tensor, rows, columns) if rows[0] < rows[1] and columns[0] < columns[1] else None
@@ -42,6 +42,11 @@ class Piece:
         """The rows and columns of this rectangle, counted from the corner of one that contains it."""
         row, column = outer.rows[0], outer.columns[0]
         return slice(self.rows[0] - row, self.rows[1] - row), slice(self.columns[0] - column, self.columns[1] - column)
+
+
+def stored_name(kind: str, piece: Piece) -> str:
+    (first, last), (left, right) = piece.rows, piece.columns
+    return f"{kind}/{piece.tensor}[{first}:{last},{left}:{right}]"
 
 
 @dataclass(frozen=True)

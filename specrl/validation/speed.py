@@ -1,23 +1,23 @@
-"""The RL step that would come after training: its requests, and what they would find to draft from.
+"""Matched pairs: plain and speculative generation in turn, on one engine, of the step that would come after training.
 
 The train stage leaves what a step finds and no rollout tells: the texts that the last bubbles pre-generated with the
-next step's seeds. The stage `validate` measures its matched pairs on
-that step, so that a pair sees what training sees.
+next step's seeds. So a pair sees what training sees.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from specrl.artifacts import NextStepText, write_json
+from specrl.artifacts import NextStepText, SpeedPair, write_json
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
@@ -26,8 +26,74 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine, Generation, Request
 from specrl.schemas import rollout_path
+
+Run = list[Generation]
+
+
+def matched_pair(
+    engine: Engine,
+    requests: list[Request],
+    batch: int,
+    k: int | None,
+    repeats: int,
+    give_texts: Callable[[], None] | None = None,
+) -> SpeedPair:
+    """Generate all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, in turn.
+
+    The same seeds give the same tokens, so that both are the same work. With `k` of None the cost model chooses.
+    `give_texts` gives the engine all text to begin with, before each speculative repeat and outside of its time.
+    """
+    runs: dict[int | None, list[Run]] = {0: [], k: []}
+    for repeat in range(repeats):
+        for length in (0, k) if repeat % 2 == 0 else (k, 0):
+            engine.set_k(length)
+            engine.reset_prefix_cache()
+            recall = give_texts is not None and length != 0
+            if give_texts is not None and recall:
+                give_texts()
+            parts = [requests[i : i + batch] for i in range(0, len(requests), batch)]
+            runs[length].append([engine.generate(part, recall=recall) for part in parts])
+    engine.set_k(k)
+    plain, speculative = [_rate(run) for run in runs[0]], [_rate(run) for run in runs[k]]
+    ratios = [fast / slow for slow, fast in zip(plain, speculative, strict=True)]
+    plain_steps = _decode_steps(runs[0][0])  # none where every response is a single token
+    return SpeedPair(
+        batch=batch,
+        plain_tokens_per_s=median(plain),
+        speculative_tokens_per_s=median(speculative),
+        speedup=median(ratios),
+        speedup_min=min(ratios),
+        speedup_max=max(ratios),
+        decode_step_reduction=1 - _decode_steps(runs[k][0]) / plain_steps if plain_steps else 0.0,
+        tokens_equal=_share_equal(runs[0], runs[k]),
+        token_share=_token_share(runs[k]),
+    )
+
+
+def _rate(run: Run) -> float:
+    return sum(part.num_tokens for part in run) / sum(part.seconds for part in run)
+
+
+def _decode_steps(run: Run) -> int:
+    return sum(part.stats.decode_steps for part in run)
+
+
+def _token_share(runs: Sequence[Run]) -> dict[str, float]:
+    parts = [part for run in runs for part in run]
+    by_source = SpeculationStats.merge(part.stats for part in parts).by_source
+    num_tokens = sum(part.num_tokens for part in parts)
+    return {source: counts.num_accepted_tokens / num_tokens for source, counts in by_source.items()}
+
+
+def _share_equal(left: Sequence[Run], right: Sequence[Run]) -> float:
+    plain, other = (
+        [answer.tokens for run in runs for part in run for answer in part.responses] for runs in (left, right)
+    )
+    return sum(a == b for a, b in zip(plain, other, strict=True)) / len(plain)
+
 
 FOLDER, STATE_FILE = "next_step", "state.json"
 """The folder in that of the train stage, and the file in it with all but the texts."""
@@ -47,8 +113,6 @@ def write_next_step(stage_dir: Path, step: int, ranks: Ranks, generator: Rollout
 
 @dataclass(frozen=True)
 class NextStep:
-    """The step after the one that a policy was trained by last."""
-
     step: int
     prompts: list[Prompt]
     samples_per_prompt: int
@@ -59,13 +123,9 @@ class NextStep:
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, tokenizer: Any) -> NextStep:
-        """The step that follows a policy of the train stage in `train_dir`.
+        """The step that follows the policy of `step` steps of the train stage in `train_dir`.
 
         There is pre-generated text only for a policy after the last step, in the job that ended with that step.
-
-        Args:
-            step: The number of RL steps that the policy was trained for.
-            tokenizer: The policy's tokenizer.
         """
         path = train_dir / FOLDER / STATE_FILE
         state: dict[str, Any] = {"step": None, "begun": (0, 0)}
@@ -99,7 +159,6 @@ class NextStep:
             store_texts(engine, self.prompts, self.stored)
 
     def text(self) -> NextStepText:
-        """How much text there is, for the result file of `validate`."""
         stored = [text for prompt in self.prompts for text in self.stored.get(prompt.id, ())]
         responses = [response for generation in self.recent for response in generation]
         return NextStepText(
@@ -113,11 +172,7 @@ class NextStep:
 
 
 def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[list[list[int]]]:
-    """The responses of the first engine in the steps before `step`, as many as have `most_tokens` tokens.
-
-    Returns:
-        The responses of each step in the order in which they were finished; the oldest step first.
-    """
+    """The first engine's last responses before `step`, some `most_tokens` tokens, by step, the oldest first."""
     found: list[list[list[int]]] = []
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():

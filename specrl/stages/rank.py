@@ -1,0 +1,22 @@
+"""What every rank of a stage begins and ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specrl import logs
+from specrl.context import StageContext
+from specrl.distributed import Ranks, join, leave
+from specrl.progress import Progress
+from specrl.tracking import Tracker, stage_run
+
+
+@contextmanager
+def stage_rank(context: StageContext) -> Iterator[tuple[Ranks, Tracker, Progress]]:
+    """Join the other ranks of the stage; leave them after the block, unless it raises."""
+    logs.set_up(context.config.cluster.log_level)
+    ranks = join()
+    with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
+        yield ranks, tracker, progress
+    leave()
