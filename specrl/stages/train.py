@@ -56,7 +56,7 @@ def main(context: StageContext) -> None:
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
-        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        first_step = trainer.restore()
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
