@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specrl.config import Config
 from specrl.distributed import join
 from specrl.models.directory import read_model_config
@@ -137,11 +135,7 @@ class Engine:
 
     @cached_property
     def _drafter_names(self) -> frozenset[str]:
-        return drafter_weight_names(self._directories[1]) if self._drafter else frozenset()
-
-    @property
-    def _drafter(self) -> torch.nn.Module | None:
-        return self._vllm.drafter
+        return drafter_weight_names(self._directories[1]) if self._vllm.drafter else frozenset()
 
     def generate(
         self,
@@ -329,7 +323,7 @@ class Engine:
             self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self._drafting is not None:
-            self._drafting.costs.drafter_changed()
+            self._drafting.costs.acceptance.fade()
 
     @property
     def cannot_verify(self) -> str | None:
@@ -353,9 +347,9 @@ class Engine:
             RefitError: The engine has no drafter.
             DrafterCollapseError: Tensors differ on this rank; it names them.
         """
-        if self._drafter is None:
+        if self._vllm.drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
-        assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
+        assert_drafter_is(self._vllm.drafter, weights, self._vllm.policy, self._family)
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.

@@ -85,7 +85,7 @@ class Drafting:
     def end(self) -> None:
         """Learn from the drafts of a generation."""
         if self._learns:
-            self.costs.learn(self._text.counts())
+            self.costs.acceptance.learn(self._text.counts())
 
     def metrics(self) -> dict[str, float]:
         """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
