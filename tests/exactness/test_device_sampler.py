@@ -35,7 +35,7 @@ def calls_of_an_iteration() -> KernelCalls:
     set_environment()
     replacements.install()
     from specrl.rollout.sampling import kernels
-    from specrl.rollout.sampling.verification import Sampling
+    from specrl.rollout.sampling.devices import Sampling
     from specrl.rollout.vllm import device_sampler
 
     launched: list[str] = []

@@ -1,17 +1,11 @@
-"""Verification of drafts: a draft token is accepted if it is the one that was picked there, up to a response's end.
-
-`sampling_on` says what picks and verifies on which device.
-"""
+"""Verification of drafts: a draft token is accepted if it is the one that was picked there, up to a response's end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from specrl.rollout.sampling.inverse_cdf import Picked, pick_at
 
 
 class Verified(NamedTuple):
@@ -44,19 +38,3 @@ def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, 
     goes_on = agrees & ~(tokens[:, :, None] == stop_tokens[:, None]).any(-1)
     found = torch.minimum(1 + goes_on.long().cumprod(-1).sum(-1), limits)
     return Verified(torch.where(column < found[:, None], tokens, -1), found.int())
-
-
-class Sampling(NamedTuple):
-    """How tokens are picked, see `pick_at`, and drafts verified; the results are the same on every device."""
-
-    pick: Callable[..., Picked]
-    verify: Callable[..., Verified]
-
-
-def sampling_on(device: torch.device) -> Sampling:
-    """What samples on a device: Triton kernels on CUDA, which never wait for it, and PyTorch elsewhere."""
-    if device.type != "cuda":
-        return Sampling(pick_at, verify)
-    from specrl.rollout.sampling import kernels
-
-    return Sampling(kernels.pick, kernels.verify)

@@ -20,8 +20,9 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
+from specrl.rollout.sampling.devices import sampling_on
 from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of
-from specrl.rollout.sampling.verification import Verified, sampling_on
+from specrl.rollout.sampling.verification import Verified
 
 MOST_STOP_TOKENS = 8
 """How many stop tokens a request may have."""
