@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from specrl import logs
@@ -69,13 +68,10 @@ class Trainer:
     continues: Continuation | None = None
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
 
-    def restore(self, pretraining: Path) -> int:
+    def restore(self) -> int:
         """Continue from the newest checkpoint, of this stage or of the one that it continues, or from the start.
 
         What incomplete steps after the checkpoint have left behind is dropped.
-
-        Args:
-            pretraining: The folder of the rollouts that the drafter was pretrained on.
 
         Returns:
             The first step to run.
@@ -97,7 +93,7 @@ class Trainer:
         if (best := self.validation.best()) is not None:
             self.checkpoints.mark_best(best[0])
         self.early_stop.restore(self.validation.measured + self.recorder.measured(self.early_stop.metric))
-        self.generator.restore(pretraining, self.recorder.rollouts_dir, first_step)
+        self.generator.restore(self.recorder.rollouts_dir, first_step)
         return first_step
 
     def start_from(self, start: Continuation) -> Restored | None:
@@ -179,7 +175,7 @@ class Trainer:
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
             parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
             drafting = self.engine.drafting
-            others = self.generator.metrics() | (drafting.metrics() if drafting is not None else {})
+            others = drafting.metrics() if drafting is not None else {}
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
@@ -217,17 +213,13 @@ class Trainer:
         return metrics if metrics["num_tokens"] else {}  # or nothing was measured
 
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
-        """Load policy and drafter into the engine and check them; give the generator the acceptance length.
+        """Load policy and drafter into the engine and check them.
 
         The drafter is probed every `refit.probe_every` steps and before a checkpoint: `save` makes up for one that is
         not foreseen.
         """
         probe = version % self.config.refit.probe_every == 0 or self.may_save(version)
-        report = self.refit.load(version, kv_scales, probe=probe)
-        acceptance_length = report.guard.acceptance_length
-        if self.drafter is not None and report.guard.speculating and acceptance_length is not None:
-            self.generator.probed(acceptance_length)
-        return report
+        return self.refit.load(version, kv_scales, probe=probe)
 
     def may_save(self, version: int) -> bool:
         """Whether a checkpoint of this version is due, or will be if it turns out to be the best so far."""

@@ -122,11 +122,6 @@ _DEFINITIONS = (
         "s",
         "Time by which such use outlasted the slowest rank's generation, on the rank where it was longest.",
     ),
-    Metric(
-        "bubble/pregeneration_share",
-        "",
-        'The share of idle time that bubbles.use = "both" gives to pre-generation, by what each use brought.',
-    ),
     Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step that were generated while waiting."),
     Metric("bubble/drafter_steps", "steps", "Drafter updates that were made while waiting."),
     Metric(

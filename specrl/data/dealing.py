@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 
 
-def deal_longest_first(lengths: Sequence[float], num_shares: int, room: int | None = None) -> list[list[int]]:
-    """Deal items, the longest first, each to the share with the smallest sum of lengths so far that has room.
+def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[int]]:
+    """Deal items, the longest first, each to the share with the smallest sum of lengths so far.
 
     Equal items are dealt in their order, and among equal shares the first one gets the item, so that every rank comes
     to the same result.
@@ -15,8 +15,6 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int, room: int | No
     Args:
         lengths: The length of each item.
         num_shares: The number of shares.
-        room: The largest number of items in a share; all shares together must have room for all items. There is no
-            limit by default.
 
     Returns:
         For each share the indices of its items, in the order they were dealt.
@@ -26,8 +24,7 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int, room: int | No
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, share = heapq.heappop(queue)
         shares[share].append(index)
-        if room is None or len(shares[share]) < room:
-            heapq.heappush(queue, (load + lengths[index], share))
+        heapq.heappush(queue, (load + lengths[index], share))
     return shares
 
 

@@ -48,17 +48,6 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The problem's `question`, before the template, and `generator` and `entry` for the generator's own scorer."""
 
-    @property
-    def difficulty(self) -> str:
-        """A label for prompts whose answers are likely to be of similar length.
-
-        It consists of the generator and the number of terms or, where there are none, the prompt's length in steps of 8
-        tokens. reasoning-gym's own `difficulty` would not serve: it is the same for every problem of a generator.
-        """
-        terms = (self.metadata.get("entry") or {}).get("terms")
-        measure = f"{len(terms)} terms" if isinstance(terms, list) and terms else f"{len(self.tokens) // 8 * 8} tokens"
-        return f"{self.metadata.get('generator', 0)}: {measure}"
-
 
 @dataclass(frozen=True)
 class Misfit:

@@ -30,7 +30,8 @@ class Unscored:
 
     generation: Generation
     origin: Origin
-    _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]  # prompt, sample, request and `Engine.stored_for`
+    _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]
+    """The prompt, sample, request and `Engine.stored_for` of each."""
     _scoring: Scoring | None
 
     def scored(self) -> tuple[list[Rollout], Scores]:
@@ -41,13 +42,9 @@ class Unscored:
         """
         responses = self.generation.responses
         scores = self._scoring.wait() if self._scoring is not None else Scores([0.0] * len(responses), [], 0.0)
-        rollouts = [
-            _rollout(prompt, sample, request, response, reward, self.origin, stored)
-            for (prompt, sample, request, stored), response, reward in zip(
-                self._asked, responses, scores.in_groups([asked[0].id for asked in self._asked]), strict=True
-            )
-        ]
-        return rollouts, scores
+        rewards = scores.in_groups([prompt.id for prompt, *_ in self._asked])
+        found = zip(self._asked, responses, rewards, strict=True)
+        return [_rollout(*asked, response, reward, self.origin) for asked, response, reward in found], scores
 
 
 def collect(
@@ -89,10 +86,7 @@ def collect(
         learn=learn,
         routes=routes,
     )
-    asked = [
-        (prompt, sample, request, engine.stored_for(request))
-        for (prompt, sample), request in zip(wanted, requests, strict=True)
-    ]
+    asked = [(*place, request, engine.stored_for(request)) for place, request in zip(wanted, requests, strict=True)]
     return Unscored(generation, origin, asked, scoring)
 
 
@@ -121,11 +115,12 @@ def _rollout(
     prompt: Prompt,
     sample: int,
     request: Request,
+    stored: tuple[int, int],
     response: Response,
     reward: float,
     origin: Origin,
-    stored: tuple[int, int],
 ) -> Rollout:
+    drafts = response.stats
     return Rollout(
         step=origin.step,
         rank=origin.rank,
@@ -141,9 +136,9 @@ def _rollout(
         response=response.text,
         answer=prompt.answer,
         finish_reason=response.finish_reason,
-        num_drafts=response.num_drafts,
-        num_draft_tokens=response.num_draft_tokens,
-        num_accepted_tokens=response.num_accepted_tokens,
+        num_drafts=drafts.num_drafts,
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_accepted_tokens=drafts.num_accepted_tokens,
         num_stored=stored[0],
         own_stored_tokens=stored[1],
         started_at=response.started_at,

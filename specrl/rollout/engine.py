@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specrl.config import Config
 from specrl.distributed import join
 from specrl.models.directory import read_model_config
@@ -136,11 +134,7 @@ class Engine:
 
     @cached_property
     def _drafter_names(self) -> frozenset[str]:
-        return drafter_weight_names(self._directories[1]) if self._drafter else frozenset()
-
-    @property
-    def _drafter(self) -> torch.nn.Module | None:
-        return self._vllm.drafter
+        return drafter_weight_names(self._directories[1]) if self._vllm.drafter else frozenset()
 
     def generate(
         self,
@@ -328,7 +322,7 @@ class Engine:
             self._vllm.refit_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
         if self._drafting is not None:
-            self._drafting.costs.drafter_changed()
+            self._drafting.costs.acceptance.fade()
 
     @property
     def cannot_verify(self) -> str | None:
@@ -348,9 +342,9 @@ class Engine:
             RefitError: The engine has no drafter.
             DrafterCollapseError: Tensors differ on this rank; it names them.
         """
-        if self._drafter is None:
+        if self._vllm.drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
-        assert_drafter_is(self._drafter, weights, self._vllm.policy, self._family)
+        assert_drafter_is(self._vllm.drafter, weights, self._vllm.policy, self._family)
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
@@ -438,10 +432,9 @@ class Engine:
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         if self._drafting is not None:
-            self._drafting.remember(request.tokens, asked.prompt_tokens)
+            self._drafting.remember(request.tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        by_source = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -450,12 +443,8 @@ class Engine:
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            num_drafts=by_source.num_drafts,
-            num_draft_tokens=by_source.num_draft_tokens,
-            num_accepted_tokens=by_source.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
-            by_source=by_source.by_source,
             drafts=request.drafts,
             routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )

@@ -17,3 +17,7 @@ class DrafterCollapseError(RefitError):
 
 class NonFiniteLogitsError(RuntimeError):
     """The policy's logits are no distribution to sample from: one is NaN or +inf, or all are -inf."""
+
+
+class SamplerError(RuntimeError):
+    """The engine does not sample as the drafter-invariant sampler does; its rollouts would not be the policy's."""

@@ -76,7 +76,7 @@ def main(context: StageContext) -> None:
     with stage_rank(context) as (ranks, tracker, progress):
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
-        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        first_step = trainer.restore()
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specrl.artifacts import PretrainResult, write_json
+from specrl.artifacts import write_json
 from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.events import read_events
@@ -163,7 +163,7 @@ def run_one(context: StageContext, fault: Fault) -> Finding:
     with Progress(context.stage_dir, enabled=False) as progress:
         try:
             trainer = train.build(context, join(), Tracker())
-            trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+            trainer.restore()
             trainer.refit_engine(version=0)
         except ERRORS as error:
             if fault.damage_drafter is None:  # nothing is wrong yet: this is no word about the fault

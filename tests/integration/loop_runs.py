@@ -147,7 +147,7 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
     tracked = stage_run(context, ranks) if context.mlflow_run_id else nullcontext(Tracker())
     with tracked as tracker, Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, tracker)
-        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        first_step = trainer.restore()
         if context.continues is not None:
             trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
-from specrl.rollout.refit.parity import check_policy
+from specrl.rollout.refit.policy_probe import check_policy
 from specrl.rollout.sampling.near_ties import Noise, compare
 from specrl.rollout.vllm.weights.comparison import assert_policy_is
 from specrl.validation.exactness import traces

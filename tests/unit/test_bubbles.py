@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,9 +19,7 @@ from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
-from specrl.rollout.bubbles.share import LEAST_SHARE, BubbleShare
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY, SourceCounts, SpeculationStats
 from specrl.rollout.requests import Request
 from specrl.timeline import (
     PREGENERATION,
@@ -38,11 +36,11 @@ from specrl.timeline import (
 )
 
 
-def make_coordinators(count: int, **seconds: float) -> list[BubbleCoordinator]:
+def make_coordinators(count: int) -> list[BubbleCoordinator]:
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300), wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
     stores = enumerate([server, *clients])
-    return [BubbleCoordinator(store, EngineRank(number, count), poll_seconds=0, **seconds) for number, store in stores]
+    return [BubbleCoordinator(store, EngineRank(number, count), poll_seconds=0) for number, store in stores]
 
 
 def test_all_are_done_when_the_last_one_says_so() -> None:
@@ -67,34 +65,11 @@ def test_the_first_rank_of_an_engine_speaks_for_it() -> None:
         coordinator.open()
     for coordinator in coordinators[:2]:
         coordinator.arrive()
-        coordinator.beat()
-    assert [coordinator.over() for coordinator in coordinators] == [False] * 4
+    assert [coordinator.all_done() for coordinator in coordinators] == [False] * 4
     assert [coordinator.claim(5) for coordinator in coordinators[:2]] == [range(5), range(0)]
     for coordinator in coordinators[2:]:
         coordinator.arrive()
-    assert [coordinator.over() for coordinator in coordinators] == [True, False] * 2
-
-
-def test_nobody_waits_for_a_rank_that_has_gone_silent() -> None:
-    done, dead, slow = make_coordinators(3, beat_seconds=0, stale_seconds=0.2)
-    for coordinator in (done, dead, slow):
-        coordinator.open()
-    done.arrive()
-    for _ in range(10):
-        time.sleep(0.05)
-        dead.beat()
-        slow.beat()
-        assert not done.over()
-    dead.arrive()  # from here on the others need no beat of it
-    for _ in range(10):
-        time.sleep(0.05)
-        slow.beat()
-        assert not done.over()
-    time.sleep(0.3)
-    assert done.over() and not done.all_done()
-    for coordinator in (done, dead, slow):
-        coordinator.open()
-    assert not done.over()
+    assert [coordinator.all_done() for coordinator in coordinators] == [True, False] * 2
 
 
 class TwoRanks:
@@ -109,45 +84,54 @@ class TwoRanks:
         return list(values)
 
 
+class Alone(TwoRanks):
+    """The only rank of an engine."""
+
+    def true_on_any_rank(self, flag: bool) -> bool:
+        return flag
+
+
 class Use:
     """A use of idle time that goes on until it is told to stop, on both ranks of an engine or on the other alone."""
 
     def __init__(self, name: str, calls: list[str], works: bool) -> None:
         self.name, self._calls, self._works = name, calls, works
-        self.texts: list[PregeneratedText] = []
-
-    def begin(self, step: int) -> None:
-        self._calls.append("begin")
 
     def work(self, stop: Callable[[], bool]) -> bool:
         self._calls.append(self.name)
-        if not self._works:
-            time.sleep(0.002)
         while self._works and not stop():
             time.sleep(0.001)
         return self._works
 
 
-def test_what_other_ranks_of_an_engine_learn_counts_when_idle_time_is_shared_out() -> None:
-    """A bubble that lasts is shared out again, although the first rank itself has nothing to learn from."""
+def test_a_use_goes_on_while_any_rank_of_an_engine_has_something_to_do() -> None:
+    """The first rank itself has nothing to learn from."""
     calls: list[str] = []
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    bubbles: Any = Bubbles(
-        parse_config({"name": "toy"}), ranks, cast(Any, TwoRanks()), cast(Any, None), cast(Any, None), None
-    )
+    training = Use(SPOT_TRAINING, calls, works=False)
+    engine, source = cast(Any, TwoRanks()), cast(Any, None)
+    bubbles: Any = Bubbles(parse_config({"name": "toy"}), ranks, engine, source, training)
     bubbles._coordinator, other = make_coordinators(2)
     bubbles._coordinator.open(), other.open()
-    bubbles._pregeneration = Use(PREGENERATION, calls, works=True)
-    bubbles._training = Use(SPOT_TRAINING, calls, works=False)
-    bubbles._expected = 0.02
+    bubbles._coordinator.all_done = lambda: len(calls) == 3
+    assert bubbles._use(0) == [] and calls == [SPOT_TRAINING] * 3
 
-    def shared_out_again() -> bool:
-        return SPOT_TRAINING in calls and PREGENERATION in calls[calls.index(SPOT_TRAINING) :]
 
-    bubbles._coordinator.over = lambda: shared_out_again() or calls.count(SPOT_TRAINING) >= 10_000
-    spans, micro_steps = bubbles._use(0)
-    assert {span.name for span in spans} == {PREGENERATION} and micro_steps == 0
-    assert shared_out_again()
+def test_the_drafter_is_trained_once_nothing_is_left_to_pregenerate() -> None:
+    calls: list[str] = []
+    ranks, engine, source = Ranks(0, 1, 0, torch.device("cpu")), cast(Any, Alone()), cast(Any, None)
+    training = Use(SPOT_TRAINING, calls, works=True)
+    bubbles: Any = Bubbles(parse_config({"name": "toy"}), ranks, engine, source, training)
+    bubbles._coordinator, other = make_coordinators(2)
+    bubbles._coordinator.open(), other.open()
+    pieces = [True, True, False]
+    bubbles._pregeneration = SimpleNamespace(
+        name=PREGENERATION, begin=lambda step: None, work=lambda stop: calls.append(PREGENERATION) or pieces.pop(0)
+    )
+    bubbles._coordinator.all_done = lambda: SPOT_TRAINING in calls
+    spans = bubbles._use(0)
+    assert calls == [PREGENERATION] * 3 + [SPOT_TRAINING]
+    assert [span.name for span in spans] == [PREGENERATION] * 2 + [SPOT_TRAINING]
 
 
 def test_every_item_is_claimed_once_and_pieces_get_smaller() -> None:
@@ -214,68 +198,6 @@ def test_a_timeline_survives_json_and_is_drawn() -> None:
     assert "refit: 11.00 to 12.00 s" in picture
     assert picture.count("<title>") == 3
     assert all(name in picture for name in (">rank 0</text>", ">generation</text>", ">refit</text>"))
-
-
-def test_the_share_of_both_follows_what_is_measured() -> None:
-    bubble_share = BubbleShare()
-    seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
-    for length in (2.0, 3.0):
-        bubble_share.probed(length)
-        bubble_share.learn(seconds, stats(replayed=300, drafts=100))
-    assert bubble_share.pregeneration == pytest.approx(0.75)
-    for step in range(18):
-        bubble_share.probed(4.0 + step)
-        bubble_share.learn(seconds, stats(replayed=0, drafts=100))
-    assert bubble_share.pregeneration == LEAST_SHARE
-    for _ in range(18):
-        bubble_share.probed(1.0)  # worse is no gain
-        bubble_share.learn(seconds, stats(replayed=300, drafts=100))
-    assert bubble_share.pregeneration == 1 - LEAST_SHARE
-
-
-def test_a_gain_between_two_probes_counts_for_all_the_training_between_them() -> None:
-    every, fourth = BubbleShare(), BubbleShare()
-    seconds = {PREGENERATION: 10.0, SPOT_TRAINING: 10.0}
-    for step in range(9):
-        every.probed(1.0 + 0.5 * step)
-        if step % 4 == 0:
-            fourth.probed(1.0 + 0.5 * step)
-        every.learn(seconds, stats(replayed=300, drafts=100))
-        fourth.learn(seconds, stats(replayed=300, drafts=100))
-    assert fourth.pregeneration == pytest.approx(every.pregeneration) == pytest.approx(300 / 350)
-
-
-def test_pregeneration_is_first_and_goes_on_while_nobody_knows_for_how_long() -> None:
-    bubble_share = BubbleShare()
-    assert bubble_share.due({}, None) == bubble_share.due({PREGENERATION: 100.0}, None) == math.inf
-    assert bubble_share.due({}, 10.0) == pytest.approx(9.0)
-    assert bubble_share.due({PREGENERATION: 9.0}, 10.0) == 0.0
-    assert bubble_share.due({PREGENERATION: 9.0, SPOT_TRAINING: 0.9}, 10.0) == 0.0
-    assert bubble_share.due({PREGENERATION: 9.0, SPOT_TRAINING: 1.0}, 10.0) == pytest.approx(9.0)
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
-@pytest.mark.parametrize("lengths", [(4.0, 4.0), (1.0, 7.0), (0.0, 4.0, 8.0)])
-def test_both_uses_get_their_share_of_bubbles_of_any_length(share: float, lengths: tuple[float, ...]) -> None:
-    bubble_share, total = BubbleShare(), {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
-    bubble_share.pregeneration = share
-    expected = sum(lengths) / len(lengths)
-    for bubble in lengths * 20:
-        seconds = {PREGENERATION: 0.0, SPOT_TRAINING: 0.0}
-        while (left := bubble - sum(seconds.values())) > 1e-6:
-            due = bubble_share.due(seconds, expected)
-            seconds[PREGENERATION if due else SPOT_TRAINING] += min(due or 0.1, left)
-        bubble_share.spent(seconds)
-        total = {name: total[name] + seconds[name] for name in total}
-    assert total[PREGENERATION] / sum(total.values()) == pytest.approx(share, abs=0.05)
-
-
-def stats(*, replayed: int, drafts: int) -> SpeculationStats:
-    by_source = {
-        REPLAY: SourceCounts(replayed, replayed, replayed),
-        DRAFTER: SourceCounts(drafts, 3 * drafts, drafts),
-    }
-    return SpeculationStats(by_source=by_source)
 
 
 def test_a_response_that_was_stopped_is_asked_for_from_where_it_was() -> None:

@@ -79,7 +79,7 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k, graph_sizes)
     model.acceptance.own_share = 0.5
-    model.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
+    model.acceptance.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
     for batch in range(1, MAX_BATCH + 1):
         length = model.best(batch)
         rates = {choice.k: choice.tokens_per_s for choice in model.choices(batch)}
@@ -94,7 +94,7 @@ def test_after_enough_drafts_the_choice_is_nearly_the_best_there_is(
     fixed: float, per_row: float, per_pass: float, drafter_k: int, rate: float
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k)
-    model.learn(counts_of({DRAFTERS: rate}, 100_000))
+    model.acceptance.learn(counts_of({DRAFTERS: rate}, 100_000))
     for batch in (1, 2, 4, 8, 16, 32, 48):
         rates = {
             k: sum(rate**place for place in range(min(k, drafter_k) + 1))
@@ -107,14 +107,14 @@ def test_after_enough_drafts_the_choice_is_nearly_the_best_there_is(
 def test_nothing_is_drafted_where_nothing_is_accepted_or_no_text_is_found() -> None:
     for counts in (counts_of({DRAFTERS: 0.0}, 2000), counts_of({NOTHING: 0.0}, 5000)):
         model = model_of(1e-2, 1e-4, 1e-4, 3)
-        model.learn(counts)
+        model.acceptance.learn(counts)
         assert {model.best(batch) for batch in range(1, MAX_BATCH + 1)} == {0}
 
 
 def test_text_of_the_own_seed_is_drafted_as_far_as_rows_are_free() -> None:
     model = model_of(1e-2, 1e-3, 0.0, 0)
     model.acceptance.own_share = 1.0
-    model.learn(counts_of({OWN: 0.99}, 2000))
+    model.acceptance.learn(counts_of({OWN: 0.99}, 2000))
     lengths = [model.best(batch) for batch in range(1, MAX_BATCH + 1)]
     assert lengths[0] == K > lengths[-1]
     assert lengths == sorted(lengths, reverse=True)
@@ -140,7 +140,7 @@ def test_more_rows_never_take_less_time() -> None:
 def test_a_machine_that_slows_down_leaves_nearly_the_best_choice() -> None:
     rate, seconds = 0.7, (1e-2, 1e-4, 5e-4, 3)
     model = model_of(*seconds)
-    model.learn(counts_of({DRAFTERS: rate}, 2000))
+    model.acceptance.learn(counts_of({DRAFTERS: rate}, 2000))
     for _ in range(200):
         for batch in (1, 4, 16, 48):
             k = model.best(batch)
@@ -158,7 +158,7 @@ def test_a_machine_that_slows_down_leaves_nearly_the_best_choice() -> None:
 
 def test_drafts_that_turn_out_to_be_slow_are_left() -> None:
     model = model_of(1e-2, 1e-5, 1e-5, 3)
-    model.learn(counts_of({DRAFTERS: 0.5}, 2000))
+    model.acceptance.learn(counts_of({DRAFTERS: 0.5}, 2000))
     assert model.best(4) > 0
     for _ in range(300):
         model.observe(4, model.best(4), 3e-2 if model.best(4) else 1e-2, 8)

@@ -16,8 +16,7 @@ def test_every_item_is_dealt_once_and_no_rank_is_overloaded(lengths: list[int], 
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-def test_a_full_share_gets_no_more() -> None:
-    assert deal_longest_first([9, 1, 1, 1], 2, room=2) == [[0, 3], [1, 2]]
+def test_a_long_item_is_alone_in_its_share() -> None:
     assert deal_longest_first([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
 
 

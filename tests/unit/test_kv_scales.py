@@ -131,14 +131,14 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
         )
 
     first = trainer()
-    assert Trainer.restore(first, tmp_path) == 0
+    assert Trainer.restore(first) == 0
     assert first.engine.precision.kv_scales == CALIBRATED
     shipped = KvScales([0.1 + 0.2, 1e-9], [1 / 3, 2.5], [7.0, 0.25])  # to the last bit
     first.engine.precision.restore(shipped)
     Trainer.save(first, 1)
     first.checkpoints.wait()
     second = trainer()
-    assert Trainer.restore(second, tmp_path) == 1
+    assert Trainer.restore(second) == 1
     assert second.engine.precision.kv_scales == shipped  # the first refit ships them; `finish` exports them
     second.engine.precision = EnginePrecision(PrecisionConfig(), None)  # with a BF16 one
     Trainer.save(second, 2)

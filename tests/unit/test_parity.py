@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specrl.config import Config
 from specrl.rollout.errors import PolicyParityError
-from specrl.rollout.refit.parity import check_moved_on
-from specrl.rollout.refit.policy_probe import RefitProbe, probe_sequences
+from specrl.rollout.refit.policy_probe import RefitProbe, check_moved_on, probe_sequences
 from specrl.schemas import Rollout, write_rollouts
 from specrl.training.batches import MicroBatch
 

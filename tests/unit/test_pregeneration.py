@@ -12,7 +12,6 @@ import torch
 from specrl.config import Config, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
@@ -68,8 +67,7 @@ class CountingEngine:
         rows = zip(tokens, requests, strict=True)
         ends = ["length" if len(row) == request.max_tokens else "abort" for row, request in rows]
         responses = [
-            Response(row, [0.0] * len(row), None, "", end, 0, 0, 0, 0.0, 0.0)
-            for row, end in zip(tokens, ends, strict=True)
+            Response(row, [0.0] * len(row), None, "", end, 0.0, 0.0) for row, end in zip(tokens, ends, strict=True)
         ]
         stats = SpeculationStats(1, 1, 1, accepted_per_pos=(1,), drafted_per_pos=(1,))
         return Generation(responses, stats, 0.0, sum(map(len, tokens)))
@@ -106,7 +104,7 @@ def make_config() -> Config:
 def pregenerate(stop_after: int) -> tuple[list[PregeneratedText], CountingEngine]:
     """Everything, in pieces of so many iterations."""
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, ResponseLengthEstimator(), make_config(), Claims(4))
+    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4))
     activity = Pregeneration(*parts)
     activity.begin(0)
     count = 0
@@ -135,11 +133,11 @@ def test_responses_that_were_stopped_go_on_where_they_were(stop_after: int) -> N
 
 def test_what_is_unfinished_at_the_end_is_kept_and_validation_follows_the_last_step() -> None:
     engine, source = CountingEngine(), SimpleNamespace(batch=lambda step: PROMPTS)
-    parts: tuple[Any, ...] = (engine, source, ResponseLengthEstimator(), make_config(), Claims(4))
+    parts: tuple[Any, ...] = (engine, source, make_config(), Claims(4))
     activity = Pregeneration(*parts)
     activity.begin(0)
     assert activity.work(lambda: True)
-    assert [(text.prompt_id, len(text.tokens)) for text in activity.texts] == [(2, 1), (2, 1), (1, 1), (1, 1)]
+    assert [(text.prompt_id, len(text.tokens)) for text in activity.texts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
     activity.begin(1)  # of two steps; `validate` measures the one that would come next
     assert activity.texts == []
     assert activity.work(lambda: True) and len(activity.texts) == 2

@@ -227,3 +227,14 @@ def test_log_probs_of_given_tokens_are_those_of_a_softmax(offset: float) -> None
     tokens = torch.arange(40) * 7
     expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs_of(logits, tokens).double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 2**31 - 1), (2**40 + 5, 777)])
+def test_a_uniform_is_that_of_philox_in_python_integers(seed: int, position: int) -> None:
+    low = 2**32 - 1
+    c0, c1, c2, c3, k0, k1 = position, 0, 0, 0, seed & low, seed >> 32
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & low, (product0 >> 32) ^ c3 ^ k1, product0 & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    assert float(uniforms(torch.tensor([seed]), torch.tensor([position]))) == ((c1 << 32 | c0) >> 11) * 2.0**-53

@@ -6,7 +6,6 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from specrl.artifacts import PretrainResult
 from specrl.bench.run.turns import Turns
 from specrl.context import StageContext
 from specrl.distributed import join, leave
@@ -29,7 +28,7 @@ def run_rank(path: Path, parent: int) -> None:
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Tracker())
-        first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
+        first_step = trainer.restore()
         trainer.refit_engine(version=first_step)
         turns.done()
         for step in count(first_step):

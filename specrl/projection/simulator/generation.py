@@ -2,7 +2,7 @@
 
 Each engine decodes its responses together. An iteration takes a time that depends on how many are running, and gives
 every response some tokens, more of them where it follows stored text. Engines that have finished pre-generate for the
-next step as real ones do: they claim responses in the same pieces, those that are expected to be longest first.
+next step as real ones do: they claim responses in the same pieces, in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from specrl.data.dealing import piece
 class DecodingSpeed:
     iteration_s: Callable[[int, float], float]  # by the number of running requests and the mean of their tokens so far
     replayed_tokens: float  # per request and iteration along stored text
-    pregeneration_share: float = 0.9  # of a bubble, with `both`: as the engine begins
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class SimulatedResponse:
 
     prompt: int
     length: int
-    expected: float  # when prompts are dealt
     pace: float  # tokens per iteration where it does not follow stored text
     sample: int = 0  # among the responses to its prompt
 
@@ -107,30 +105,30 @@ def simulate(
         times.append(GenerationTime(last, idle, idle if use in ("train_drafter", "both") else 0.0, iterations))
         if use in ("pregenerate", "both"):
             after = steps[number + 1] if number + 1 < len(steps) else []
-            following = sorted(chain(*after), key=lambda response: (-response.expected, response.prompt))
-            part = speed.pregeneration_share if use == "both" else 1.0
-            ready = [(work.seconds, work.seconds + part * (last - work.seconds)) for work in works]
-            stored, used = _pregenerate(ready, following, speed, most_running)
+            following = sorted(chain(*after), key=lambda response: response.prompt)
+            ready = [work.seconds for work in works]
+            stored, used = _pregenerate(ready, last, following, speed, most_running)
             times[-1].stored, times[-1].used_s = stored, max(used, times[-1].used_s)
     return times
 
 
 def _pregenerate(
-    times: Sequence[tuple[float, float]],
+    ready: list[float],
+    last: float,
     following: Sequence[SimulatedResponse],
     speed: DecodingSpeed,
     most_running: int,
 ) -> tuple[dict[tuple[int, int], float], float]:
     stored: dict[tuple[int, int], float] = {}
-    ready, first, used = [(start, end) for start, end in times if start < end], 0, 0.0
+    ready, first, used, num_engines = [start for start in ready if start < last], 0, 0.0, len(ready)
     heapq.heapify(ready)
     group = sum(response.prompt == following[0].prompt for response in following) if following else 0
     while ready and first < len(following):
-        now, end = heapq.heappop(ready)
-        claimed = following[first : first + max(group, piece(len(following) - first, len(times)))]
-        work = decode(claimed, [0.0] * len(claimed), speed, most_running, end - now)
+        now = heapq.heappop(ready)
+        claimed = following[first : first + max(group, piece(len(following) - first, num_engines))]
+        work = decode(claimed, [0.0] * len(claimed), speed, most_running, last - now)
         stored |= {(item.prompt, item.sample): tokens for item, tokens in zip(claimed, work.tokens, strict=True)}
         first, used = first + len(claimed), used + work.seconds
-        if work.seconds < end - now:
-            heapq.heappush(ready, (now + work.seconds, end))
+        if work.seconds < last - now:
+            heapq.heappush(ready, now + work.seconds)
     return stored, used

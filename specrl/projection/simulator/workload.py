@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl.data.dealing import deal_longest_first
 from specrl.projection.simulator.generation import SimulatedResponse
 from specrl.schemas import read_folder
 
@@ -98,15 +97,17 @@ class Workload:
 
 
 def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) -> list[list[SimulatedResponse]]:
-    """Deal prompts to engines as training does, with the typical length expected of each.
+    """Deal prompts to engines in turn, as training does.
 
     `pace` is the mean of the tokens of a response per iteration with k drafts.
     """
-    expected = fmean(item.tokens for group in groups for item in group)
-    shares = deal_longest_first([expected] * len(groups), engines, room=-(-len(groups) // engines))
 
     def response(prompt: int, sample: int, item: Drawn) -> SimulatedResponse:
         own = min(1 + item.gain * (pace - 1), max(k + 1.0, pace))
-        return SimulatedResponse(prompt, item.tokens, expected, own, sample)
+        return SimulatedResponse(prompt, item.tokens, own, sample)
 
-    return [[response(prompt, *item) for prompt in share for item in enumerate(groups[prompt])] for share in shares]
+    prompts = range(len(groups))
+    return [
+        [response(prompt, *item) for prompt in prompts[engine::engines] for item in enumerate(groups[prompt])]
+        for engine in range(engines)
+    ]

@@ -12,7 +12,6 @@ from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.balance import WINDOW, ResponseLengthEstimator, deal, stored_lengths
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
@@ -53,15 +52,8 @@ class _Counters:
     reward_s: float
 
 
-@dataclass(frozen=True)
-class _Share:
-    rollouts: list[Rollout]
-    texts: list[PregeneratedText]
-    counters: _Counters
-
-
 class RolloutGenerator:
-    """Generates the rollouts of one step after another. All methods but `metrics` are collective over the ranks."""
+    """Generates the rollouts of one step after another. All methods are collective over the ranks."""
 
     def __init__(
         self,
@@ -80,22 +72,17 @@ class RolloutGenerator:
         """
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
-        self._lengths = ResponseLengthEstimator()
-        self._bubbles = Bubbles(config, ranks, engine, source, self._lengths, training)
+        self._place = EngineRank.of(ranks, config.engine.tensor_parallel)
+        self._bubbles = Bubbles(config, ranks, engine, source, training)
         self._earlier = EarlierResponses() if engine.replays and config.data.source == "file" else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
         self._stored: dict[int, list[PregeneratedText]] = {}
         """The texts to the next step's prompts of this rank's engine, by prompt id."""
 
-    def restore(self, pretraining: Path, rollouts_dir: Path, first_step: int) -> None:
-        """Learn the lengths and texts that an undisturbed run would know before `first_step`, from rollouts on disk."""
-        prompts = self.source.pretraining(self._config.drafter.num_prompts)
-        self._lengths.learn(prompts, stored_lengths(pretraining))
-        for step in range(max(0, first_step - WINDOW), first_step):
-            self._lengths.learn(self.source.batch(step), stored_lengths(rollouts_dir / f"step={step:06d}"))
+    def restore(self, rollouts_dir: Path, first_step: int) -> None:
+        """Find the texts on disk that an undisturbed run would have before `first_step`."""
         if self._earlier is not None:
-            place = EngineRank.of(self._ranks, self._config.engine.tensor_parallel)
-            self._earlier.restore(rollouts_dir, first_step, place.engine, place.num_engines)
+            self._earlier.restore(rollouts_dir, first_step, self._place.engine, self._place.num_engines)
             self._exchange([], first_step)
 
     def generate(self, step: int) -> StepRollouts:
@@ -106,46 +93,33 @@ class RolloutGenerator:
         """
         prompts = self.source.batch(step)
         size = self._config.engine.tensor_parallel
-        own = self._own_share(prompts, step)
+        own, texts, counted = self._own_share(prompts, step)
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
-        rollouts = RolloutBatch.gather(self._ranks, own.rollouts, engine_size=size, prompt_places=places)
-        counters = self._ranks.gather(own.counters)
+        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
+        counters = self._ranks.gather(counted)
         engines = counters[::size]  # the ranks of one engine count the same
         stats = over_engines([engine.stats for engine in engines])
         failures = FailureTally.merge(engine.failures for engine in engines)
         refuse_failure(failures, len(rollouts), self._config.data)
         rollouts.assign_advantages(self._config.train)
-        lengths = zip(rollouts.prompt_ids.tolist(), rollouts.response_lengths.tolist(), strict=True)
-        self._lengths.learn(prompts, lengths)
-        bubbles = [rank.bubble for rank in counters]
-        self._bubbles.close(bubbles, stats)
         if self._earlier is not None:
-            self._earlier.add(places, own.rollouts)
-        self._exchange(own.texts, step + 1)
-        return StepRollouts(rollouts, stats, bubbles, failures, max(rank.reward_s for rank in counters))
-
-    def probed(self, acceptance_length: float) -> None:
-        """Take in the acceptance length on the guard's probe."""
-        self._bubbles.probed(acceptance_length)
+            self._earlier.add(places, own)
+        self._exchange(texts, step + 1)
+        return StepRollouts(
+            rollouts, stats, [rank.bubble for rank in counters], failures, max(rank.reward_s for rank in counters)
+        )
 
     @property
     def next_texts(self) -> list[PregeneratedText]:
         """The texts that this rank's engine has to draft from in the next step."""
         return [text for texts in self._stored.values() for text in texts]
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics of sharing idle time by their names in MLflow."""
-        return self._bubbles.metrics()
-
-    def _deal(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-        return deal(prompts, self._lengths, self._ranks.world_size // self._config.engine.tensor_parallel)
-
     def _exchange(self, texts: Sequence[PregeneratedText], step: int) -> None:
         """Send what engines have generated ahead or earlier to those that answer the prompts of `step`."""
         if self._earlier is None and not self._config.bubbles.pregenerates:
             return
-        shares = self._deal(self.source.batch(step))
-        engines = {prompt.id: engine for engine, share in enumerate(shares) for prompt in share}
+        # Prompts are dealt to the engines in turn.
+        engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
         earlier = self._earlier.to(engines) if self._earlier is not None else []
         self._stored = {}
         for text in deliver_texts(self._ranks, [*texts, *earlier], engines, self._config.engine.tensor_parallel):
@@ -155,21 +129,18 @@ class RolloutGenerator:
         drafting = self._engine.drafting
         return drafting.take_saved_seconds() if drafting is not None else None
 
-    def _own_share(self, prompts: Sequence[Prompt], step: int) -> _Share:
+    def _own_share(
+        self, prompts: Sequence[Prompt], step: int
+    ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
         config, ranks = self._config, self._ranks
         samples = config.train.samples_per_prompt
-        own = self._deal(prompts)[ranks.rank // config.engine.tensor_parallel]
+        own = prompts[self._place.engine :: self._place.num_engines]
         self._bubbles.open()
         if self._earlier is not None or config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
         self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)
-
-        def on_iteration() -> None:
-            self._bubbles.beat()
-            pace.on_iteration()
-
         unscored = collect(
             self._engine,
             own,
@@ -178,7 +149,7 @@ class RolloutGenerator:
             self._rewards,
             Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step),
             on_progress=pace.on_progress,
-            on_iteration=on_iteration,
+            on_iteration=pace.on_iteration,
             recall=True,
             routes=True,
         )
@@ -186,4 +157,4 @@ class RolloutGenerator:
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
-        return _Share(rollouts, texts, counters)
+        return rollouts, texts, counters

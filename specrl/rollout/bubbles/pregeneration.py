@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.rollout.bubbles.balance import ResponseLengthEstimator
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
@@ -33,28 +32,19 @@ class PendingResponse:
 
 
 class Pregeneration:
-    """Generates responses to the next step's prompts under the current policy, those expected to be longest first."""
+    """Generates responses to the next step's prompts under the current policy."""
 
     name = PREGENERATION
 
-    def __init__(
-        self,
-        engine: Engine,
-        source: PromptSource,
-        expected: ResponseLengthEstimator,
-        config: Config,
-        coordinator: BubbleCoordinator,
-    ) -> None:
-        self._engine, self._source, self._expected = engine, source, expected
-        self._config, self._coordinator = config, coordinator
-        self._step = 0
-        self._list: list[tuple[Prompt, int]] | None = None  # all responses of the next step, once a bubble needs them
-        self._claimed: list[PendingResponse] = []
-        self._unfinished: list[PendingResponse] = []
+    def __init__(self, engine: Engine, source: PromptSource, config: Config, coordinator: BubbleCoordinator) -> None:
+        self._engine, self._source, self._config, self._coordinator = engine, source, config, coordinator
+        self.begin(0)
 
     def begin(self, step: int) -> None:
         """Begin a new bubble, in the generation of `step`."""
-        self._step, self._list, self._claimed, self._unfinished = step + 1, None, [], []
+        self._step = step + 1
+        self._claimed: list[PendingResponse] = []
+        self._unfinished: list[PendingResponse] = []
 
     @property
     def texts(self) -> list[PregeneratedText]:
@@ -76,24 +66,20 @@ class Pregeneration:
         return True
 
     def _claim(self) -> list[PendingResponse]:
-        if self._list is None:
-            self._list = self._all()
-        claimed = self._coordinator.claim(len(self._list), self._config.train.samples_per_prompt)
-        start, stop = map(int, self._engine.agreed(claimed.start, claimed.stop))
-        chosen = self._list[start:stop]
-        items = [PendingResponse(prompt.id, self._request(prompt, sample)) for prompt, sample in chosen]
+        # There is a step after the last one, too: `validate` measures what it would be like.
+        prompts, samples = self._source.batch(self._step), self._config.train.samples_per_prompt
+        claimed = self._coordinator.claim(len(prompts) * samples, samples)
+        places = range(*map(int, self._engine.agreed(claimed.start, claimed.stop)))
+        items = [self._pending(prompts[place // samples], place % samples) for place in places]
         self._claimed += items
         return items
 
-    def _all(self) -> list[tuple[Prompt, int]]:
-        # There is a step after the last one, too: `validate` measures what it would be like.
-        prompts = sorted(self._source.batch(self._step), key=lambda prompt: -self._expected.of(prompt))
-        return [(prompt, sample) for prompt in prompts for sample in range(self._config.train.samples_per_prompt)]
-
-    def _request(self, prompt: Prompt, sample: int) -> Request:
+    def _pending(self, prompt: Prompt, sample: int) -> PendingResponse:
         other = self._config.bubbles.seeds == "other"
         index = sample + self._config.train.samples_per_prompt if other else sample
-        return make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
+        return PendingResponse(
+            prompt.id, make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
+        )
 
 
 def store_texts(engine: Engine, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]) -> None:

@@ -205,14 +205,6 @@ class CostModel:
         plain = tokens / batch * math.exp(self._seconds[0].log(batch))
         self._saved += plain - seconds
 
-    def learn(self, counts: Counts) -> None:
-        """Learn what is accepted."""
-        self.acceptance.learn(counts)
-
-    def drafter_changed(self) -> None:
-        """Let new drafts soon outweigh old ones, because weights have changed; times are kept."""
-        self.acceptance.fade()
-
     def take_saved_seconds(self) -> float:
         """Estimate the seconds that drafts saved since the last call, negative where they cost some."""
         saved, self._saved = self._saved, 0.0

@@ -126,28 +126,24 @@ class DrafterGuard:
 
     def _settle(self, fault: str | None, version: int) -> GuardReport:
         assert self._drafter is not None
-        self._probed = True
-        if fault is None:
-            # What ranks train in idle time is on no engine, was not probed, and differs from rank to rank.
-            if self._drafter.changes == self._loaded:
-                self._keep()
-            return self._report(reloaded=False)
-        event = f"drafter collapse after refit {version}: {fault}"
-        self._reload()
-        # With wrong tensors no rank probes: the ranks of one engine generate together or not at all.
-        fault = self._of_any_rank(self._verify) or self._probe_fault(version)
-        if fault is None:
-            self._events.append(f"{event}; reloaded its last good version")
-            return self._report(reloaded=True, failures=1)
-        self._engine.stop_speculating()
-        self._events.append(
-            f"{event}; its last good version did not help: {fault}; speculation is off until the stage starts anew"
-        )
-        return self._report(reloaded=False, failures=2)
-
-    def _report(self, *, reloaded: bool, failures: int = 0) -> GuardReport:
+        self._probed, failures = True, 0
+        if fault is not None:
+            failures, event = 1, f"drafter collapse after refit {version}: {fault}"
+            self._reload()
+            # With wrong tensors no rank probes: the ranks of one engine generate together or not at all.
+            fault = self._of_any_rank(self._verify) or self._probe_fault(version)
+            if fault is None:
+                self._events.append(f"{event}; reloaded its last good version")
+            else:
+                failures = 2
+                self._engine.stop_speculating()
+                off = "speculation is off until the stage starts anew"
+                self._events.append(f"{event}; its last good version did not help: {fault}; {off}")
+        # What ranks train in idle time is on no engine, was not probed, and differs from rank to rank.
+        elif self._drafter.changes == self._loaded:
+            self._keep()
         speculating = self._engine.speculates
-        return GuardReport(reloaded, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
+        return GuardReport(failures == 1, speculating, self._stats.acceptance_length if speculating else 1.0, failures)
 
     def _of_any_rank(self, check: Callable[[], None]) -> str | None:
         found = None

@@ -17,8 +17,7 @@ from specrl.precision.recipe import KvScales
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
-from specrl.rollout.refit.parity import ParityReport
-from specrl.rollout.refit.policy_probe import RefitProbe
+from specrl.rollout.refit.policy_probe import ParityReport, RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected, assert_policy_is
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy

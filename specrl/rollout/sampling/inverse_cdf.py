@@ -270,8 +270,5 @@ def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
 
 
 def _block(logits: Tensor, block: Tensor) -> Tensor:
-    vocab = logits.shape[1]
-    index = block * BLOCK + torch.arange(BLOCK, device=logits.device)
-    if vocab % BLOCK == 0:
-        return logits.gather(1, index)
+    vocab, index = logits.shape[1], block * BLOCK + torch.arange(BLOCK, device=logits.device)
     return logits.gather(1, index.clamp(max=vocab - 1)).masked_fill(index >= vocab, -torch.inf)

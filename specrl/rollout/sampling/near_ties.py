@@ -106,11 +106,15 @@ class Comparison:
 
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
-    """Measure the noise between two plain generations of the same requests in batches of different shapes."""
+    """Measure the noise between two plain generations of the same requests in batches of different shapes.
+
+    Raises:
+        ValueError: One response is a proper beginning of the other.
+    """
     cdf = gap = 0.0
     num_tokens = 0
     for a, b in zip(left, right, strict=True):
-        for position in common_positions(a, b):
+        for position in _agreement(a, b)[0]:
             p, q = a[position], b[position]
             cdf = max(cdf, abs(p.lower - q.lower), abs(p.upper - q.upper))
             gap = max(gap, abs(p.gap - q.gap))
@@ -131,8 +135,8 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comp
     """
     divergences, num_tokens = [], 0
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        num_tokens += len(common_positions(a, b))
-        position = first_difference(a, b)
+        common, position = _agreement(a, b)
+        num_tokens += len(common)
         if position is not None:
             num_tokens += 1
             divergences.append(Divergence(index, position, a[position], b[position]))
@@ -141,26 +145,16 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comp
     return Comparison(len(left), num_tokens, tuple(divergences), unexplained)
 
 
-def common_positions(left: Trace, right: Trace) -> list[int]:
-    """The positions before the first difference, in ascending order."""
-    common = []
-    for position in sorted(left):
-        if position not in right or left[position].token != right[position].token:
-            break
-        common.append(position)
-    return common
-
-
-def first_difference(left: Trace, right: Trace) -> int | None:
-    """The first position at which the two responses have different tokens; None if they are equal.
+def _agreement(left: Trace, right: Trace) -> tuple[list[int], int | None]:
+    """The positions before the first difference, ascending, and that difference; None if the responses are equal.
 
     Raises:
         ValueError: One response is a proper beginning of the other, which no choice of token explains.
     """
-    common = common_positions(left, right)
-    if len(common) == len(left) == len(right):
-        return None
-    rest = (set(left) & set(right)).difference(common)
-    if not rest:
+    both = sorted(set(left) & set(right))
+    for place, position in enumerate(both):
+        if left[position].token != right[position].token:
+            return both[:place], position
+    if len(left) != len(right):
         raise ValueError(f"responses of {len(left)} and {len(right)} tokens are equal as far as the shorter one goes")
-    return min(rest)
+    return both, None

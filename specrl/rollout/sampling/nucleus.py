@@ -20,16 +20,11 @@ def least_kept(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) ->
         top_k: [rows] int64; 0 is all tokens.
         top_p: [rows] FP32; 1 is all tokens.
     """
-    least = torch.full_like(logits[:, 0], -torch.inf)
-    rows = is_limited(top_k, top_p, logits.shape[1]).nonzero()[:, 0]
-    if not len(rows):
-        return least
-    highest, tokens = logits[rows].sort(descending=True)
-    cumulative = weights[rows].gather(1, tokens).cumsum(-1, dtype=torch.float64)
-    vocab, k, p = logits.shape[1], top_k[rows, None], top_p[rows, None]
+    highest, tokens = logits.sort(descending=True)
+    cumulative = weights.gather(1, tokens).cumsum(-1, dtype=torch.float64)
+    vocab, k, p = logits.shape[1], top_k[:, None], top_p[:, None]
     last = highest.gather(1, torch.where((k > 0) & (k < vocab), k, vocab) - 1)  # [rows, 1], the k-th
     kept = (highest >= last).sum(-1, keepdim=True)
     inside = torch.searchsorted(cumulative, cumulative.gather(1, kept - 1) * p)  # the first that reaches its share
     nucleus = highest.gather(1, inside.clamp(max=vocab - 1))
-    least[rows] = torch.where(p < 1, nucleus, torch.where(kept < vocab, last, -torch.inf))[:, 0]
-    return least
+    return torch.where(p < 1, nucleus, torch.where(kept < vocab, last, -torch.inf))[:, 0]

@@ -1,8 +1,8 @@
 """The start-up test of the sampler inside an engine: it gets crafted logits and drafts, and every token is checked.
 
-An engine starts only after every token that the installed sampler gives has been compared with a reference
-(`sampling.self_test`): plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed
-in one batch.
+An engine starts only after every token that the installed sampler gives has been compared with `inverse_cdf` on the
+CPU, row by row: plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one
+batch.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specrl.rollout.errors import SamplerError
 from specrl.rollout.requests import Request, Response
-from specrl.rollout.sampling.inverse_cdf import Picked
-from specrl.rollout.sampling.self_test import (
-    ELSEWHERE,
-    SUPPORT,
-    SamplerError,
-    check_logprobs,
-    crafted_logits,
-    crafted_requests,
-    right_picks,
-)
+from specrl.rollout.sampling.inverse_cdf import Picked, pick_at
 from specrl.rollout.sampling.verification import Verified
+
+NUM_TOKENS = 20
+PERIOD = 3
+"""The period of crafted logits along positions, so that n-gram drafting finds something to propose."""
+SUPPORT, ELSEWHERE = 16, -40.0
+"""The number of tokens with crafted logits, and the logit of the others."""
+LOGPROB_TOLERANCE = 1e-3
+"""How far a log-prob or the log of a kept mass may be from the reference, in nats."""
+SETTINGS = ((1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 5, 1.0), (0.0, 0, 1.0), (1.3, 8, 0.8), (0.5, 0, 1.0))
+"""The temperature, top-k and top-p of each crafted request."""
 
 
 class CraftedInputs:
     """A context manager that gives an engine's sampler crafted inputs, and then checks the responses."""
 
     def __init__(self, sampler: Any, vocab_size: int, stop_tokens: list[int]) -> None:
-        self._sampler, self._sampling = sampler, sampler.sampling
+        self._sampler, self._sampling, self._vocab_size = sampler, sampler.sampling, vocab_size
         self.support = [token for token in range(vocab_size) if token not in stop_tokens][:SUPPORT]
         self.num_accepted = 0
         self.num_rejected = 0
@@ -38,8 +40,11 @@ class CraftedInputs:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
 
     def requests(self) -> list[Request]:
-        """The requests of the test."""
-        return crafted_requests(self.support)
+        """One request for each of `SETTINGS`, with prompts of tokens in the support."""
+        return [
+            Request(self.support[: 3 + index] * 2, 2**40 + 2**33 * index, NUM_TOKENS, temperature, top_p, top_k)
+            for index, (temperature, top_k, top_p) in enumerate(SETTINGS)
+        ]
 
     def every_pair(self) -> list[int]:
         """Text with every pair of tokens of the support, so that something in it agrees with any response."""
@@ -56,28 +61,26 @@ class CraftedInputs:
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick from crafted logits, and craft the drafts that come to the rows."""
-        states = self._sampler.sampling_states
-        settings = (states.seeds, states.temperature, states.top_k, states.top_p)
-        rows = zip(positions.tolist(), *(values.gpu[requests].tolist() for values in settings), strict=True)
-        crafted, drafts = torch.full_like(logits, ELSEWHERE), []
-        for row, (position, seed, temperature, top_k, top_p) in enumerate(rows):
-            crafted[row, self.support] = torch.tensor(crafted_logits(position + 1)).to(logits)
-            limit = top_k if top_k < logits.shape[1] else 0  # vLLM writes "all" so
-            right = self._right(seed, position + 1, temperature, limit, top_p)
-            drafts.append(right[0] if is_right(position + 1) else self._wrong(right))
-        self._drafts = torch.tensor([0, *drafts[:-1]], device=logits.device)
-        picked: Picked = type(self._sampler).pick(self._sampler, crafted, requests, positions)
+        states, following = self._sampler.sampling_states, positions.cpu() + 1
+        settings = (states.temperature, states.top_k, states.top_p, states.seeds)
+        crafted = self._logits(following, logits.shape[1])
+        right = pick_at(crafted, *(values.gpu[requests].cpu() for values in settings), following).tokens
+        first, second = self.support[:2]
+        drafts = torch.where(is_right(following), right, torch.where(right == first, second, first))
+        self._drafts = drafts.roll(1).to(logits.device)
+        picked: Picked = type(self._sampler).pick(self._sampler, crafted.to(logits), requests, positions)
         return picked
 
     def _verify(self, picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
         verified: Verified = self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
         return verified
 
-    def _right(self, seed: int, position: int, temperature: float, top_k: int, top_p: float) -> list[int]:
-        return sorted(self.support[pick] for pick in right_picks(seed, position, temperature, top_k, top_p))
-
-    def _wrong(self, right: list[int]) -> int:
-        return next(token for token in self.support if token not in right)
+    def _logits(self, positions: Tensor, vocab: int) -> Tensor:
+        # Multiples of 1/8, which BF16 represents exactly.
+        token, phase = torch.arange(SUPPORT), (positions % PERIOD)[:, None]
+        logits = torch.full((len(positions), vocab), ELSEWHERE)
+        logits[:, self.support] = ((37 * token + 61 * phase + 11 * token * token) % 48) / 8
+        return logits
 
     def check(self, case: Request, response: Response) -> None:
         """Check a response: its tokens, its log-probs, the mass that truncation kept, and what it says of its drafts.
@@ -85,20 +88,25 @@ class CraftedInputs:
         Raises:
             SamplerError: Something is not what the reference says.
         """
-        start, settings = len(case.prompt_tokens), (case.temperature, case.top_k, case.top_p)
-        for position, token in enumerate(response.tokens, start):
-            right = self._right(case.seed, position, *settings)
-            if token not in right:
+        if len(response.tokens) != NUM_TOKENS:
+            raise SamplerError(f"the sampler gave {len(response.tokens)} tokens instead of {NUM_TOKENS}")
+        positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
+        settings = (torch.full((NUM_TOKENS,), value) for value in (case.temperature, case.top_k, case.top_p, case.seed))
+        right = pick_at(self._logits(positions, self._vocab_size), *settings, positions)
+        masses = response.log_kept_mass or [0.0] * NUM_TOKENS
+        found = zip(response.tokens, response.logprobs, masses, strict=True)
+        wanted = zip(*(column.tolist() for column in right[:3]), strict=True)
+        for index, ((token, *values), (right_token, *right_values)) in enumerate(zip(found, wanted, strict=True)):
+            if token != right_token:
                 raise SamplerError(
-                    f"the sampler installed in the engine gave token {token} where one of {right} was right: not "
+                    f"the sampler installed in the engine gave token {token} where {right_token} was right: not "
                     "starting; is another patch of vLLM active?"
                 )
-        if len(response.tokens) != case.max_tokens:
-            raise SamplerError(f"a response has {len(response.tokens)} tokens instead of {case.max_tokens}")
-        picks = [self.support.index(token) for token in response.tokens]
-        check_logprobs(case, picks, response.logprobs, response.log_kept_mass)
+            for name, given, expected in zip(("log-prob", "log kept mass"), values, right_values, strict=True):
+                if not abs(given - expected) <= LOGPROB_TOLERANCE:
+                    raise SamplerError(f"the sampler gave token {index} a {name} of {given}, not {expected}")
         for _, context, drafted, accepted, _ in response.drafts:
-            right_ones = [is_right(context + place) for place in range(drafted)]
+            right_ones = [bool(is_right(context + place)) for place in range(drafted)]
             if accepted != [*right_ones, False].index(False):
                 raise SamplerError(f"the sampler accepted {accepted} of the drafted tokens {right_ones} (right or not)")
             self.num_accepted += accepted
@@ -112,6 +120,6 @@ class CraftedInputs:
             )
 
 
-def is_right(position: int) -> bool:
-    """Whether the crafted draft for a position is right: at two of three they are."""
+def is_right(position: Any) -> Any:
+    """Whether the crafted draft for a position, or for each of several, is right: at two of three they are."""
     return position % 3 != 0

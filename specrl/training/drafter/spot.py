@@ -51,9 +51,6 @@ class SpotTraining:
         self._recent.append([row for item in features if item is not None for row in sequences(item)])
         self._waiting, self._passes = [], 0
 
-    def begin(self, step: int) -> None:
-        """Begin a new bubble, for which there is nothing to prepare."""
-
     def work(self, stop: Callable[[], bool]) -> bool:
         """Make one micro-step, which is never cut short, and return True; without features return False at once.
 
