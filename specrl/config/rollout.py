@@ -97,8 +97,8 @@ class SpeculationConfig(Section):
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
     """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from where the text stored for
-    the prompt does not serve better, for the methods with replay. Each token takes at most about 400 bytes of memory; 0
-    keeps none."""
+    the prompt does not serve better, for the methods with replay; as many of finished responses of a group that others
+    still answer. Each token takes at most about 400 bytes of memory; 0 keeps none."""
     draft_model: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a smaller model with the policy's vocabulary, for the methods `draft_model` and
     `draft_model+replay`."""

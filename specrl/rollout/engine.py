@@ -432,9 +432,10 @@ class Engine:
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
         if self._drafting is not None:
-            self._drafting.remember(request.tokens)
+            self._drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
+        by_source = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -443,8 +444,12 @@ class Engine:
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
+            num_drafts=by_source.num_drafts,
+            num_draft_tokens=by_source.num_draft_tokens,
+            num_accepted_tokens=by_source.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
+            by_source=by_source.by_source,
             drafts=request.drafts,
             routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )

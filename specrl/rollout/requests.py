@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats, VerifiedDraft
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,18 @@ class Response:
     text: str
     finish_reason: str
     """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     started_at: float
     """When its first token arrived, in Unix seconds."""
     finished_at: float
     """When its last token arrived, in Unix seconds."""
+    by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
     drafts: Sequence[VerifiedDraft] = field(default=(), repr=False)
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
     where they were not asked for, or the policy has none."""
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """The counters of its drafts; it has no `decode_steps`."""
-        return SpeculationStats.of(self.drafts)
 
 
 @dataclass(frozen=True)

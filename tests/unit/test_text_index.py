@@ -132,6 +132,31 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
 
 
+def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
+    store = TextStore(100)
+    store.store({(1,): [[5, 6, 7]]})
+    store.begin([[1], [2, 3], [2, 3], [4]])
+    number = store.number_of([2, 3])
+    assert store.number_of([4]) == UNKNOWN_PROMPT != number != store.number_of([1])
+    store.remember([8, 9, 10], [2, 3])
+    store.remember([11, 12], [4])
+
+    def ahead(prompt: int) -> list[int]:
+        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt]), torch.tensor([0]), torch.tensor([1])
+        index = store.index("cpu")
+        return [token for token in index.ahead(index.find(*asked).places, 3)[0, 1].tolist() if token != END]
+
+    assert store.has_siblings
+    assert (ahead(number), ahead(store.number_of([1]))) == ([9, 10], [])
+    store.remember([8, 8], [2, 3])  # the last of its group
+    assert ahead(number) == [9, 10]
+    store.begin()
+    assert not store.has_siblings
+    assert store.number_of([2, 3]) == UNKNOWN_PROMPT
+    store.begin([[6], [6]])
+    assert ahead(store.number_of([6])) == []
+
+
 class Waits(TorchDispatchMode):
     """Notes all operations, and those that wait for a device or copy between it and the host."""
 

@@ -1,8 +1,12 @@
-"""The text of one engine to draft from: responses stored for prompts, and the latest ones to any prompt."""
+"""The text of one engine to draft from: responses stored for prompts, the latest ones to any prompt, and siblings.
+
+Siblings are the finished responses of a generation to a prompt that others of its requests are still answering.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,15 +21,19 @@ Tokens = tuple[int, ...]
 
 
 class TextStore:
-    """Holds the texts, and indexes them when a generation begins."""
+    """Holds the texts, and indexes them when a generation begins and now and then as siblings finish."""
 
     def __init__(self, recent_tokens: int) -> None:
-        """Begin without text; of the latest responses keep so many tokens, in whole responses."""
+        """Begin without text; of the latest responses, and of siblings, keep so many tokens, in whole responses."""
         self._most = recent_tokens
-        self._prompts: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
+        self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
+        self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
+        self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
         self._own: set[tuple[int, int | None]] = set()  # the prompt and seed of each stored response
         self._recent: list[Text] = []
+        self._siblings: list[Text] = []
+        self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
         self._index: TextIndex | None = None
         self._unindexed = 0  # the tokens of responses that the index lacks
 
@@ -33,8 +41,9 @@ class TextStore:
         self, texts: Mapping[Tokens, Sequence[Sequence[int]]], seeds: Mapping[Tokens, Sequence[int]] | None = None
     ) -> None:
         """Replace the stored responses; see `Engine.set_replay`."""
-        self._prompts = {prompt: number for number, prompt in enumerate(texts)}
-        self._stored, self._index = [], None
+        self._with_text = {prompt: number for number, prompt in enumerate(texts)}
+        self._prompts, self._next_number = dict(self._with_text), len(texts)
+        self._stored, self._siblings, self._groups, self._index = [], [], Counter(), None
         for number, (prompt, rows) in enumerate(texts.items()):
             known: Sequence[int | None] = (seeds or {}).get(prompt) or [None] * len(rows)
             self._stored += [
@@ -42,18 +51,37 @@ class TextStore:
             ]
         self._own = {(text.prompt, text.seed) for text in self._stored}
 
-    def remember(self, response: Sequence[int]) -> None:
-        """Add a response, which may be drafted from in the next generation."""
-        if self._most:
-            self._recent.append(Text(np.asarray(response, np.int32)))
-            self._unindexed += len(response)
+    def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
+        """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
+        counts = Counter(map(tuple, prompts)) if self._most else {}
+        self._groups = Counter({prompt: count for prompt, count in counts.items() if count > 1})
+        self._prompts, self._siblings = dict(self._with_text), []
+        for prompt in self._groups.keys() - self._prompts.keys():
+            self._prompts[prompt], self._next_number = self._next_number, self._next_number + 1
+
+    def remember(self, response: Sequence[int], prompt_tokens: Sequence[int] = ()) -> None:
+        """Add a response, which may be drafted from in the next generation, and in this one by its siblings."""
+        if not self._most:
+            return
+        tokens, prompt = np.asarray(response, np.int32), tuple(prompt_tokens)
+        self._recent.append(Text(tokens))
+        self._unindexed += len(response)
+        if prompt in self._groups:
+            self._groups[prompt] -= 1
+            if self._groups[prompt]:
+                self._siblings.append(Text(tokens, self._prompts[prompt]))
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether a response has finished that requests which still run may draft from."""
+        return bool(self._siblings)
 
     def forget_recent(self) -> None:
         """Drop all responses that were remembered."""
         self._recent, self._index = [], None
 
     def number_of(self, prompt_tokens: Sequence[int]) -> int:
-        """The number that the prompt's stored responses have, or `UNKNOWN_PROMPT`."""
+        """The number that the prompt's stored responses and siblings have, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
 
     def has_own(self, prompt_tokens: Sequence[int], seed: int) -> bool:
@@ -70,8 +98,8 @@ class TextStore:
         """An index of all texts, the latest responses before older ones; some of the latest may be missing."""
         if self._index is None or NOTEWORTHY * self._unindexed >= len(self._index.tokens):
             self._unindexed = 0
-            self._recent = self._latest(self._recent)
-            self._index = TextIndex([*self._stored, *reversed(self._recent)], device)
+            self._recent, self._siblings = self._latest(self._recent), self._latest(self._siblings)
+            self._index = TextIndex([*self._stored, *self._siblings, *reversed(self._recent)], device)
         return self._index
 
     def _latest(self, texts: list[Text]) -> list[Text]:

@@ -59,6 +59,7 @@ class Drafting:
     def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
+        self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(len(requests), stop_tokens)
         own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
         self.costs.acceptance.own_share = own / max(1, len(requests))
@@ -77,10 +78,12 @@ class Drafting:
             self.costs.observe(iteration.batch, k, now - self._last[0], iteration.tokens)
         self._last = now, k
 
-    def remember(self, response: Sequence[int]) -> None:
+    def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
         """Take in a response of this generation, finished or stopped."""
         if self._recalls:
-            self.texts.remember(response)
+            self.texts.remember(response, prompt_tokens)
+        if self.texts.has_siblings:
+            self._text.refresh()
 
     def end(self) -> None:
         """Learn from the drafts of a generation."""

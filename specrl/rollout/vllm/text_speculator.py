@@ -85,8 +85,12 @@ class TextSpeculator:
     def begin(self, num_requests: int, stop_tokens: Sequence[int]) -> None:
         """Begin a generation of so many requests, which end with any of these tokens, with all counters at zero."""
         self._requests.rows.clear()
-        self.drafts.index = self.texts.index(self.drafts.device)
+        self.refresh()
         self.drafts.begin(num_requests, stop_tokens)
+
+    def refresh(self) -> None:
+        """Draft from the texts that there are by now, as far as they have an index."""
+        self.drafts.index = self.texts.index(self.drafts.device)
 
     def counts(self) -> Counts:
         """All counters since `begin`; this waits for the device."""
