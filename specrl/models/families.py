@@ -290,6 +290,10 @@ def family_of_model(hf: Any) -> Family:
     return found[0] if found else family_of({"architectures": hf.architectures or [hf.model_type]})
 
 
+TINY_VOCAB_SIZE = 128
+"""The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
+
+
 def tiny_family(tiny: TinyModelConfig) -> Family:
     """The row of the random model that `model.tiny` describes.
 

@@ -9,6 +9,7 @@ from typing import Any
 from specrl.config import ConfigError, ModelConfig
 from specrl.models.checks.folder import check_directory
 from specrl.models.families import (
+    TINY_VOCAB_SIZE,
     FAMILIES,
     ExpertShape,
     Family,
@@ -20,8 +21,6 @@ from specrl.models.families import (
 )
 from specrl.models.sources import source_kind
 
-TINY_VOCAB_SIZE = 128
-"""The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specrl.models.directory import WEIGHTS_FILE
 from specrl.models.families import ties_embeddings, tiny_family
 from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 """The special tokens."""

@@ -9,7 +9,7 @@ from tests.integration.stage_runs import Sections, config_of, import_stages, par
 
 # isort: split
 from specrl.config import STAGES, StageName
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 from tests.published import EAGLE_3_1, write_published
 
 LAYERS, PUBLISHED = "layers", "published"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from specrl.models.drafters import LAYERS as FEATURE_LAYERS
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.step_record import read_steps
 from tests.forks import run_module
 from tests.integration.kind_runs import KINDS, LAYERS, PUBLISHED

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import Config
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.io import config_dict, vocabulary_tensors, write_drafter
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
