@@ -119,10 +119,11 @@ class Expected:
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
+        expected: Tensor | None = None
         try:
             layer, kind, expert = _found(self._model, fused_name)
         except AttributeError:
-            layer, kind, expert, expected = None, "", None, None
+            layer, kind, expert = None, "", None
         else:
             expected = _expected(layer, kind, tensors, self._like.dtype, is_expert=expert is not None)
         self._notes.append(Note(names, layer, kind, expert, expected))
