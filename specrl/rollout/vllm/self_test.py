@@ -63,8 +63,9 @@ class CraftedInputs:
         """Pick from crafted logits, and craft the drafts that come to the rows."""
         states, following = self._sampler.sampling_states, positions.cpu() + 1
         settings = (states.temperature, states.top_k, states.top_p, states.seeds)
+        temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)
         crafted = self._logits(following, logits.shape[1])
-        right = pick_at(crafted, *(values.gpu[requests].cpu() for values in settings), following).tokens
+        right = pick_at(crafted, temperature, top_k, top_p, seeds, following).tokens
         first, second = self.support[:2]
         drafts = torch.where(is_right(following), right, torch.where(right == first, second, first))
         self._drafts = drafts.roll(1).to(logits.device)
@@ -91,8 +92,9 @@ class CraftedInputs:
         if len(response.tokens) != NUM_TOKENS:
             raise SamplerError(f"the sampler gave {len(response.tokens)} tokens instead of {NUM_TOKENS}")
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
-        settings = (torch.full((NUM_TOKENS,), value) for value in (case.temperature, case.top_k, case.top_p, case.seed))
-        right = pick_at(self._logits(positions, self._vocab_size), *settings, positions)
+        settings = (case.temperature, case.top_k, case.top_p, case.seed)
+        temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in settings)
+        right = pick_at(self._logits(positions, self._vocab_size), temperature, top_k, top_p, seeds, positions)
         masses = response.log_kept_mass or [0.0] * NUM_TOKENS
         found = zip(response.tokens, response.logprobs, masses, strict=True)
         wanted = zip(*(column.tolist() for column in right[:3]), strict=True)
