@@ -9,8 +9,8 @@ from typing import Any
 from specrl.config import ConfigError, ModelConfig
 from specrl.models.checks.folder import check_directory
 from specrl.models.families import (
-    TINY_VOCAB_SIZE,
     FAMILIES,
+    TINY_VOCAB_SIZE,
     ExpertShape,
     Family,
     expert_shape,
@@ -20,7 +20,6 @@ from specrl.models.families import (
     tiny_family,
 )
 from specrl.models.sources import source_kind
-
 
 
 @dataclass(frozen=True)

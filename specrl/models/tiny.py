@@ -13,10 +13,9 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from specrl.config import ModelConfig
 from specrl.models.directory import WEIGHTS_FILE
-from specrl.models.families import ties_embeddings, tiny_family
+from specrl.models.families import TINY_VOCAB_SIZE, ties_embeddings, tiny_family
 from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
-from specrl.models.families import TINY_VOCAB_SIZE
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 """The special tokens."""

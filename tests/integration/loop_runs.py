@@ -152,7 +152,7 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
             trainer.policy.save_pretrained(context.stage_dir / "start")
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
         if run.uneven:
-            let_last_rank_wait(trainer)
+            let_first_rank_wait(trainer)
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, seconds=0.0)
         if run.measures:
@@ -160,10 +160,13 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
     leave()
 
 
-def let_last_rank_wait(trainer: Trainer) -> None:
-    """Let the last rank begin a step's share when the first one has come to the last use of its idle time."""
+def let_first_rank_wait(trainer: Trainer) -> None:
+    """Let the first rank begin a step's share when the last one has come to the last use of its idle time.
+
+    The last one has a prompt in every step whose responses differ in reward, so that there is something to learn from.
+    """
     ranks, store = trainer.ranks, PrefixStore("uneven", trainer.ranks.store())
-    if ranks.is_first:
+    if ranks.rank == ranks.world_size - 1:
         use: Any = trainer.spot or trainer.generator._bubbles._pregeneration
         work = use.work
 
@@ -173,7 +176,7 @@ def let_last_rank_wait(trainer: Trainer) -> None:
             return worked
 
         use.work = tell
-    elif ranks.rank == ranks.world_size - 1:
+    elif ranks.is_first:
         generator: Any = trainer.generator
         generate = generator.generate
 

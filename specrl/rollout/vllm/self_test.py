@@ -62,8 +62,8 @@ class CraftedInputs:
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick from crafted logits, and craft the drafts that come to the rows."""
         states, following = self._sampler.sampling_states, positions.cpu() + 1
-        chosen = (states.temperature, states.top_k, states.top_p, states.seeds)
-        temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in chosen)
+        settings = (states.temperature, states.top_k, states.top_p, states.seeds)
+        temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)
         crafted = self._logits(following, logits.shape[1])
         right = pick_at(crafted, temperature, top_k, top_p, seeds, following).tokens
         first, second = self.support[:2]
@@ -92,8 +92,8 @@ class CraftedInputs:
         if len(response.tokens) != NUM_TOKENS:
             raise SamplerError(f"the sampler gave {len(response.tokens)} tokens instead of {NUM_TOKENS}")
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
-        chosen = (case.temperature, case.top_k, case.top_p, case.seed)
-        temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in chosen)
+        settings = (case.temperature, case.top_k, case.top_p, case.seed)
+        temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in settings)
         right = pick_at(self._logits(positions, self._vocab_size), temperature, top_k, top_p, seeds, positions)
         masses = response.log_kept_mass or [0.0] * NUM_TOKENS
         found = zip(response.tokens, response.logprobs, masses, strict=True)
