@@ -17,7 +17,7 @@ that run out of problems do so quickly; where drawing takes longer, `prepare` se
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
     """Score an empty response and the reference answer of the first problem, by the reward that a run would have."""
-    (problem,) = make_problems(config.data, config.seed, fit_all).draw("train", 0, 1, 0)
+    (problem,) = make_problems(config, fit_all).draw("train", 0, 1)
     return try_reward(config, "", 0), try_reward(config, problem.demonstration, 0)
 
 
@@ -34,8 +34,8 @@ def check_data(config: Config) -> None:
     """
     check_template(config.data.template)
     make_reward(config.data)
-    problems, count = make_problems(config.data, config.seed, fit_all), config.validate_.num_prompts
-    problems.draw("train", 0, 1, 0)
+    problems, count = make_problems(config, fit_all), config.validate_.num_prompts
+    problems.draw("train", 0, 1)
     try:
         problems.held_out(count, PATIENCE_S)
     except ConfigError as error:
