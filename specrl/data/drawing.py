@@ -40,7 +40,7 @@ def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place:
             break
         source.keep(shard)
     if needs_more:
-        for process in _start(source, config, tokenizer_dir, first, rank * cores, cores, ranks * cores):
+        for process in _start(source, config, tokenizer_dir, first, rank * cores, cores, ranks * cores, needed=True):
             process.wait()
 
 
@@ -49,7 +49,7 @@ def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first
     """Draw the problems of all steps from this one on in a process of low priority, unless all are there."""
     steps = range(first_step, config.train.num_steps + 1)  # there is one after the last step, which is validated
     is_missing = not all(map(source.has, source.shards(steps)))
-    processes = _start(source, config, tokenizer_dir, steps, 0, 1, 1) if is_missing else []
+    processes = _start(source, config, tokenizer_dir, steps, 0, 1, 1, needed=False) if is_missing else []
     try:
         yield
     finally:
@@ -58,26 +58,27 @@ def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first
 
 
 def _start(
-    source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, start: int, count: int, total: int
+    source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, *places: int, needed: bool
 ) -> list[subprocess.Popen[bytes]]:
-    processes = []
+    """Start processes `start` to `start + count` of `total`, each of which draws every `total`-th shard."""
+    (start, count, total), processes = places, []
     for index in range(start, start + count):
         process, connection = start_helper(__name__)
         with connection, contextlib.suppress(OSError):  # it has ended, and whoever needs a shard draws it
-            arguments = (source.begun, source.prompts_dir, steps.start == 0, steps, index, total)
+            arguments = (source.begun, source.prompts_dir, needed, steps, index, total)
             connection.send((dump_config(config), tokenizer_dir, *arguments))
         processes.append(process)
     return processes
 
 
 def main(rank: Connection) -> None:
-    """Draw every so-manieth shard of some steps in this process, and end."""
+    """Draw its part of the shards in this process, and end."""
     become_helper(rank.recv())
     text, tokenizer_dir, begun, prompts_dir, others, steps, index, total = rank.recv()
-    os.nice(NICENESS)
-    # Where the kernel groups processes by session, the niceness of the group counts.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+    if not others:  # nobody waits for it
+        os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # where the kernel groups processes by session, that of the group counts
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
     source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
     with contextlib.suppress(ConfigError):  # the rank comes to the same, and says it
         for shard in islice(source.shards(steps, others=others), index, None, total):

@@ -172,7 +172,7 @@ def test_entries_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 class Slow(GeneratorMixture):
-    """Each problem takes as long as half of what `prepare` draws in alone."""
+    """Each problem takes its time."""
 
     drawn = 0
 
@@ -187,7 +187,7 @@ def test_before_the_first_step_only_what_it_needs_is_drawn(tmp_path: Path, monke
     monkeypatch.setattr("specrl.data.held_out.GeneratorMixture", Slow)
     monkeypatch.setattr(drawing, "QUICK_S", 0.5)
     started: list[Any] = []
-    monkeypatch.setattr(drawing, "_start", lambda *arguments: started.append(arguments) or [])
+    monkeypatch.setattr(drawing, "_start", lambda *arguments, **_: started.append(arguments) or [])
     config = config_of(
         tmp_path,
         train={"num_steps": 10_000, "prompts_per_step": 40},
@@ -213,6 +213,7 @@ def test_all_problems_of_a_quick_generator_are_there_before_the_first_step(
 ) -> None:
     config = config_of(tmp_path, train={"num_steps": 20, "prompts_per_step": 16}, validate={"sets": HARD})
     monkeypatch.setattr(drawing, "start_helper", lambda *_: pytest.fail("a process is started"))
+    monkeypatch.setattr(drawing, "QUICK_S", 120.0)
     source = source_of(config)
     for rank in range(2):
         draw_first(source, config, tmp_path, (rank, 2))
@@ -235,7 +236,7 @@ def test_processes_draw_what_the_first_step_needs_and_then_the_other_steps(
     missing = [shard for shard in source.shards(range(10)) if not source.has(shard)]
     assert missing == [("", "train", number) for number in range(2, 7)]
     with drawn_ahead(source, config, tmp_path / "tokenizer", 3):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not all(map(source.has, missing)) and time.monotonic() < deadline:
             time.sleep(0.1)
     forbid(monkeypatch)
