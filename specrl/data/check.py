@@ -25,9 +25,7 @@ def check_data(config: Config) -> None:
     """Check that generators take their parameters, files have their columns, and template and reward are valid.
 
     There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short), as
-    far as `PATIENCE_S` lets them be counted.
-
-    This imports the user's reward function; it does not import torch unless that function does.
+    far as `PATIENCE_S` lets them be counted. This imports the user's reward function, and torch only if that does.
 
     Raises:
         ConfigError: One of these is wrong; the message is one line about the first.

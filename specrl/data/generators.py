@@ -35,7 +35,7 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end; they depend on the seed and the parameters alone."""
+        """Yield problems as `Generator.problems` says."""
         chunk = 0
         while True:
             # A data set draws item i from Random(seed + i): chunks' seeds must lie far apart and fit NumPy's 32 bits.

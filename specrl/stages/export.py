@@ -10,7 +10,6 @@ from pathlib import Path
 
 from specrl import logs
 from specrl.artifacts import (
-    PROMPTS_DIR,
     Acceptance,
     ExportResult,
     TrainResult,
@@ -97,8 +96,7 @@ def try_out(context: StageContext, policy_dir: Path, drafter_dir: Path, progress
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
-    prompts_dir = context.inputs["prepare"] / PROMPTS_DIR
-    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), prompts_dir=prompts_dir))
+    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir))
     with logs.phase("generation with the exported drafter"):
         found = measure_acceptance(
             engine,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specrl import logs
-from specrl.artifacts import PROMPTS_DIR, PrepareResult, write_result
+from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
@@ -51,7 +51,7 @@ def main(context: StageContext) -> None:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
         tokenizer = load_tokenizer(base_dir)
-        source = PromptSource(config, tokenizer, prompts_dir=context.stage_dir / PROMPTS_DIR)
+        source = PromptSource(config, tokenizer, prompts_dir=context.prompts_dir)
         with logs.phase("drawing of the first problems"):
             draw_first(source, config, base_dir, (ranks.rank, ranks.world_size))
             ranks.barrier()
@@ -87,11 +87,7 @@ def main(context: StageContext) -> None:
 
 
 def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
-    """Write the drafter of `drafter.source` in specrl's own layout, and say what was found; return its folder.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """Write the drafter of `drafter.source` in specrl's own layout, and say what was found; return its folder."""
     start = context.continues
     if not context.config.adopts_drafter or (start is not None and start.has_drafter):
         return None

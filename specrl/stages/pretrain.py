@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from specrl import lifetime, logs
-from specrl.artifacts import PROMPTS_DIR, PrepareResult, PretrainResult, write_result
+from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.context import StageContext
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
@@ -95,7 +95,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
     config = context.config
     rewards = start_rewards(config, ranks.rank)
     policy_dir = context.input("prepare", PrepareResult).policy_dir
-    source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.inputs["prepare"] / PROMPTS_DIR)
+    source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir)
     size = config.engine.tensor_parallel
     engines, own = ranks.world_size // size, ranks.rank // size
     prompts = source.pretraining(config.drafter.num_prompts)[own::engines]

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from specrl import lifetime, logs
-from specrl.artifacts import PROMPTS_DIR, CalibrateResult, PrepareResult, PretrainResult
+from specrl.artifacts import CalibrateResult, PrepareResult, PretrainResult
 from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.drawing import drawn_ahead
@@ -59,8 +59,8 @@ def main(context: StageContext) -> None:
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore(context.input("pretrain", PretrainResult).rollouts_dir)
         policy_dir = context.input("prepare", PrepareResult).policy_dir
-        ahead = drawn_ahead(trainer.generator.source, context.config, policy_dir, first_step)
-        with ahead if ranks.is_first else nullcontext():
+        source = trainer.generator.source
+        with drawn_ahead(source, context.config, policy_dir, first_step) if ranks.is_first else nullcontext():
             last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
@@ -139,7 +139,7 @@ def open_prompts(context: StageContext, tokenizer: Any) -> PromptSource:
     start, begun = context.continues, (0, 0)
     if start is not None and start.counts_on:
         begun = (start.step, start.num_prompts)
-    return PromptSource(context.config, tokenizer, begun, prompts_dir=context.inputs["prepare"] / PROMPTS_DIR)
+    return PromptSource(context.config, tokenizer, begun, prompts_dir=context.prompts_dir)
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:

@@ -9,7 +9,6 @@ from statistics import median
 
 from specrl import logs
 from specrl.artifacts import (
-    PROMPTS_DIR,
     ExactnessResult,
     PrepareResult,
     SetScore,
@@ -46,8 +45,7 @@ def main(context: StageContext) -> None:
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_run(context, ranks) as tracker, Progress(context.stage_dir, enabled=ranks.is_first) as progress:
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
-        prompts_dir = context.inputs["prepare"] / PROMPTS_DIR
-        source = PromptSource(config, load_tokenizer(prepared.policy_dir), prompts_dir=prompts_dir)
+        source = PromptSource(config, load_tokenizer(prepared.policy_dir), prompts_dir=context.prompts_dir)
         with logs.phase("start of the engine"):
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
