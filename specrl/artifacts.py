@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 RESULT_FILE = "result.json"
+PROMPTS_DIR = "prompts"
+"""The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
 MOST_BYTES = 64 * 2**20
 """The most bytes that are read of a file of text or JSON: a run's own are far smaller."""
 PASSING = frozenset(

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import ResultType, read_file, read_result, write_json
+from specrl.artifacts import PROMPTS_DIR, ResultType, read_file, read_result, write_json
 from specrl.config import Config, StageName, dump_config, parse_config
 from specrl.lineage.record import Continuation
 
@@ -38,6 +38,11 @@ class StageContext:
     def run_dir(self) -> Path:
         """The folder of the whole run, `runs/NAME`."""
         return self.config.run_dir
+
+    @property
+    def prompts_dir(self) -> Path:
+        """The folder of the shards of problems, which `prepare` begins and every stage may extend."""
+        return self.inputs.get("prepare", self.stage_dir) / PROMPTS_DIR
 
     def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:
         """The result of an earlier stage.

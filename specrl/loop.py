@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from specrl import logs
 from specrl.config import Config
-from specrl.data.drawing_ahead import DrawingAhead
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.events import SIGNAL, record_event
@@ -55,8 +54,6 @@ class Trainer:
     """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
     rewards: RewardPool | None
     """Computes the rewards; None on a rank whose engine has another first rank, which does it."""
-    ahead: DrawingAhead | None
-    """Draws the problems of the next steps meanwhile, if that takes long; None on all ranks but the first."""
     generator: RolloutGenerator
     precision: PrecisionMonitor
     refit: Refit
@@ -275,9 +272,7 @@ class Trainer:
         self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:
-        """End the engine and the processes of the rewards and of the problems."""
+        """End the engine and the processes of the rewards."""
         self.engine.shutdown()
-        if self.ahead is not None:
-            self.ahead.close()
         if self.rewards is not None:
             self.rewards.close()

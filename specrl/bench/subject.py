@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import RESULT_FILE, PrepareResult, PretrainResult, TrainResult
+from specrl.artifacts import PROMPTS_DIR, RESULT_FILE, PrepareResult, PretrainResult, TrainResult
 from specrl.config import Config, ConfigError, StageName, change_config
 from specrl.report.results import find_stages, finished, read_config
 
@@ -24,6 +24,11 @@ class Subject:
     """The policy before the RL steps."""
     stages: dict[StageName, Path]
     """The folders of the finished stages before the RL steps."""
+
+    @property
+    def prompts_dir(self) -> Path:
+        """The folder of the prompts that `prepare` began."""
+        return self.stages["prepare"] / PROMPTS_DIR
 
 
 def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:

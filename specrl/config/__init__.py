@@ -113,11 +113,6 @@ class Config(Section):
         return (self.runs_dir / self.name).absolute()
 
     @property
-    def problems_dir(self) -> Path:
-        """The folder in it for problems that took long to draw; see `specrl.data.store`."""
-        return self.run_dir / "problems"
-
-    @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
         """The functions that the run has chosen by name, each with the registry it is from."""
         return *self.train.algorithms, (DRAFT_LOSSES, self.drafter.loss)

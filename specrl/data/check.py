@@ -17,7 +17,7 @@ that run out of problems do so quickly; where drawing takes longer, `prepare` se
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
     """Score an empty response and the reference answer of the first problem, by the reward that a run would have."""
-    (problem,) = make_problems(config.data, config.seed, fit_all).draw("train", 0, 1, 0)
+    (problem,) = make_problems(config, fit_all).draw("train", 0, 1)
     return try_reward(config, "", 0), try_reward(config, problem.demonstration, 0)
 
 
@@ -25,17 +25,15 @@ def check_data(config: Config) -> None:
     """Check that generators take their parameters, files have their columns, and template and reward are valid.
 
     There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short), as
-    far as `PATIENCE_S` lets them be counted.
-
-    This imports the user's reward function; it does not import torch unless that function does.
+    far as `PATIENCE_S` lets them be counted. This imports the user's reward function, and torch only if that does.
 
     Raises:
         ConfigError: One of these is wrong; the message is one line about the first.
     """
     check_template(config.data.template)
     make_reward(config.data)
-    problems, count = make_problems(config.data, config.seed, fit_all), config.validate_.num_prompts
-    problems.draw("train", 0, 1, 0)
+    problems, count = make_problems(config, fit_all), config.validate_.num_prompts
+    problems.draw("train", 0, 1)
     try:
         problems.held_out(count, PATIENCE_S)
     except ConfigError as error:

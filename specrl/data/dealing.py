@@ -10,14 +10,7 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[i
     """Deal items, the longest first, each to the share with the smallest sum of lengths so far.
 
     Equal items are dealt in their order, and among equal shares the first one gets the item, so that every rank comes
-    to the same result.
-
-    Args:
-        lengths: The length of each item.
-        num_shares: The number of shares.
-
-    Returns:
-        For each share the indices of its items, in the order they were dealt.
+    to the same indices.
     """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     queue = [(0.0, share) for share in range(num_shares)]
@@ -38,15 +31,7 @@ def deal_near_home(lengths: Sequence[float], homes: Sequence[int], num_shares: i
 
     An item, the longest first, stays where it is as long as its share gets no longer than the longest of
     `deal_longest_first`. The others go to the share with the smallest sum of lengths. So the longest share exceeds that
-    of `deal_longest_first` by one item at most, and every rank comes to the same result.
-
-    Args:
-        lengths: The length of each item.
-        homes: The share that each item is in already.
-        num_shares: The number of shares.
-
-    Returns:
-        For each share the indices of its items.
+    of `deal_longest_first` by one item at most, and every rank comes to the same indices.
     """
     even = deal_longest_first(lengths, num_shares)
     most = max(sum(lengths[index] for index in share) for share in even)

@@ -15,7 +15,7 @@ from specrl.data.answers import format_answer
 from specrl.data.formats.messages import CHATS, Message, read_messages
 from specrl.data.formats.places import files_of
 from specrl.data.formats.rows import find, read_rows
-from specrl.data.problems import Fit, Misfit, Problem, derive_seed
+from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed
 
 ALIASES = {"prompt": CHATS, "answer": ("reward_model.ground_truth",)}
 """Where a default column is looked for that is not there: chats, and the layout of verl."""
@@ -24,7 +24,7 @@ TRUTH = "ground_truth"
 Request = str | list[Message]
 
 
-def read_problems(place: Path, config: DataConfig, fit: Fit) -> list[Problem]:
+def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> list[Problem]:
     """The rows of a place's files as problems, in the files' order; answers of any type become text.
 
     Raises:
@@ -38,7 +38,7 @@ def read_problems(place: Path, config: DataConfig, fit: Fit) -> list[Problem]:
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
     if not found:
         raise ConfigError(f"data file {place} is empty")
-    fitted = fit([_problem(where, row, columns, others=others) for where, row in found])
+    fitted = fit([_problem(where, row, columns, others=others) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
         if misfit.rule != "drop" or len(misfits) == len(found):  # the latter where all prompts are too long
@@ -119,7 +119,7 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
 class FileProblems:
     """The problems of files, drawn in shuffled epochs; held out are others, or the last rows of each set."""
 
-    def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
+    def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts) -> None:
         """Read the files of `data.path` and `data.validation_path`.
 
         Args:
@@ -131,8 +131,8 @@ class FileProblems:
         assert config.path is not None
         self.seed = seed
         self._names = [", ".join(map(str, places)) for places in (config.path, config.validation_path) if places]
-        sets = [read_problems(place, config, fit) for place in config.path]
-        held_out = [row for place in config.validation_path or () for row in read_problems(place, config, fit)]
+        sets = [read_problems(place, config, fit, counts) for place in config.path]
+        held_out = [row for place in config.validation_path or () for row in read_problems(place, config, fit, counts)]
         if config.validation_path is None:
             cuts = [round(len(rows) * config.validation_fraction) for rows in sets]
             cuts[-1] = cuts[-1] if any(cuts) else 1
@@ -175,13 +175,13 @@ class FileProblems:
         repeated = [(row.answer, answers.setdefault(row.identity, row.answer)) for row in self._training]
         return len(repeated) - len(answers), sum(own != first for own, first in repeated)
 
-    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """Rows `drawn` to `drawn + count` of the stream's epochs, each of which is shuffled anew.
+    def draw(self, stream: str, first: int, count: int) -> list[Problem]:
+        """Rows `first` to `first + count` of the stream's epochs, each of which is shuffled anew.
 
         Where sets have weights, an epoch has of each as many rows as its weight says, some of them more than once.
         """
         size = sum(self._drawn)
-        positions = range(drawn, drawn + count)
+        positions = range(first, first + count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:

@@ -1,22 +1,19 @@
-"""Problem generators by name (reasoning-gym's and specrl's own), and mixtures of them."""
+"""Problem generators by name: reasoning-gym's and specrl's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
-from itertools import islice
-from random import Random
 from typing import Any
 
 from pydantic import ValidationError
 
-from specrl.config import ConfigError, DataConfig, GeneratorConfig
+from specrl.config import ConfigError, GeneratorConfig
 from specrl.data.answers import extract_answer, format_answer
-from specrl.data.problems import Fit, Generator, Problem, derive_seed, is_held_out
+from specrl.data.problems import Generator, Problem, derive_seed
 from specrl.data.scorers.expressions import NotAnAnswerError
 from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
@@ -24,7 +21,7 @@ from specrl.data.worked_sums import WorkedSums
 CHUNK = 64
 """The problems in a reasoning-gym data set: few, because some data sets make all their problems at once."""
 MAX_MISSES = 2000
-"""The draws in a row without a new problem after which the generators count as exhausted."""
+"""The draws in a row without a problem, or without a new one, after which generators count as exhausted."""
 
 
 class ReasoningGym:
@@ -38,7 +35,7 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end; they depend on the seed and the parameters alone."""
+        """Yield problems as `Generator.problems` says."""
         chunk = 0
         while True:
             # A data set draws item i from Random(seed + i): chunks' seeds must lie far apart and fit NumPy's 32 bits.
@@ -48,7 +45,7 @@ class ReasoningGym:
                 if item is None:
                     continue
                 answer = str(item["answer"])
-                yield Problem(item["question"], answer, " " + format_answer(answer), item)
+                yield Problem(item["question"], answer, " " + format_answer(answer), plain(item))
             chunk += 1
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
@@ -137,116 +134,17 @@ def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
     return ConfigError(f"data.generators: {name}: {reason}; parameters: {', '.join(allowed)}")
 
 
-class GeneratorMixture:
-    """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
-
-    def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
-        """Make the generators of `data.generators`.
-
-        Args:
-            fit: What becomes of problems whose prompts are too long.
-
-        Raises:
-            ConfigError: There is none, or one of them is unknown or refuses its parameters.
-        """
-        self.config = config
-        self.seed = seed
-        self._fit = fit
-        self._misfit = ""
-        """What was wrong with the last problem that could not be asked."""
-        self.generators = [make_generator(generator) for generator in config.generators]
-        if not self.generators:
-            raise ConfigError("data.generators is empty: name at least one generator")
-
-    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """Problems that are distinct as long as the generators have new ones, and then repeats.
-
-        They do not depend on how many were drawn before.
-
-        Raises:
-            ConfigError: The generators have only held-out problems.
-        """
-        found = list(islice(self._distinct(stream, step, held_out=False, repeat=True), count))
-        if len(found) < count:
-            raise ConfigError(
-                f"data.generators gave no training problem in {MAX_MISSES} draws: "
-                + self._why_so_few("lower data.validation_fraction")
-            )
-        return found
-
-    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
-
-        Raises:
-            ConfigError: The generators have fewer.
-        """
-        deadline = time.monotonic() + patience_s
-        problems = list(islice(self._distinct("held-out", 0, held_out=True, repeat=False, until=deadline), count))
-        if len(problems) < count and time.monotonic() < deadline:
-            raise ConfigError(
-                f"data.generators have only {len(problems)} distinct held-out problems of the {count} asked for: "
-                + self._why_so_few("ask for fewer, widen the generators' parameters, or raise data.validation_fraction")
-            )
-        return problems
-
-    def notes(self, count: int) -> list[str]:
-        """Nothing: what generators give is known only as it is drawn."""
-        return []
-
-    def trains_on(self, question: str) -> bool:
-        """False: what generators give is known only as it is drawn."""
-        return False
-
-    def _distinct(
-        self, stream: str, step: int, held_out: bool, repeat: bool, until: float = math.inf
-    ) -> Iterator[Problem]:
-        """Yield distinct problems that are held out or not; when there are no new ones, end or start to repeat them.
-
-        Args:
-            until: The time of `time.monotonic` at which to end in any case.
-        """
-        seen: set[str] = set()
-        misses = 0
-        for candidate in self._candidates(stream, step):
-            if time.monotonic() > until:
-                return
-            problem = self._fitted(candidate)
-            if problem is not None and problem.question not in seen:
-                wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
-                if wanted:
-                    seen.add(problem.question)
-                    misses = 0
-                    yield problem
-                    continue
-            misses += 1
-            if misses == MAX_MISSES:
-                if not (repeat and seen):
-                    return
-                seen, misses = set(), 0
-
-    def _fitted(self, candidate: Problem) -> Problem | None:
-        """A problem as it can be asked; None for one that cannot.
-
-        Raises:
-            ConfigError: Its prompt is too long, and `data.overlong` refuses that.
-        """
-        [found] = self._fit([candidate])
-        if isinstance(found, Problem):
-            return found
-        self._misfit = found.text
-        if found.rule == "refuse":
-            raise ConfigError(f"data.generators: {self.config.generators[candidate.generator].name}: {found.text}")
-        return None
-
-    def _why_so_few(self, advice: str) -> str:
-        return f"of one that was left out, {self._misfit}" if self._misfit else advice
-
-    def _candidates(self, stream: str, step: int) -> Iterator[Problem]:
-        """Yield problems of all generators by weight without end, held out or not, some more than once."""
-        seed = derive_seed(self.seed, stream, step)
-        rng = Random(seed)
-        weights = [generator.weight for generator in self.config.generators]
-        sources = [generator.problems(derive_seed(seed, index)) for index, generator in enumerate(self.generators)]
-        while True:
-            index = rng.choices(range(len(sources)), weights)[0]
-            yield dataclasses.replace(next(sources[index]), generator=index)
+def plain(value: Any) -> Any:
+    """A value as a Python literal holds it, such as NumPy's numbers and texts as Python's own; others become text."""
+    match value:
+        case dict():
+            return {plain(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return (list if isinstance(value, list) else tuple)(map(plain, value))
+        case None | bool():
+            return value
+        case int():
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+    return str(value)

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
-from specrl.config import Config, ConfigError, DataConfig
+from specrl.artifacts import digest
+from specrl.config import Config, ConfigError
 from specrl.data.files import FileProblems, read_problems
-from specrl.data.generators import GeneratorMixture
-from specrl.data.problems import Fit, Problem, ProblemSource
+from specrl.data.problems import Counts, Fit, Problem
+from specrl.data.shards import GeneratorMixture
+
+DRAWN_BY = {"generators", "validation_fraction", "template", "system_prompt", "chat_template_kwargs", "overlong"}
+"""The fields of `[data]` that decide what generators draw and what is left out of it."""
 
 
-def make_problems(config: DataConfig, seed: int, fit: Fit) -> ProblemSource:
+def make_problems(
+    config: Config, fit: Fit, counts: Counts | None = None, prompts_dir: Path | None = None
+) -> FileProblems | GeneratorMixture:
     """The run's problems, from generators or a file.
 
     Args:
         fit: What becomes of problems whose prompts are too long.
+        prompts_dir: The folder of all shards of a model's prompts; without one, problems are drawn each time.
 
     Raises:
         ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
     """
-    return FileProblems(config, seed, fit) if config.source == "file" else GeneratorMixture(config, seed, fit)
+    data, counts = config.data, counts or Counts()
+    if data.source == "file":
+        return FileProblems(data, config.seed, fit, counts)
+    drawn_by = (data.model_dump(mode="json", include=DRAWN_BY), config.seed, config.max_prompt_tokens)
+    folder = prompts_dir / digest(drawn_by) if prompts_dir is not None else None
+    return GeneratorMixture(data, config.seed, fit, counts, folder)
 
 
 def config_of_set(config: Config, name: str) -> Config:
@@ -40,21 +53,27 @@ def config_of_set(config: Config, name: str) -> Config:
     )
 
 
-def held_out_problems(config: Config, name: str, fit: Fit, patience_s: float = math.inf) -> list[Problem]:
+def held_out_problems(
+    config: Config,
+    name: str,
+    fit: Fit,
+    patience_s: float = math.inf,
+    counts: Counts | None = None,
+    prompts_dir: Path | None = None,
+) -> list[Problem]:
     """The distinct problems of a held-out set, of generators those that were found within `patience_s` seconds.
 
-    Args:
-        fit: What becomes of problems whose prompts are too long.
+    The other arguments are those of `make_problems`.
 
     Raises:
         ConfigError: A file or a generator is wrong, or there are fewer problems than asked for; the line names the set.
     """
-    chosen, data = config.validate_.held_out_sets[name], config_of_set(config, name).data
+    chosen, own, counts = config.validate_.held_out_sets[name], config_of_set(config, name), counts or Counts()
     count = chosen.num_prompts or config.validate_.num_prompts
     try:
         if chosen.path is None:
-            return make_problems(data, config.seed, fit).held_out(count, patience_s)
-        rows = {row.identity: row for place in chosen.path for row in read_problems(place, data, fit)}
+            return make_problems(own, fit, counts, prompts_dir).held_out(count, patience_s)
+        rows = {row.identity: row for place in chosen.path for row in read_problems(place, own.data, fit, counts)}
     except ConfigError as error:
         raise ConfigError(f"validate.sets.{name}: {error}") from error
     places = ", ".join(map(str, chosen.path))

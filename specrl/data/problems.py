@@ -1,10 +1,9 @@
-"""Problems and the prompts made from them, the protocols of their sources, and deterministic seeds."""
+"""Problems and the prompts made from them, the protocol of generators, and deterministic seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -59,11 +58,29 @@ class Misfit:
     """`drop` and `refuse` are what `data.overlong` says about a prompt that is too long."""
 
 
-Fit = Callable[[Sequence[Problem]], list[Problem | Misfit]]
-"""Problems -> each as it can be asked, or a misfit in its place."""
+@dataclass
+class Counts:
+    """What became of the problems that were looked at."""
+
+    seen: int = 0
+    overlong: int = 0
+    """Those whose prompts were longer than the limit, dropped or truncated."""
+    unusable: int = 0
+    """Generated ones that no prompt could be made of."""
+    longest: int = 0
+    """The tokens of the longest prompt, before it was dropped or truncated."""
+
+    def add(self, other: Counts) -> None:
+        """Count what was counted elsewhere too."""
+        self.seen, self.overlong = self.seen + other.seen, self.overlong + other.overlong
+        self.unusable, self.longest = self.unusable + other.unusable, max(self.longest, other.longest)
 
 
-def fit_all(problems: Sequence[Problem]) -> list[Problem | Misfit]:
+Fit = Callable[[Sequence[Problem], Counts], list[Problem | Misfit]]
+"""Problems -> each as it can be asked, or a misfit in its place; all are counted."""
+
+
+def fit_all(problems: Sequence[Problem], _: Counts) -> list[Problem | Misfit]:
     """All problems as they are, for checks that are made without a tokenizer."""
     return list(problems)
 
@@ -82,36 +99,6 @@ class Generator(Protocol):
             answer: `Problem.answer`.
             entry: `Problem.entry`.
         """
-        ...
-
-
-class ProblemSource(Protocol):
-    """The source of a run's problems: a mixture of generators, or a file."""
-
-    def draw(self, stream: str, step: int, count: int, drawn: int) -> list[Problem]:
-        """`count` problems for a step of a stream, none of them held out.
-
-        They are a pure function of the run's seed and the arguments.
-
-        Args:
-            drawn: The number of problems that the stream gave for the steps before.
-        """
-        ...
-
-    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
-
-        Raises:
-            ConfigError: There are fewer.
-        """
-        ...
-
-    def notes(self, count: int) -> list[str]:
-        """A line for each thing about the problems that a user may not expect, where a step asks `count`."""
-        ...
-
-    def trains_on(self, question: str) -> bool:
-        """Whether this question is known to be among those that are trained on."""
         ...
 
 

@@ -6,7 +6,7 @@ Each stream has its own seeds, and a held-out problem never appears in another s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -15,12 +15,14 @@ from typing import Any
 from specrl.config import Config, ConfigError
 from specrl.data.files import placed_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
-from specrl.data.problems import Problem, Prompt, derive_seed
+from specrl.data.problems import Counts, Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
-from specrl.data.store import ProblemStore
+from specrl.data.shards import HELD_OUT, GeneratorMixture
 
 RECENT = 3
 """The number of steps whose prompts are remembered: where idle time is put to use, two steps' are asked for in turn."""
+Shard = tuple[str, str, int]
+"""A held-out set's name, or "" for the run's own problems; the stream, and the shard's number."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class PromptSource:
         tokenizer: Any,
         begun: tuple[int, int] = (0, 0),
         *,
-        problems_dir: Path | None = None,
-        draws_anew: bool = False,
-        on_slow: Callable[[int], None] | None = None,
+        prompts_dir: Path | None = None,
     ) -> None:
         """Open the problems of `[data]`.
 
@@ -55,10 +55,7 @@ class PromptSource:
             tokenizer: The policy's tokenizer, of transformers.
             begun: The step from which on the configuration holds, and the number of prompts that training had before
                 it, with another `train.prompts_per_step`.
-            problems_dir: The folder for problems that take long to draw, `Config.problems_dir`; without it they are
-                drawn each time.
-            draws_anew: Whether to draw and write even what is in that folder.
-            on_slow: Called with the number of each step whose problems take long to draw, once they are there.
+            prompts_dir: The folder of shards, which whoever needs one fills; without it, problems are drawn each time.
 
         Raises:
             ConfigError: A generator or parameter is unknown, a file is unreadable or has a row that no prompt can be
@@ -68,33 +65,61 @@ class PromptSource:
         self.begun = begun
         self.tokenizer = tokenizer
         self._rendering = Rendering(config, tokenizer)
-        self._problems = make_problems(config.data, config.seed, self._rendering.fit)
-        self._problems_dir, self._draws_anew, self._on_slow = problems_dir, draws_anew, on_slow
-        self._store = self._store_of(config)
+        self._counts, self.prompts_dir = Counts(), prompts_dir
+        self._problems = make_problems(config, self._rendering.fit, self._counts, prompts_dir)
         self._recent: dict[int, list[Prompt]] = {}
-
-    def _store_of(self, config: Config) -> ProblemStore:
-        return ProblemStore.of(self._problems_dir, config, self.tokenizer, reads=not self._draws_anew)
 
     def batch(self, step: int) -> list[Prompt]:
         """The `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
         if step not in self._recent:
-            self._recent[step] = self._draw(step)
+            count = self._config.train.prompts_per_step
+            self._recent[step] = self._prompts("train", self._problems.draw("train", self._first(step), count))
             for earliest in list(self._recent)[:-RECENT]:
                 del self._recent[earliest]
         return list(self._recent[step])
 
-    def _draw(self, step: int) -> list[Prompt]:
-        (begun, before), count = self.begun, self._config.train.prompts_per_step
-        drawn = max(0, before + (step - begun) * count)
+    def _first(self, step: int) -> int:
+        begun, before = self.begun
+        return max(0, before + (step - begun) * self._config.train.prompts_per_step)
 
-        def draw(count: int) -> list[Problem]:
-            return self._problems.draw("train", step, count, drawn)
+    def shards(self, steps: range, *, others: bool = False) -> Iterator[Shard]:
+        """Yield the shards of some steps in order; before them, with `others`, those that other stages need."""
+        config, validate = self._config, self._config.validate_
+        wanted = [("", "train", self._first(steps.start), len(steps) * config.train.prompts_per_step)]
+        if others:
+            streams = {"pretraining": config.drafter.num_prompts, "demonstrations": config.warm_start.num_examples}
+            sets = {name: one for name, one in validate.held_out_sets.items() if one.generators}
+            wanted = [
+                *(("", stream, 0, count) for stream, count in streams.items()),
+                ("", HELD_OUT, 0, self._num_held_out),
+                *((name, HELD_OUT, 0, one.num_prompts or validate.num_prompts) for name, one in sets.items()),
+                *wanted,
+            ]
+        for name, stream, first, count in wanted:
+            source = self._mixture(name)
+            for number in source.shards(stream, first, count) if source is not None else ():
+                yield name, stream, number
 
-        problems, is_slow = self._store.take(f"train-{step:06d}", count, draw)
-        if is_slow and self._on_slow is not None:
-            self._on_slow(step)
-        return self._prompts("train", problems)
+    def has(self, shard: Shard) -> bool:
+        """Whether a shard is in the folder."""
+        source = self._mixture(shard[0])
+        return source is None or source.has(*shard[1:])
+
+    def keep(self, shard: Shard) -> None:
+        """Draw a shard unless it is in the folder."""
+        if (source := self._mixture(shard[0])) is not None:
+            source.keep(*shard[1:])
+
+    def _mixture(self, name: str) -> GeneratorMixture | None:
+        config = config_of_set(self._config, name) if name else None
+        source = make_problems(config, self._rendering.fit, None, self.prompts_dir) if config else self._problems
+        return source if isinstance(source, GeneratorMixture) else None
+
+    @property
+    def _num_held_out(self) -> int:
+        validate = self._config.validate_
+        sets = [chosen.num_prompts or 0 for chosen in validate.held_out_sets.values() if not chosen.has_problems]
+        return max([validate.num_prompts, *sets])
 
     def held_out(self, count: int) -> list[Prompt]:
         """Distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
@@ -102,7 +127,7 @@ class PromptSource:
         Raises:
             ConfigError: There are fewer held-out problems.
         """
-        return self._prompts("held-out", self._store.take("held-out", count, self._problems.held_out)[0])
+        return self._prompts("held-out", self._problems.held_out(count))
 
     def validation(self, name: str) -> list[Prompt]:
         """The prompts of the held-out set of this name.
@@ -114,20 +139,14 @@ class PromptSource:
         count = chosen.num_prompts or self._config.validate_.num_prompts
         if not chosen.has_problems:
             return self.held_out(count)
-        store = self._store_of(config_of_set(self._config, name))
-
-        def draw(_: int) -> list[Problem]:
-            return held_out_problems(self._config, name, self._rendering.fit)
-
-        return self._prompts(f"held-out/{name}", store.take("held-out", count, draw)[0])
+        found = held_out_problems(
+            self._config, name, self._rendering.fit, counts=self._counts, prompts_dir=self.prompts_dir
+        )
+        return self._prompts(f"held-out/{name}", found)
 
     def pretraining(self, count: int) -> list[Prompt]:
         """The prompts whose responses the drafter is pretrained on."""
-
-        def draw(count: int) -> list[Problem]:
-            return self._problems.draw("pretraining", 0, count, 0)
-
-        return self._prompts("pretraining", self._store.take("pretraining", count, draw)[0])
+        return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
 
     def drafter_data(self, count: int) -> list[Prompt]:
         """Prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
@@ -154,27 +173,23 @@ class PromptSource:
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
         """Prompts, each with a response that earns full reward, with worked steps if there are any."""
-        problems = self._problems.draw("demonstrations", 0, count, 0)
+        problems = self._problems.draw("demonstrations", 0, count)
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 
     def check(self) -> PromptReport:
-        """Draw the first training batch and all held-out and pretraining prompts, so that mistakes show early.
-
-        The report counts what was drawn: a source that takes what is kept has nothing to report of it.
+        """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early.
 
         Raises:
             ConfigError: There are too few problems, or a prompt is too long and `data.overlong` refuses that.
         """
         self.batch(0)
-        validate = self._config.validate_
-        shares = [chosen.num_prompts or 0 for chosen in validate.held_out_sets.values() if not chosen.has_problems]
-        self.held_out(max([validate.num_prompts, *shares]))
-        seen = [line for name in validate.held_out_sets for line in self._trained_on(name)]
+        self.held_out(self._num_held_out)
+        seen = [line for name in self._config.validate_.held_out_sets for line in self._trained_on(name)]
         self.pretraining(self._config.drafter.num_prompts)
         if self._config.drafter.data is not None:
             self.drafter_data(self._config.drafter.data_prompts)
-        counts, data = self._rendering.counts, self._config.data
+        counts, data = self._counts, self._config.data
         lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
         if counts.overlong:
             done = "dropped" if data.overlong == "drop" else "truncated"

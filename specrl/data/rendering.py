@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specrl.config import Config, ConfigError
 from specrl.data.formats.messages import Message
-from specrl.data.problems import Misfit, Problem
+from specrl.data.problems import Counts, Misfit, Problem
 
 CHAT = "chat"
 """The value of `data.template` that stands for the tokenizer's chat template."""
@@ -24,19 +24,6 @@ CHUNK = 1000
 """The prompts that the tokenizer gets at once."""
 LONGEST_TOKEN = 64
 """The characters that a token stands for at most, when a question is cut: of a longer one less is left than fits."""
-
-
-@dataclass
-class Counts:
-    """What became of the problems that were looked at."""
-
-    seen: int = 0
-    overlong: int = 0
-    """Those whose prompts were longer than the limit, dropped or truncated."""
-    unusable: int = 0
-    """Generated ones that no prompt could be made of."""
-    longest: int = 0
-    """The tokens of the longest prompt, before it was dropped or truncated."""
 
 
 class Rendering:
@@ -53,7 +40,6 @@ class Rendering:
         """
         self._template, self._rule, self.limit = config.data.template, config.data.overlong, config.max_prompt_tokens
         self._tokenizer = tokenizer
-        self.counts = Counts()
         normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else ...
         self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")
         """Whether the tokenizer makes few tokens of few bytes, so that short texts need not be tokenized to fit."""
@@ -102,18 +88,18 @@ class Rendering:
         """
         return self._encode([text], of_chat=of_chat)[0]
 
-    def fit(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
+    def fit(self, problems: Sequence[Problem], counts: Counts) -> list[Problem | Misfit]:
         """The problems as they can be asked, and a `Misfit` in place of each that cannot.
 
         A problem whose prompt has more than `limit` tokens is treated as `data.overlong` says.
         """
         fitted: list[Problem | Misfit] = []
         for start in range(0, len(problems), CHUNK):
-            fitted += self._fit_chunk(problems[start : start + CHUNK])
+            fitted += self._fit_chunk(problems[start : start + CHUNK], counts)
         return fitted
 
-    def _fit_chunk(self, problems: Sequence[Problem]) -> list[Problem | Misfit]:
-        texts = [self._renderable(problem) for problem in problems]
+    def _fit_chunk(self, problems: Sequence[Problem], counts: Counts) -> list[Problem | Misfit]:
+        texts = [self._renderable(problem, counts) for problem in problems]
         long = [index for index, text in enumerate(texts) if isinstance(text, str) and not self._surely_fits(text)]
         lengths = {
             index: len(tokens)
@@ -121,35 +107,35 @@ class Rendering:
         }
         fitted: list[Problem | Misfit] = []
         for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-            known = self._judge(problem, lengths[index]) if index in lengths else problem
+            known = self._judge(problem, lengths[index], counts) if index in lengths else problem
             fitted.append(text if isinstance(text, Misfit) else known)
         return fitted
 
     def _surely_fits(self, text: str) -> bool:
         return self._bounded and TOKENS_PER_BYTE * len(text.encode()) + MOST_SPECIAL <= self.limit
 
-    def _renderable(self, problem: Problem) -> str | Misfit:
-        self.counts.seen += 1
+    def _renderable(self, problem: Problem, counts: Counts) -> str | Misfit:
+        counts.seen += 1
         try:
             text = self.text(problem.question, problem.context)
             for part in (text, problem.answer, problem.demonstration):
                 part.encode()
         except UnicodeEncodeError as error:
-            self.counts.unusable += 1
+            counts.unusable += 1
             return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
         except ConfigError as error:
-            self.counts.unusable += 1
+            counts.unusable += 1
             return Misfit(str(error))
         return text
 
-    def _judge(self, problem: Problem, length: int) -> Problem | Misfit:
-        self.counts.longest = max(self.counts.longest, length)
+    def _judge(self, problem: Problem, length: int, counts: Counts) -> Problem | Misfit:
+        counts.longest = max(counts.longest, length)
         if not length:
-            self.counts.unusable += 1
+            counts.unusable += 1
             return Misfit("its prompt has no tokens")
         if length <= self.limit:
             return problem
-        self.counts.overlong += 1
+        counts.overlong += 1
         text = f"its prompt has {length} tokens, and at most {self.limit} are allowed (data.max_prompt_tokens)"
         if self._rule == "drop":
             return Misfit(text, "drop")

@@ -9,8 +9,14 @@ import time
 from pathlib import Path
 
 from specrl import logs
-from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult, write_result, write_text
-from specrl.config import Config
+from specrl.artifacts import (
+    Acceptance,
+    ExportResult,
+    TrainResult,
+    ValidateResult,
+    write_result,
+    write_text,
+)
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
@@ -40,7 +46,7 @@ def main(context: StageContext) -> None:
             ranks.barrier()
         acceptance: list[Acceptance] = []
         if drafter_dir is not None:
-            acceptance = try_out(context.config, policy_dir, drafter_dir, progress)
+            acceptance = try_out(context, policy_dir, drafter_dir, progress)
         acceptance_length = acceptance[0].acceptance_length if acceptance else None
         if ranks.is_first:
             result = ExportResult(
@@ -75,16 +81,16 @@ def copy_directory(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def try_out(config: Config, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:
+def try_out(context: StageContext, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:
     """What a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
 
     Drafts have full length.
     """
-    own = drafter_dir == policy_dir  # vLLM then finds everything in the one directory
+    config, own = context.config, drafter_dir == policy_dir  # vLLM then finds everything in the one directory
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
-    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir))
+    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir))
     with logs.phase("generation with the exported drafter"):
         found = measure_acceptance(
             engine,

@@ -12,6 +12,7 @@ import torch
 from specrl import logs
 from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
+from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.functions import is_built_in, make_reward
 from specrl.data.rewards.trial import doubtful_references
@@ -49,7 +50,10 @@ def main(context: StageContext) -> None:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
         tokenizer = load_tokenizer(base_dir)
-        source = PromptSource(config, tokenizer, problems_dir=config.problems_dir, draws_anew=True)
+        source = PromptSource(config, tokenizer, prompts_dir=context.prompts_dir)
+        with logs.phase("drawing of the first problems"):
+            draw_first(source, config, base_dir, (ranks.rank, ranks.world_size))
+            ranks.barrier()
         found = source.check()
         notes = found.notes
         if ranks.is_first and config.data.source == "file":

@@ -92,7 +92,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
     config = context.config
     rewards = start_rewards(config, ranks.rank)
     policy_dir = context.input("prepare", PrepareResult).policy_dir
-    source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
+    source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir)
     size = config.engine.tensor_parallel
     engines, own = ranks.world_size // size, ranks.rank // size
     prompts = source.pretraining(config.drafter.num_prompts)[own::engines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from specrl.artifacts import (
 )
 from specrl.config import Config
 from specrl.context import StageContext
-from specrl.data.drawing_ahead import DrawingAhead
+from specrl.data.drawing import drawn_ahead
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
 from specrl.distributed import Ranks
@@ -77,7 +78,10 @@ def main(context: StageContext) -> None:
         log_start(context, tracker)
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore()
-        last = trainer.run(first_step, progress)
+        policy_dir = context.input("prepare", PrepareResult).policy_dir
+        source = trainer.generator.source
+        with drawn_ahead(source, context.config, policy_dir, first_step) if ranks.is_first else nullcontext():
+            last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
 
@@ -119,7 +123,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             recipe=recipe,
             reads_policy=False,  # the first refit brings them
         )
-    source, ahead = open_prompts(context, ranks, engine.tokenizer, prepared.policy_dir)
+    source = open_prompts(context, engine.tokenizer)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(
@@ -130,7 +134,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         drafter=drafter,
         spot=spot,
         rewards=rewards,
-        ahead=ahead,
         generator=RolloutGenerator(config, ranks, engine, source, rewards, spot),
         precision=PrecisionMonitor(config, ranks, engine, training, policy.kv_observer, layers_path),
         refit=make_refit(context, ranks, engine, policy, drafter),
@@ -147,15 +150,12 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     )
 
 
-def open_prompts(
-    context: StageContext, ranks: Ranks, tokenizer: Any, policy_dir: Path
-) -> tuple[PromptSource, DrawingAhead | None]:
-    config, start, begun = context.config, context.continues, (0, 0)
+def open_prompts(context: StageContext, tokenizer: Any) -> PromptSource:
+    """The source of the prompts; where steps count on from a checkpoint, it goes on where that stands."""
+    start, begun = context.continues, (0, 0)
     if start is not None and start.counts_on:
         begun = (start.step, start.num_prompts)
-    ahead = DrawingAhead(config, begun, policy_dir) if ranks.is_first else None
-    on_slow = ahead.reach if ahead is not None else None
-    return PromptSource(config, tokenizer, begun, problems_dir=config.problems_dir, on_slow=on_slow), ahead
+    return PromptSource(context.config, tokenizer, begun, prompts_dir=context.prompts_dir)
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:

@@ -42,14 +42,14 @@ def main(context: StageContext) -> None:
     prepared, trained = context.input("prepare", PrepareResult), context.input("train", TrainResult)
     with stage_rank(context) as (ranks, tracker, progress):
         rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets)
-        source = PromptSource(config, load_tokenizer(prepared.policy_dir), problems_dir=config.problems_dir)
+        source = PromptSource(config, load_tokenizer(prepared.policy_dir), prompts_dir=context.prompts_dir)
         with logs.phase("start of the engine"):
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
-        following = NextStep.read(context.inputs["train"], trained.policy_step, config, source.tokenizer)
+        following = NextStep.read(context.inputs["train"], trained.policy_step, config, source)
         speed = measure_speed(engine, following, config, progress)
         engine.refit(read_weights(prepared.policy_dir), None, version=0)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")

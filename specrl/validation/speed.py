@@ -122,10 +122,11 @@ class NextStep:
     """The responses that the first engine generated in each of the last steps; in both, the oldest first."""
 
     @classmethod
-    def read(cls, train_dir: Path, step: int, config: Config, tokenizer: Any) -> NextStep:
+    def read(cls, train_dir: Path, step: int, config: Config, source: PromptSource) -> NextStep:
         """The step that follows the policy of `step` steps of the train stage in `train_dir`.
 
-        There is pre-generated text only for a policy after the last step, in the job that ended with that step.
+        There is pre-generated text only for a policy after the last step, in the job that ended with that step. The
+        `source` has the prompts of the run's first step on.
         """
         path = train_dir / FOLDER / STATE_FILE
         state: dict[str, Any] = {"step": None, "begun": (0, 0)}
@@ -141,7 +142,7 @@ class NextStep:
         most = speculation.recent_tokens if speculation.draft_method.replays else 0
         return cls(
             step=step,
-            prompts=PromptSource(config, tokenizer, (begun, before), problems_dir=config.problems_dir).batch(step),
+            prompts=PromptSource(config, source.tokenizer, (begun, before), prompts_dir=source.prompts_dir).batch(step),
             samples_per_prompt=config.train.samples_per_prompt,
             stored=stored,
             recent=recent_responses(train_dir / "rollouts", step, most),

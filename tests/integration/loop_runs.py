@@ -190,7 +190,7 @@ def let_first_rank_wait(trainer: Trainer) -> None:
 
 def measure(context: StageContext, trainer: Trainer, last: int, progress: Progress) -> None:
     """Write the matched pairs of `validate`, measured on the engine that has just trained."""
-    following = NextStep.read(context.stage_dir, last, context.config, trainer.generator.source.tokenizer)
+    following = NextStep.read(context.stage_dir, last, context.config, trainer.generator.source)
     pairs = measure_speed(trainer.engine, following, context.config, progress)
     if trainer.ranks.is_first:
         found = {"text": following.text().model_dump(), "pairs": [pair.model_dump() for pair in pairs]}

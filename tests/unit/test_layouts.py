@@ -20,7 +20,7 @@ from flows.folder import anchor
 from specrl.config import Config, ConfigError, dump_config, parse_config
 from specrl.data.files import read_problems, read_requests
 from specrl.data.held_out import make_problems
-from specrl.data.problems import Problem, fit_all
+from specrl.data.problems import Counts, Problem, fit_all
 from specrl.data.prompts import PromptSource
 from specrl.data.rendering import Rendering
 from specrl.keys import named_files, run_keys
@@ -60,7 +60,7 @@ def rows_file(path: Path, rows: list[dict[str, Any]]) -> Path:
 def problem(path: Path, **data: Any) -> Problem:
     """The first problem of a file."""
     config = config_of({"source": "file", "path": str(path), **data})
-    return read_problems(path, config.data, fit_all)[0]
+    return read_problems(path, config.data, fit_all, Counts())[0]
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -160,7 +160,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     assert len(paths) == 16
     for path in paths:
         config = config_of({"source": "file", "path": str(path)})
-        found = read_problems(path, config.data, fit_all)
+        found = read_problems(path, config.data, fit_all, Counts())
         assert [(one.question, one.answer) for one in found] == [(row["prompt"], row["answer"]) for row in rows], path
     chats = rows_file(tmp_path / "chats.jsonl", [{"messages": [USER]}])
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(chats.read_bytes()))
@@ -205,17 +205,17 @@ def test_lists_folders_and_patterns_of_files_are_taken_and_each_gives_held_out_r
     for path in ([str(first), str(second)], "data", ["data/*.jsonl", "data/deep"], "data/**/[a-z]*.jsonl"):
         config = anchor(config_of({"source": "file", "path": path}))
         assert parse_config(json.loads(dump_config(config))) == config
-        problems = make_problems(config.data, 0, fit_all)
-        assert {int(one.answer) for one in problems.draw("train", 0, 36, 0)} | {
+        problems = make_problems(config, fit_all)
+        assert {int(one.answer) for one in problems.draw("train", 0, 36)} | {
             int(one.answer) for one in problems.held_out(4)
         } == set(range(40))
     sets = anchor(config_of({"source": "file", "path": [str(first), str(second)]}))
-    assert {one.answer for one in make_problems(sets.data, 0, fit_all).held_out(4)} == {"18", "19", "38", "39"}
+    assert {one.answer for one in make_problems(sets, fit_all).held_out(4)} == {"18", "19", "38", "39"}
     before, keys = named_files(sets)["data.path"], run_keys(sets, "code")
     rows_file(second, numbered(20, 41))
     assert named_files(sets)["data.path"] != before and run_keys(sets, "code") != keys
     with pytest.raises(ConfigError, match=r"data file .*nothing-\*.jsonl does not exist"):
-        make_problems(anchor(config_of({"source": "file", "path": "nothing-*.jsonl"})).data, 0, fit_all)
+        make_problems(anchor(config_of({"source": "file", "path": "nothing-*.jsonl"})), fit_all)
 
 
 def test_weights_decide_how_often_each_set_is_drawn_and_the_step_alone_decides_what(tmp_path: Path) -> None:
@@ -224,12 +224,12 @@ def test_weights_decide_how_often_each_set_is_drawn_and_the_step_alone_decides_w
         str(rows_file(tmp_path / "b.jsonl", numbered(100, 120))),
     ]
     config = config_of({"source": "file", "path": paths, "weights": [1, 3]})
-    problems, again = (make_problems(config.data, 0, fit_all) for _ in range(2))
-    drawn = [int(one.answer) for step in range(27) for one in problems.draw("train", step, 16, 16 * step)]
+    problems, again = (make_problems(config, fit_all) for _ in range(2))
+    drawn = [int(one.answer) for step in range(27) for one in problems.draw("train", 16 * step, 16)]
     counts = Counter(drawn)
     assert sum(count for number, count in counts.items() if number >= 100) == 4 * 81  # of epochs of 108 rows
     assert max(counts[number] for number in range(100)) - min(counts[number] for number in range(90)) <= 4
-    assert again.draw("train", 20, 16, 320) == problems.draw("train", 20, 16, 320)
+    assert again.draw("train", 320, 16) == problems.draw("train", 320, 16)
     with pytest.raises(ConfigError, match=r"data.weights has 1 numbers, and data.path 2 entries"):
         config_of({"source": "file", "path": paths, "weights": [1]})
 
@@ -245,9 +245,9 @@ def test_a_data_set_of_the_hub_becomes_a_file_where_the_flow_runs(
     data = {"source": "file", "path": "hub:./set", "validation_path": "hub:./set#test"}
     config = anchor(config_of(data, runs_dir=str(tmp_path / "runs")))
     assert [path.parent for path in config.data.path or ()] == [tmp_path / "runs/.datasets"]
-    problems = make_problems(config.data, 0, fit_all)
+    problems = make_problems(config, fit_all)
     assert {one.answer for one in problems.held_out(4)} == {"20", "21", "22", "23"}
-    assert len({one.answer for one in problems.draw("train", 0, 20, 0)}) == 20
+    assert len({one.answer for one in problems.draw("train", 0, 20)}) == 20
     for wrong in ("hub:./set#nothing", "hub:no/such-set", "hub:"):
         with pytest.raises(ConfigError, match=r"cannot be fetched|is hub:OWNER/NAME") as refused:
             anchor(config_of({"source": "file", "path": wrong}, runs_dir=str(tmp_path / "runs")))
@@ -317,5 +317,5 @@ def test_the_requests_of_chats_keep_what_a_template_may_read(tmp_path: Path) -> 
 def test_rows_with_one_question_and_other_messages_before_it_are_two(tmp_path: Path) -> None:
     systems = [{"role": "system", "content": str(number)} for number in range(10)]
     path = rows_file(tmp_path / "rows.jsonl", [{"prompt": [system, USER], "answer": 1} for system in systems])
-    problems = make_problems(config_of({"source": "file", "path": str(path)}).data, 0, fit_all)
-    assert len({one.identity for one in problems.draw("train", 0, 9, 0)}) == 9
+    problems = make_problems(config_of({"source": "file", "path": str(path)}), fit_all)
+    assert len({one.identity for one in problems.draw("train", 0, 9)}) == 9

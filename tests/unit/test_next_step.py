@@ -72,7 +72,7 @@ def test_the_next_step_has_its_own_requests_and_the_text_made_for_them(tmp_path:
     prompts = PromptSource(CONFIG, TOKENIZER).batch(3)
     seeds = [response_seed(CONFIG.seed, 3, prompts[1].id, sample) for sample in range(2)]
     trained(tmp_path, [PregeneratedText(prompts[1].id, seed, [7, 8]) for seed in seeds])
-    found = NextStep.read(tmp_path, 3, CONFIG, TOKENIZER)
+    found = NextStep.read(tmp_path, 3, CONFIG, PromptSource(CONFIG, TOKENIZER))
     requests = found.requests(6, CONFIG)
     assert [request.prompt_tokens for request in requests] == [prompts[i % 4].tokens for i in range(6)]
     assert [requests[1].seed, requests[5].seed] == seeds
@@ -89,7 +89,7 @@ def test_the_next_step_has_its_own_requests_and_the_text_made_for_them(tmp_path:
 def test_the_step_after_the_best_policy_has_no_text_of_a_later_one(tmp_path: Path) -> None:
     prompts = PromptSource(CONFIG, TOKENIZER).batch(3)
     trained(tmp_path, [PregeneratedText(prompts[0].id, 5, [7])])
-    found = NextStep.read(tmp_path, 2, CONFIG, TOKENIZER)
+    found = NextStep.read(tmp_path, 2, CONFIG, PromptSource(CONFIG, TOKENIZER))
     assert not found.stored
     assert found.recent == recent_responses(tmp_path / "rollouts", 2, 7)
     assert found.prompts == PromptSource(CONFIG, TOKENIZER).batch(2)

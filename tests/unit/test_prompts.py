@@ -379,7 +379,7 @@ def test_the_held_out_share_is_looked_at_once() -> None:
     other.batch(0)
     other.held_out(8)
     other.pretraining(4)
-    assert prompts.check().seen == other._rendering.counts.seen
+    assert prompts.check().seen == other._counts.seen
 
 
 def test_overlong_generated_prompts_follow_the_same_rule() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import read_problems
-from specrl.data.problems import Prompt, fit_all
+from specrl.data.problems import Counts, Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_reward
 from specrl.data.rewards.pool import RewardPool, Scores
 from specrl.data.rewards.trial import doubtful_references
@@ -139,10 +139,10 @@ def test_the_other_columns_of_a_file_reach_the_reward(ending: str, tmp_path: Pat
     else:
         pq.write_table(pa.Table.from_pylist([row]), path)
     config = data("columns", path=path)
-    [problem] = read_problems(path, config, fit_all)
+    [problem] = read_problems(path, config, fit_all, Counts())
     prompt = Prompt(0, "Q", [], problem.answer, {"question": "Q", "entry": problem.entry})
     assert make_reward(config)(prompt, "x") == 3
-    [problem] = read_problems(path, config.model_copy(update={"reward": "exact_match"}), fit_all)
+    [problem] = read_problems(path, config.model_copy(update={"reward": "exact_match"}), fit_all, Counts())
     assert problem.entry == {}
 
 

@@ -38,7 +38,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     config, policy_dir = subject.config, subject.first_policy_dir
     drafter = config.drafter.model_copy(update={"data": config.drafter.data or (write_instructions(folder),)})
     config = config.model_copy(update={"drafter": drafter})
-    source = PromptSource(config, load_tokenizer(policy_dir), problems_dir=config.problems_dir)
+    source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=subject.prompts_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
     prompts = {
         "none": source.pretraining(options.prompts),

@@ -56,7 +56,7 @@ def main(job: BenchJob) -> None:
     ranks, subject = join(), job.subject
     options = TypeAdapter(RolloutOptions).validate_python(job.options)
     engines = Engines(subject, options)
-    source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), problems_dir=subject.config.problems_dir)
+    source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
     prompts = source.held_out(min(POOL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)
     answers = engines.plain.engine.generate(requests).responses

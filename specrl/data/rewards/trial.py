@@ -59,7 +59,7 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
         ConfigError: There is no such problem or reward, or the configuration's data is wrong.
     """
     check_template(config.data.template)
-    problem = make_problems(config.data, config.seed, fit_all).draw("train", 0, number + 1, 0)[number]
+    problem = make_problems(config, fit_all).draw("train", number, 1)[0]
     pool = RewardPool(config.data)
     try:
         score, error, seconds = _scored(pool, _prompt(config, problem), response)

@@ -1,0 +1,85 @@
+"""Processes that draw shards of problems: all cores of `prepare` the first ones, one process of `train` the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import chain, islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from specrl.config import Config, ConfigError, dump_config, parse_config
+from specrl.data.prompts import PromptSource
+from specrl.models.sources import load_tokenizer
+from specrl.processes import become_helper, end_helper, start_helper
+
+FIRST_STEPS = 3
+"""The steps whose problems are there before the first one: in idle time, those of the next step are asked for too."""
+QUICK_S = 2.0
+"""The seconds for which `prepare` draws by itself, as far as it gets, before it starts processes for what it needs."""
+NICENESS = 10
+
+
+def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place: tuple[int, int]) -> None:
+    """Draw what is needed before the first step: this rank's part, of ranks that have as many cores each.
+
+    Args:
+        place: The rank, and the number of ranks.
+    """
+    (rank, ranks), cores, first = place, config.resources_of("prepare").cpus_per_rank, range(FIRST_STEPS)
+    deadline, needs_more = time.monotonic() + QUICK_S, False
+    needed = islice(source.shards(first, others=True), rank, None, ranks)
+    later = islice(source.shards(range(FIRST_STEPS, config.train.num_steps + 1)), rank, None, ranks)
+    for is_needed, shard in chain(((True, one) for one in needed), ((False, one) for one in later)):
+        if time.monotonic() > deadline:
+            needs_more = is_needed
+            break
+        source.keep(shard)
+    if needs_more:
+        for process in _start(source, config, tokenizer_dir, first, rank * cores, cores, ranks * cores, needed=True):
+            process.wait()
+
+
+@contextlib.contextmanager
+def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first_step: int) -> Iterator[None]:
+    """Draw the problems of all steps from this one on in a process of low priority, unless all are there."""
+    steps = range(first_step, config.train.num_steps + 1)  # there is one after the last step, which is validated
+    is_missing = not all(map(source.has, source.shards(steps)))
+    processes = _start(source, config, tokenizer_dir, steps, 0, 1, 1, needed=False) if is_missing else []
+    try:
+        yield
+    finally:
+        for process in processes:
+            end_helper(process)
+
+
+def _start(
+    source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, *places: int, needed: bool
+) -> list[subprocess.Popen[bytes]]:
+    """Start processes `start` to `start + count` of `total`, each of which draws every `total`-th shard."""
+    (start, count, total), processes = places, []
+    for index in range(start, start + count):
+        process, connection = start_helper(__name__)
+        with connection, contextlib.suppress(OSError):  # it has ended, and whoever needs a shard draws it
+            arguments = (source.begun, source.prompts_dir, needed, steps, index, total)
+            connection.send((dump_config(config), tokenizer_dir, *arguments))
+        processes.append(process)
+    return processes
+
+
+def main(rank: Connection) -> None:
+    """Draw its part of the shards in this process, and end."""
+    become_helper(rank.recv())
+    text, tokenizer_dir, begun, prompts_dir, others, steps, index, total = rank.recv()
+    if not others:  # nobody waits for it
+        os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # where the kernel groups processes by session, that of the group counts
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
+    source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
+    with contextlib.suppress(ConfigError):  # the rank comes to the same, and says it
+        for shard in islice(source.shards(steps, others=others), index, None, total):
+            source.keep(shard)

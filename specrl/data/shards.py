@@ -1,0 +1,232 @@
+"""Mixtures of generators, drawn in shards: small Arrow files, each a pure function of seed, stream and number.
+
+One that is not there, or cannot be read, is drawn again and is the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pyarrow as pa
+
+from specrl.artifacts import atomic_path
+from specrl.config import ConfigError, DataConfig
+from specrl.data.generators import MAX_MISSES, make_generator
+from specrl.data.problems import Counts, Fit, Problem, derive_seed, is_held_out
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "held-out"
+"""The stream of the problems that no other stream has."""
+FRUITLESS = 12
+"""The shards in a row without a new held-out problem after which the generators count as exhausted."""
+SHARD, HELD_OUT_SHARD = 64, 16
+"""The problems in a shard: fewer where most of what is drawn is not held out, so that all cores have work."""
+SCHEMA = pa.schema(
+    [
+        pa.field("question", pa.string(), nullable=False),
+        pa.field("answer", pa.string(), nullable=False),
+        pa.field("demonstration", pa.string(), nullable=False),
+        pa.field("entry", pa.string(), nullable=False),  # as a Python literal: JSON has no tuples
+        pa.field("generator", pa.int32(), nullable=False),
+    ]
+)
+
+
+class GeneratorMixture:
+    """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
+
+    def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts, folder: Path | None) -> None:
+        """Make the generators of `data.generators`.
+
+        Args:
+            fit: What becomes of problems whose prompts are too long, all of which `counts` counts.
+            folder: The folder of the shards; without one, problems are drawn each time, and no more than is asked for.
+
+        Raises:
+            ConfigError: There is none, or one of them is unknown or refuses its parameters.
+        """
+        self.config = config
+        self.seed = seed
+        self._fit, self._counts, self._folder = fit, counts, folder
+        self._misfit = ""
+        """What was wrong with the last problem that could not be asked."""
+        self.generators = [make_generator(generator) for generator in config.generators]
+        if not self.generators:
+            raise ConfigError("data.generators is empty: name at least one generator")
+
+    def draw(self, stream: str, first: int, count: int) -> list[Problem]:
+        """Problems that are distinct within a shard as long as the generators have new ones, and then repeats.
+
+        Raises:
+            ConfigError: The generators have only held-out problems.
+        """
+        found: list[Problem] = []
+        for number in self.shards(stream, first, count):
+            place = first + len(found) - number * SHARD
+            shard = list(islice(self._shard(stream, number), place, place + count - len(found)))
+            if not shard:
+                raise ConfigError(
+                    f"data.generators gave no training problem in {MAX_MISSES} draws: "
+                    + self._why_so_few("lower data.validation_fraction")
+                )
+            found += shard
+        return found
+
+    def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
+        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
+
+        Raises:
+            ConfigError: The generators have fewer.
+        """
+        deadline, found = time.monotonic() + patience_s, dict[str, Problem]()
+        number = fruitless = 0
+        while fruitless < FRUITLESS and time.monotonic() < deadline:
+            before, size = len(found), 0
+            for problem in self._shard(HELD_OUT, number, deadline):
+                found.setdefault(problem.question, problem)
+                size += 1
+                if len(found) == count:
+                    return list(found.values())
+            number, fruitless = number + 1, fruitless + 1 if len(found) == before else 0
+            if size < HELD_OUT_SHARD:  # there are no more
+                break
+        if time.monotonic() < deadline:
+            raise ConfigError(
+                f"data.generators have only {len(found)} distinct held-out problems of the {count} asked for: "
+                + self._why_so_few("ask for fewer, widen the generators' parameters, or raise data.validation_fraction")
+            )
+        return list(found.values())
+
+    def shards(self, stream: str, first: int, count: int) -> range:
+        """The numbers of the shards that have problems `first` to `first + count` of a stream."""
+        size = _size(stream)
+        return range(first // size, -(-(first + count) // size) if count else first // size)
+
+    def has(self, stream: str, number: int) -> bool:
+        """Whether a shard is in the folder."""
+        return self._path(stream, number).exists()
+
+    def keep(self, stream: str, number: int) -> None:
+        """Draw a shard unless it is in the folder."""
+        if not self.has(stream, number):
+            self._shard(stream, number)
+
+    def _path(self, stream: str, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{stream}-{number:06d}.arrow"
+
+    def _shard(self, stream: str, number: int, until: float = math.inf) -> Iterable[Problem]:
+        """The problems of a shard, which is read or else drawn and written; without a folder drawn one by one."""
+        if self._folder is None:
+            return islice(self._distinct(stream, number, self._counts, until), _size(stream))
+        path = self._path(stream, number)
+        if (kept := read_shard(path)) is None:
+            counts = Counts()
+            kept = list(islice(self._distinct(stream, number, counts), _size(stream))), counts
+            write_shard(path, *kept)
+        problems, counts = kept
+        self._counts.add(counts)
+        return problems
+
+    def notes(self, count: int) -> list[str]:
+        """Nothing: what generators give is known only as it is drawn."""
+        return []
+
+    def trains_on(self, question: str) -> bool:
+        """False: what generators give is known only as it is drawn."""
+        return False
+
+    def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
+        """Yield distinct problems of a shard; when there are no new ones, end (if held out) or start to repeat them.
+
+        Args:
+            until: The time of `time.monotonic` at which to end in any case.
+        """
+        seen: set[str] = set()
+        misses, held_out = 0, stream == HELD_OUT
+        for candidate in self._candidates(stream, number):
+            if time.monotonic() > until:
+                return
+            problem = self._fitted(candidate, counts)
+            if problem is not None and problem.question not in seen:
+                wanted = is_held_out(problem.question, self.config.validation_fraction) == held_out
+                if wanted:
+                    seen.add(problem.question)
+                    misses = 0
+                    yield problem
+                    continue
+            misses += 1
+            if misses == MAX_MISSES:
+                if held_out or not seen:
+                    return
+                seen, misses = set(), 0
+
+    def _fitted(self, candidate: Problem, counts: Counts) -> Problem | None:
+        """A problem as it can be asked; None for one that cannot.
+
+        Raises:
+            ConfigError: Its prompt is too long, and `data.overlong` refuses that.
+        """
+        [found] = self._fit([candidate], counts)
+        if isinstance(found, Problem):
+            return found
+        self._misfit = found.text
+        if found.rule == "refuse":
+            raise ConfigError(f"data.generators: {self.config.generators[candidate.generator].name}: {found.text}")
+        return None
+
+    def _why_so_few(self, advice: str) -> str:
+        return f"of one that was left out, {self._misfit}" if self._misfit else advice
+
+    def _candidates(self, stream: str, number: int) -> Iterator[Problem]:
+        """Yield problems of all generators by weight without end, held out or not, some more than once."""
+        seed = derive_seed(self.seed, stream, number)
+        rng = Random(seed)
+        weights = [generator.weight for generator in self.config.generators]
+        sources = [generator.problems(derive_seed(seed, index)) for index, generator in enumerate(self.generators)]
+        while True:
+            index = rng.choices(range(len(sources)), weights)[0]
+            yield replace(next(sources[index]), generator=index)
+
+
+def _size(stream: str) -> int:
+    return HELD_OUT_SHARD if stream == HELD_OUT else SHARD
+
+
+def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None:
+    """Write problems whose entries are `plain`, and what was counted as they were drawn."""
+    rows = [{**vars(problem), "entry": repr(problem.entry)} for problem in problems]
+    table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({"counts": json.dumps(asdict(counts))}))
+    try:
+        with (
+            atomic_path(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
+    except OSError as error:
+        logger.warning("%s cannot be written, and its problems are drawn each time: %s", path, error)
+
+
+def read_shard(path: Path) -> tuple[list[Problem], Counts] | None:
+    """What `write_shard` wrote; None where nothing is there that can be read."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_file(source).read_all()
+        rows = [{**row, "entry": ast.literal_eval(row["entry"])} for row in table.to_pylist()]
+        return [Problem(**row) for row in rows], Counts(**json.loads(table.schema.metadata[b"counts"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowInvalid, SyntaxError, TypeError, ValueError) as error:
+        logger.warning("%s cannot be read, and its problems are drawn again: %s", path, error)
+        return None
