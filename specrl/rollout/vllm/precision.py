@@ -20,15 +20,19 @@ class EnginePrecision:
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
-        self._linears = recipe if recipe is not None and config.generation == "fp8" and recipe.fp8_layers else None
-        """The recipe if it says that linear layers are FP8."""
+        self._has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
-        if self._linears is not None:
+        if self._has_fp8_linears:
             _check_linears(config)
         if self._has_fp8_kv_cache:
             _check_kv_cache()
         self.num_loads = 0
         """How often the engine was given weights, the start included."""
+
+    @property
+    def _linears(self) -> Recipe | None:
+        """The recipe if linear layers are FP8."""
+        return self.recipe if self._has_fp8_linears else None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's `EngineArgs` for this precision.
