@@ -177,7 +177,7 @@ def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
         return
     needed = ROPE_KINDS[kind].split()
     for key in dict.fromkeys((*found, *needed)):
-        value = found.get(key)
+        value: Any = found.get(key)
         if key in ("type", "truncate") or (value is None and key not in needed):
             continue
         if key == "partial_rotary_factor" and value != 1.0:
