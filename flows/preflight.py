@@ -106,6 +106,8 @@ def check_folder(config: Config) -> list[str]:
     run_dir = config.run_dir
     if lines := _refusals(lambda: check_access(run_dir, config.cluster)):
         return lines
+    if (place := next(path for path in run_dir.parents if os.path.lexists(path))) and not place.is_dir():
+        return [f"runs_dir = {config.runs_dir}: {place} is no folder; choose another one"]
     if not os.path.lexists(run_dir) or (run_dir / RUN_FILE).is_file():
         return []
     own = {*BEGUN, CONFIG_FILE} if is_run(run_dir) else set(BEGUN)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
 from specrl.config.sbatch import SbatchOptions
-from specrl.config.text import PlainPath, SetupLine, Word
+from specrl.config.text import PlainPath, SetupLine, Word, redacted, shown
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -170,8 +170,19 @@ def _options(query: str) -> Iterator[str]:
             yield from (option.partition("=")[0].strip().lower() for option in value.split(";"))
 
 
+URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
+"""What a tracking URI may begin with; a database's driver may follow, as in `mysql+pymysql`."""
+
+
 def _without_password(uri: str) -> str:
     parts = urlsplit(uri)
+    if uri != "databricks" and not uri.startswith("/"):
+        scheme, has_scheme, rest = uri.partition("://")
+        if not has_scheme or scheme.partition("+")[0] not in URI_SCHEMES or (scheme == "sqlite" and rest[:2] != "//"):
+            raise ValueError(
+                f"{shown(redacted(uri))}: allowed: http://HOST:PORT, https://..., sqlite:////ABSOLUTE/PATH/OF/FILE, "
+                "postgresql://..., mysql://..., mssql://..., file:///FOLDER, databricks"
+            )
     is_server = parts.scheme in ("http", "https")
     named = parts.password is not None or (is_server and parts.username is not None)
     if named or not PASSWORDS.isdisjoint(_options(parts.query)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -30,7 +31,9 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
         return f"{_join(path[:-1])} = {given}: allowed: a number, a string, true, false, or a list of them"
     key = _join(path) or "config"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key; allowed here: {_allowed(root, within[:-1])}"
+        allowed = _allowed(root, within[:-1])
+        meant = "".join(f"; perhaps {name}" for name in get_close_matches(str(path[-1]), allowed.split(", "), 1))
+        return f"{key}: unknown key; allowed here: {allowed}{meant}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] in ("model_type", "dict_type"):

@@ -167,6 +167,8 @@ def expanded(place: object) -> object:
     path = os.path.expanduser(os.path.expandvars(place))  # noqa: PTH111 - a name of the hub is no path
     if (unknown := VARIABLE.search(path)) is not None:
         raise ValueError(f"{shown(str(place))}: the variable {unknown[0]} is not set")
+    if path.startswith("~"):
+        raise ValueError(f"{shown(str(place))}: there is no such user, or no HOME")
     return path
 
 

@@ -75,11 +75,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The chat template of a Hugging Face directory, from where transformers takes it; None where it has none.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """The chat template of a Hugging Face directory, from where transformers takes it; None where it has none."""
     if (file := directory / "chat_template.jinja").is_file():
         return file.read_text("utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):

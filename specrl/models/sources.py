@@ -157,11 +157,7 @@ def is_path(source: str) -> bool:
 
 
 def source_kind(source: str) -> str:
-    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`; ConfigError if it is none of these."""
     if source in ("smollm2-135m", "tiny"):
         return source
     if is_path(source):

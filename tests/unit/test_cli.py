@@ -345,6 +345,7 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
+        "eos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
     Tokenizer(WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=vocabulary[0])).save(

@@ -30,7 +30,13 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["train.num_step=3"], ["train.num_step", "unknown key", "num_steps"]),
+        (["train.num_step=3"], ["train.num_step", "unknown key", "num_steps", "; perhaps num_steps"]),
+        (["runs_dir=''"], ["runs_dir: an empty path is none"]),
+        (["runs_dir=~nobody_of_that_name/x"], ["runs_dir: '~nobody_of_that_name/x': there is no such user"]),
+        (["tracking.uri=''"], ["tracking.uri: '': allowed: http://HOST:PORT"]),
+        (["tracking.uri=ftp://host"], ["tracking.uri: 'ftp://host': allowed"]),
+        (["tracking.uri=http//host"], ["tracking.uri: 'http//host': allowed"]),
+        (["tracking.uri=sqlite:///runs.db"], ["tracking.uri: 'sqlite:///runs.db': allowed", "sqlite:////ABSOLUTE"]),
         (["trains.num_steps=3"], ["trains", "unknown key", "train"]),
         (["stage_resources.train.node=3"], ["stage_resources.train.node", "unknown key", "nodes"]),
         (["stage_resources.trian.nodes=3"], ["trian", "train", "validate"]),

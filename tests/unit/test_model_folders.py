@@ -19,6 +19,7 @@ from specrl.models.checks.folder import check_model_folder
 from specrl.models.checks.headers import HEAD, read_headers, tensor_shapes
 from specrl.models.directory import read_model_config
 from specrl.models.families import FAMILIES
+from specrl.models.shapes import model_shape
 from specrl.models.sources import materialise_model
 from specrl.training.megatron.policy import Policy
 
@@ -306,3 +307,15 @@ def test_a_dry_run_says_that_a_chat_template_is_missing(folder: Path) -> None:
     assert "has no chat template; put one there as chat_template.jinja" in line
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert check_model(Config.model_validate(values)) == []
+    (folder / "chat_template.jinja").write_text("{%- generation %}{{ messages[0].content }}{% endgeneration -%}")
+    assert check_model(Config.model_validate(values)) == []
+    values["data"]["chat_template_kwargs"] = {"enable_thinking": False}
+    assert "chat_template_kwargs.enable_thinking" in check_model(Config.model_validate(values))[0]
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }")
+    assert "the tokenizer's chat template is wrong in line 2" in check_model(Config.model_validate(values))[0]
+
+
+def test_what_can_be_no_source_is_not_taken_for_a_name_of_the_hub() -> None:
+    for source in ("qwen", "https://huggingface.co/Qwen/Qwen3-8B", "a/b/c"):
+        with pytest.raises(ConfigError, match="allowed are smollm2-135m, tiny, an existing directory, or a hub id"):
+            model_shape(ModelConfig(source=source))

@@ -172,12 +172,12 @@ def _rope_key(config: Mapping[str, Any]) -> str:
 def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
     found, where = rope_keys(config), _rope_key(config)
     kind = found.pop("rope_type", None) or "default"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         yield f"{where}: supported are {', '.join(ROPE_KINDS)}; without it the model works up to its original length"
         return
     needed = ROPE_KINDS[kind].split()
     for key in dict.fromkeys((*found, *needed)):
-        value = found.get(key)
+        value: Any = found.get(key)
         if key in ("type", "truncate") or (value is None and key not in needed):
             continue
         if key == "partial_rotary_factor" and value != 1.0:

@@ -62,10 +62,7 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
 
 
 def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that the tokenizer of a Hugging Face directory can be read, and knows no tokens beyond the embeddings.
-
-    Args:
-        config: The contents of its `config.json`.
+    """Check the tokenizer of a directory with such a `config.json`: it can be read and fits the embeddings.
 
     Raises:
         ConfigError: It is missing, damaged or too large, or nothing says with which token a response ends; the message
