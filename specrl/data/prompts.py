@@ -86,6 +86,8 @@ class PromptSource:
 
     def _draw(self, step: int) -> list[Prompt]:
         (begun, before), count = self.begun, self._config.train.prompts_per_step
+        if self._config.data.num_problems is not None:
+            step %= self._config.data.num_problems // count
         drawn = max(0, before + (step - begun) * count)
 
         def draw(count: int) -> list[Problem]:
