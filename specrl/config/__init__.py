@@ -186,6 +186,11 @@ class Config(Section):
                 f"data.max_prompt_tokens = {self.max_prompt_tokens}: it must be at most {room}, what "
                 "sampling.max_response_tokens leaves of model.max_length"
             )
+        if self.data.num_problems is not None and self.data.num_problems < self.train.prompts_per_step:
+            raise ValueError(
+                f"data.num_problems = {self.data.num_problems}: it must be at least train.prompts_per_step = "
+                f"{self.train.prompts_per_step}"
+            )
         self._check_bubbles()
         self._check_drafter()
         self._check_ranks()

@@ -89,6 +89,9 @@ class DataConfig(Section):
     """Where problems come from: `generators`, or the `file` at `path`."""
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
     """The generators that problems are drawn from, for `source = "generators"`."""
+    num_problems: PositiveInt | None = None
+    """How many training problems the generators give before the same ones come again, in the same order; without it
+    they never end."""
     path: Places | None = None
     """The problems, for `source = "file"`: a file (`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; with `.gz` too), a
     folder of such files, a pattern such as `data/*.jsonl`, a data set of the Hugging Face hub as

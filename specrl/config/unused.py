@@ -58,6 +58,12 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
 
 def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
     """Yield the settings of held-out problems that are held out in another way."""
+    if data.num_problems is not None and data.source == "file":
+        yield Unused(
+            ("data.num_problems",),
+            f'data.num_problems = {data.num_problems} with data.source = "file": a file has as many as it has; leave it '
+            "out",
+        )
     path = f"data.validation_path = {_words(data.validation_path)}"
     if data.validation_path is not None and data.source != "file":
         yield Unused(

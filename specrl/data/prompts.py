@@ -72,8 +72,7 @@ class PromptSource:
     def batch(self, step: int) -> list[Prompt]:
         """The `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
         if step not in self._recent:
-            count = self._config.train.prompts_per_step
-            self._recent[step] = self._prompts("train", self._problems.draw("train", self._first(step), count))
+            self._recent[step] = self._prompts("train", self._drawn(step))
             for earliest in list(self._recent)[:-RECENT]:
                 del self._recent[earliest]
         return list(self._recent[step])
@@ -82,10 +81,21 @@ class PromptSource:
         begun, before = self.begun
         return max(0, before + (step - begun) * self._config.train.prompts_per_step)
 
+    def _drawn(self, step: int) -> list[Problem]:
+        first, count = self._first(step), self._config.train.prompts_per_step
+        if (size := self._config.data.num_problems) is None:
+            return self._problems.draw("train", first, count)
+        left = size - first % size
+        found = self._problems.draw("train", first % size, min(count, left))
+        return found + (self._problems.draw("train", 0, count - left) if count > left else [])
+
     def shards(self, steps: range, *, others: bool = False) -> Iterator[Shard]:
         """Yield the shards of some steps in order; before them, with `others`, those that other stages need."""
         config, validate = self._config, self._config.validate_
-        wanted = [("", "train", self._first(steps.start), len(steps) * config.train.prompts_per_step)]
+        first, count = self._first(steps.start), len(steps) * config.train.prompts_per_step
+        if config.data.num_problems is not None:
+            first, count = 0, config.data.num_problems
+        wanted = [("", "train", first, count)]
         if others:
             streams = {"pretraining": config.drafter.num_prompts, "demonstrations": config.warm_start.num_examples}
             sets = {name: one for name, one in validate.held_out_sets.items() if one.generators}

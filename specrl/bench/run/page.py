@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, table, write_results
+from specrl.projection.simulator.measured import GPUS
 
 HOW = """
 Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
@@ -25,6 +26,19 @@ SPEED = {
     "acceptance length": "acceptance_length",
     "same": "same_responses",
 }
+ON_GPUS = {
+    "iterations": "iterations_per_token",
+    "drafted": "drafted_per_token",
+    "passes": "passes_per_token",
+    **{f"{gpus} GPUs": f"step_{gpus}_gpus_by_epoch" for gpus in GPUS},
+}
+SCALED = """
+## On GPUs
+
+Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, and *passes*
+of the drafter. From them, the step of Qwen3-8B on H100 GPUs is projected, epoch by epoch: how many times as fast it is
+as the baseline's, which must be one without drafts. These are no measurements; `specrl project` has the assumptions.
+"""
 LEARNED = {
     "mean reward": "reward_mean",
     "difference": "reward_difference",
@@ -54,6 +68,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
     sections = [
         HOW.format(baseline=next(row["cell"] for row in rows if row["is_baseline"])),
         table(rows, NAMES | SPEED),
+        SCALED + "\n" + table(rows, NAMES | ON_GPUS),
         "## What was learned\n\n" + table(rows, NAMES | LEARNED),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
         + table(rows, NAMES | {name.replace("_", " "): name for name in (*SECONDS, "start_s")}),

@@ -13,6 +13,7 @@ from specrl.artifacts import read_curve
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import Spread, ratios
+from specrl.projection.simulator.measured import GPUS, DecodingCounts, step_seconds
 from specrl.schemas import Rollout, read_folder
 
 ResponseKey = tuple[int, int, int]
@@ -57,6 +58,17 @@ class Results:
         counted = enumerate(self.metrics[self.warm_up :], self.warm_up)
         return [value(metrics) / self.tokens[step] for step, metrics in counted]
 
+    def counts(self, steps: range) -> DecodingCounts:
+        """What decoding took in these steps."""
+        tokens = sum(self.tokens[step] for step in steps)
+        own = [self.metrics[step] for step in steps]
+        iterations = sum(metrics["spec/decode_steps"] for metrics in own)
+        drafted = sum(metrics["spec/num_draft_tokens"] for metrics in own)
+        requests = tokens - sum(metrics["spec/num_accepted_tokens"] for metrics in own)
+        speculation = self.training.context.config.speculation
+        passes = speculation.draft_lengths[0] if speculation.draft_method.has_weights else 0
+        return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes * iterations / tokens)
+
     def mean(self, metric: str) -> float | None:
         """Average a metric over the steps that have it."""
         found = [metrics[metric] for metrics in self.metrics if metric in metrics]
@@ -77,7 +89,7 @@ class Results:
     def row(self, baseline: Results) -> dict[str, Any]:
         """All figures; ratios are above 1 where this training is faster than the baseline."""
         generation = _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])
-        step = _ratios(self, baseline, step_seconds)
+        step = _ratios(self, baseline, measured_seconds)
         decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
         rewards, before = self.rewards(), baseline.rewards()
         differences = [rewards[key] - before[key] for key in before if key in rewards]
@@ -85,6 +97,7 @@ class Results:
         scores = read_curve(self.training.folder)
         counted = self.metrics[self.warm_up :]
         rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
+        counts = self.counts(range(self.warm_up, len(self.metrics)))
         return {
             **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
@@ -93,6 +106,9 @@ class Results:
             "end_to_end_ratio": rates[0] / rates[1],
             "decode_steps": sum(metrics["spec/decode_steps"] for metrics in counted),
             "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
+            "iterations_per_token": counts.iterations,
+            "drafted_per_token": counts.drafted,
+            "passes_per_token": counts.passes,
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
             "start_s": self.training.start_s,
@@ -103,11 +119,27 @@ class Results:
             "same_responses": same,
             "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
             "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
+            **self.on_gpus(baseline),
             "accuracy_by_step": [[score.step, score.accuracy] for score in scores],
         }
 
+    def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
+        """How many times as fast as the baseline's the step of an 8B policy is, epoch by epoch."""
+        config = self.training.context.config
+        problems, prompts = config.data.num_problems, config.train.prompts_per_step
+        size = problems // prompts if problems else len(self.metrics)
+        epochs = [range(first, min(first + size, len(self.metrics))) for first in range(0, len(self.metrics), size)]
+        trains = config.speculation.draft_method.has_weights and config.drafter.online_lr > 0
 
-def step_seconds(metrics: Metrics) -> float:
+        def ratio(steps: range, gpus: int) -> float:
+            plain = baseline.counts(steps)
+            own = step_seconds(self.counts(steps), plain, gpus, trains_drafter=trains)
+            return step_seconds(plain, plain, gpus, trains_drafter=False) / own
+
+        return {f"step_{gpus}_gpus_by_epoch": [ratio(steps, gpus) for steps in epochs] for gpus in GPUS}
+
+
+def measured_seconds(metrics: Metrics) -> float:
     """The time of a step without its validation."""
     return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
 

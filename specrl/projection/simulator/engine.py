@@ -25,19 +25,21 @@ class EngineModel:
     hardware: Hardware
     gpus: int = 1  # among which weights, KV cache and products are divided evenly
     is_fp8: bool = False  # linear layers and KV cache; the output layer and the drafter are in BF16
-    k: int = 0  # drafts that are verified for each request
+    k: float = 0  # drafts that are verified for each request
+    passes: float | None = None  # of the drafter in an iteration; one for each draft where it makes all of them
     prompt_tokens: int = 512
     draft_vocab_size: int = 32000
     efficiency: Efficiency = field(default_factory=Efficiency)
 
-    def at(self, running: int, generated: float) -> float:
+    def at(self, running: float, generated: float) -> float:
         """Compute the seconds of an iteration of `running` requests with that mean of generated tokens."""
         rows = running * (self.k + 1)
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
         attention = running * context * self._kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
         exchange = 2 * self.shape.num_layers * self.efficiency.message_s if self.gpus > 1 else 0.0
-        drafting = self._drafting_s(running, context) if self.k else 0.0
+        passes = self.k if self.passes is None else self.passes
+        drafting = self._drafting_s(running, context, passes) if passes else 0.0
         return math.hypot(weights, products) + attention + exchange + drafting + self.efficiency.iteration_s
 
     @cached_property
@@ -61,7 +63,7 @@ class EngineModel:
         shape = self.shape
         return shape.num_layers * (shape.linear_parameters_per_layer - shape.expert_parameters_per_layer)
 
-    def _weight_bytes(self, rows: int) -> float:
+    def _weight_bytes(self, rows: float) -> float:
         shape, experts = self.shape, 0.0
         if shape.num_experts:
             reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
@@ -76,16 +78,16 @@ class EngineModel:
         return 2 * active / flops + 2 * shape.embedding_parameters / self._bf16_flops
 
     @cached_property
-    def _drafter_parameters(self) -> float:
+    def drafter_parameters(self) -> float:
         # Of EAGLE-3: see `memory.Rank.drafter_parameters`.
         shape, hidden = self.shape, self.shape.hidden_size
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
-    def _drafting_s(self, running: int, context: float) -> float:
-        # k passes of one position of each request; then the products for the positions that were verified.
-        parameters = self._drafter_parameters
+    def _drafting_s(self, running: float, context: float, passes: float) -> float:
+        # Passes of one position of each request; then the products for the positions that were verified.
+        parameters = self.drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16
         products = 2 * running * parameters / self._bf16_flops
         each = (parameters * BF16 + cache) / self._bandwidth + products + self.efficiency.draft_pass_s
-        return self.k * each + (self.k + 1) * products
+        return passes * each + (self.k + 1) * products
