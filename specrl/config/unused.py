@@ -61,7 +61,7 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
     if data.num_problems is not None and data.source == "file":
         yield Unused(
             ("data.num_problems",),
-            f'data.num_problems = {data.num_problems} with data.source = "file": a file has as many as it has; leave it '
+            f'data.num_problems = {data.num_problems} with data.source = "file": a file has its own number; leave it '
             "out",
         )
     path = f"data.validation_path = {_words(data.validation_path)}"

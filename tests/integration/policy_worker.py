@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 SPEC = FeatureSpec((2, 3, 4, 6), torch.arange(VOCABULARY))
 """With what leaves the last of the 6 layers, which a multi-token-prediction layer reads."""
 CONFIG = {"lr": 1e-3, "clip_grad": 0.5}
-"""Adam moves a weight by about `lr` however small its gradient is, and near zero its sign is the rounding of the CPU."""
+"""Adam moves a weight by about `lr` however small its gradient is, and near zero its sign is the rounding of a CPU."""
 
 
 @dataclass(frozen=True)

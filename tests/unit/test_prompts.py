@@ -52,6 +52,15 @@ def test_a_batch_depends_on_seed_and_step_alone(data: dict[str, Any] | None) -> 
     assert first.batch(3) != source(data, seed=1).batch(3)
 
 
+def test_a_fixed_number_of_problems_comes_again_in_the_same_order_with_the_same_ids() -> None:
+    repeating = source({"num_problems": 10}, train={"prompts_per_step": 4})
+    steps = [[prompt.id for prompt in repeating.batch(step)] for step in range(5)]
+    order = [identity for step in steps for identity in step]
+    assert order[10:] == order[:10] and len(set(order)) == 10
+    with pytest.raises(ConfigError, match=r"data.num_problems = 3: it must be at least train.prompts_per_step = 4"):
+        source({"num_problems": 3}, train={"prompts_per_step": 4})
+
+
 def test_prompts_end_in_the_question_and_carry_their_tokens_and_answer() -> None:
     for prompt in source().batch(0):
         assert TOKENIZER.decode(prompt.tokens) == prompt.text
