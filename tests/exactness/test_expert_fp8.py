@@ -132,7 +132,7 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
     named = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
     assert {name.removesuffix(".routed_experts") for name in named} == set(RECIPE.engine_layers)
     assert len(named) == 3 * LAYERS - 2 and engine_name(FAMILY, "layers.2.experts") == "model.layers.2.mlp.experts"
-    assert not any("Fp8" in method_name(module) for module in engine._drafter.modules())
+    assert not any("Fp8" in method_name(module) for module in engine._vllm.drafter.modules())
     recipe, engine.precision.recipe = engine.precision.recipe, Recipe(FAMILY, LAYERS)
     with pytest.raises(NotQuantisedError, match=r"layers\.2\.mlp\.experts of the engine computes in BF16"):
         engine.assert_quantised()

@@ -134,7 +134,7 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
     verify_policy(engine, pair.weights.items())
-    drafter = {name for name, module in engine._drafter.named_modules() if "Fp8" in method_name(module)}
+    drafter = {name for name, module in engine._vllm.drafter.named_modules() if "Fp8" in method_name(module)}
     policy = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
     assert not drafter
     assert policy == set(RECIPE.engine_layers)
@@ -194,7 +194,7 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     engine = Engine(*directories, config=config, seed=0, recipe=RECIPE)
     assert engine.mode == "off"
     attention: Any = engine._vllm.policy.get_submodule("model.layers.3.self_attn.attn")
-    drafter: Any = engine._drafter.get_submodule("model.layers.0.self_attn.attn")
+    drafter: Any = engine._vllm.drafter.get_submodule("model.layers.0.self_attn.attn")
     assert (attention.kv_cache.dtype, drafter.kv_cache.dtype) == (torch.uint8, torch.float32)
     before = logprobs_of(engine, SEQUENCES)
     weights = policy_weights(0)

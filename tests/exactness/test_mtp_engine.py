@@ -227,7 +227,7 @@ def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
     case.engine.refit(policy.items(), case.layer.items(), 2)
     verify_policy(case.engine, policy.items())
     case.engine.verify_drafter(case.layer.items())
-    drafter = case.engine._drafter
+    drafter = case.engine._vllm.drafter
     assert drafter is not None and drafter.lm_head is case.engine._vllm.policy.lm_head
     with pytest.raises(PolicyParityError, match=r"lm_head\.weight"):
         verify_policy(case.engine, read_weights(case.policy_dir))
