@@ -77,6 +77,17 @@ def rloo_advantages(groups: Rewards, _: Options) -> list[list[float]]:
     return [[0.0] * len(rewards) if _is_flat(rewards) else of_group(rewards) for rewards in groups]
 
 
+@register_advantage("reinforce++")
+def reinforce_advantages(groups: Rewards, _: Options) -> list[list[float]]:
+    """Subtract the group's mean reward, and divide by the standard deviation of the whole step (arXiv 2501.03262)."""
+    centred = [[reward - fmean(rewards) for reward in rewards] for rewards in groups]
+    scale = pstdev([value for values in centred for value in values]) + STD_EPSILON
+    return [
+        [0.0] * len(rewards) if _is_flat(rewards) else [value / scale for value in values]
+        for rewards, values in zip(groups, centred, strict=True)
+    ]
+
+
 def _members(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, list[float]]:
     assert len(rewards) == len(groups), (len(rewards), len(groups))
     members: dict[Hashable, list[float]] = {}

@@ -33,7 +33,8 @@ LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
 tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
 which those of groups without signal count with a loss of 0, whether `train.drop_zero_signal_groups` computes them or
-not. The unweighted mean of each metric over the trained tokens is logged as `policy/NAME`.
+not. `train.loss_mean` makes it another mean. The unweighted mean of each metric over the trained tokens is logged as
+`policy/NAME`.
 """
 LARGEST_LOG_RATIO = 20.0
 """The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""
@@ -84,11 +85,26 @@ class GspoLossOptions(Options):
 def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
 
-    The paper averages within each response first. Here, as with every loss, all tokens of an update count the same.
+    The paper averages within each response first: `train.loss_mean = "response"`.
     """
     log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
     ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio[:, None], inputs.advantages, options.clip_low, options.clip_high)
+
+
+class CispoLossOptions(Options):
+    """The options of the loss `cispo`."""
+
+    clip_high: PositiveFloat = 0.28
+    """How far above 1 a token's weight is clipped."""
+
+
+@register_loss("cispo", CispoLossOptions, metrics=CLIPPED_METRICS)
+def cispo_loss(inputs: LossInputs, options: CispoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r, 1 + clip_high) A log p with a detached weight: no token loses its gradient (arXiv 2506.13585)."""
+    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(max=LARGEST_LOG_RATIO).exp().detach()
+    weight = ratio.clamp(max=1 + options.clip_high)
+    return -weight * inputs.advantages * inputs.logprobs, {"clip_fraction": (ratio > weight).float()}
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -17,6 +17,7 @@ returns log q and log Z of every token, and their sum, the engine's log p, is wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,6 +25,20 @@ from torch import Tensor
 from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
 from specrl.config import TrainConfig
 from specrl.config.algorithms import CORRECTIONS, LOSSES
+from specrl.config.training import LossMean
+
+
+def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float]:
+    """The factors on the tokens of each response that make the mean over all tokens the mean that is asked for.
+
+    Args:
+        lengths: The tokens of each response of the step.
+        most_tokens: `sampling.max_response_tokens`.
+    """
+    if mean == "token":
+        return [1.0] * len(lengths)
+    average = sum(lengths) / max(1, len(lengths))
+    return [average / (length if mean == "response" else most_tokens) if length else 0.0 for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,8 @@ class TokenTargets:
     """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
     reference_logprobs: Tensor | None
     """Log-probs under the reference policy; None without a KL penalty."""
+    weights: Tensor | None = None
+    """The factors of `response_weights`; None where all are 1."""
 
 
 def policy_loss(
@@ -73,6 +90,8 @@ def policy_loss(
         log_ratio = (targets.reference_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
         shared["kl"] = log_ratio.exp() - log_ratio - 1
         per_token = per_token + config.kl_coef * shared["kl"]
+    if targets.weights is not None:
+        per_token = targets.weights * per_token
     if taken := metrics.keys() & shared.keys():
         names = ", ".join(sorted(taken))
         raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss has already: {names}')

@@ -183,6 +183,35 @@ CORRECTIONS = Registry("train.correction", home="specrl.algorithms.corrections",
 DRAFT_LOSSES = Registry("drafter.loss", home="specrl.algorithms.draft_losses", default="cross_entropy")
 """The losses of the drafter."""
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "dr-grpo": {"advantage": {"name": "grpo", "normalize_by_std": False}, "loss_mean": "constant"},
+    "gspo": {"loss": "gspo", "loss_mean": "response"},
+    "cispo": {"loss": "cispo"},
+    "rloo": {"advantage": "rloo", "loss_mean": "constant"},
+    "reinforce++": {"advantage": "reinforce++"},
+}
+"""What `train.algorithm` stands for: Dr. GRPO (arXiv 2503.20783), GSPO (2507.18071), CISPO (2506.13585), RLOO
+(2402.14740), REINFORCE++ with the group's mean as baseline (2501.03262)."""
+
+
+def expand_preset(settings: dict[str, Any]) -> dict[str, Any]:
+    """Put what `algorithm` stands for in its place among the settings of `[train]`.
+
+    Raises:
+        ValueError: There is no such preset, or one of its settings is given, too.
+    """
+    name = settings.get("algorithm")
+    if name is None:
+        return settings
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        raise ValueError(f"train.algorithm = {json.dumps(name)}: allowed: {', '.join(PRESETS)}")
+    if both := sorted(preset.keys() & settings.keys()):
+        words = ", ".join(f"train.{key}" for key in both)
+        raise ValueError(f'train.algorithm = "{name}" sets {words}, too: leave it out, and give all of {preset}')
+    return {key: value for key, value in settings.items() if key != "algorithm"} | preset
+
+
 Loss = Annotated[Algorithm, BeforeValidator(LOSSES.validate)]
 Advantage = Annotated[Algorithm, BeforeValidator(ADVANTAGES.validate)]
 Correction = Annotated[Algorithm, BeforeValidator(CORRECTIONS.validate)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from specrl.config.algorithms import (
     ADVANTAGES,
@@ -17,6 +17,7 @@ from specrl.config.algorithms import (
     DraftLoss,
     Loss,
     Registry,
+    expand_preset,
 )
 from specrl.config.base import (
     Adjustable,
@@ -166,6 +167,9 @@ class DrafterConfig(Section):
         return tokens * vocabulary - (tokens + vocabulary) * hidden_size >= MIN_SAVED
 
 
+LossMean = Literal["token", "response", "constant"]
+
+
 class TrainConfig(Section):
     """The RL steps: their size, the algorithms, and checkpoints."""
 
@@ -178,6 +182,9 @@ class TrainConfig(Section):
     updates_per_step: Adjustable[PositiveInt] = 1
     """Number of optimizer steps on the rollouts of a step, each on other groups; 1 is strictly on-policy and needs no
     separate pass for log-probs."""
+    algorithm: str | None = None
+    """A preset for `loss`, `advantage` and `loss_mean`, which take its place in the run's own configuration: `dr-grpo`,
+    `gspo`, `cispo`, `rloo` or `reinforce++`."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
@@ -186,6 +193,10 @@ class TrainConfig(Section):
     correction: Adjustable[Correction] = Field(default_factory=CORRECTIONS.default)
     """The weights of tokens on whose probability the engine and the trainer disagree, from
     `specrl/algorithms/corrections.py`, given in the same way as the loss."""
+    loss_mean: Adjustable[LossMean] = "token"
+    """What the loss is a mean over: all response `token`s of the step (DAPO), responses, each with the mean of its own
+    tokens (`response`, as in GRPO and GSPO), or responses, each with the sum of its tokens over
+    `sampling.max_response_tokens` (`constant`, as in Dr. GRPO)."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
     in memory."""
@@ -207,6 +218,11 @@ class TrainConfig(Section):
     """The policy that `validate` measures and `export` exports: that of the last step, or the best one."""
     stop_when: Adjustable[StopConfig | None] = None
     """When to end before `num_steps`, such as `{ metric = "validation/held-out/accuracy", above = 0.95 }`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return expand_preset(data) if isinstance(data, dict) else data
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:

@@ -106,8 +106,8 @@ def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
     why = "with train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
     if train.updates_per_step > 1:
         return
-    if loss.name == "gspo":
-        line = f'train.loss = "gspo" {why}; take "grpo", or raise train.updates_per_step'
+    if loss.name in ("gspo", "cispo"):
+        line = f'train.loss = "{loss.name}" {why}; take "grpo", or raise train.updates_per_step'
         yield Unused(("train.loss.name", "train.updates_per_step"), line)
     for name, value in loss.options.items() if loss.name == "grpo" else ():
         if value != defaults[name]:

@@ -66,6 +66,7 @@ def plan(config: Config) -> Plan:
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
+            f"train.loss_mean = {config.train.loss_mean}",
         ),
         notes=tuple(fit.notes),
     )

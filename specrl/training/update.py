@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from specrl.algorithms.objective import TokenTargets, policy_loss
+from specrl.algorithms.objective import TokenTargets, policy_loss, response_weights
 from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
@@ -56,17 +56,22 @@ class LossInputRows:
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows
     """Log-probs under the reference policy; empty without a KL penalty."""
+    weights: list[float] | None = None
+    """Those of `response_weights`; None where all are 1."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
-        advantages = [
-            np.full(len(row), self.advantages[number]) for number, row in zip(batch.indices, rows, strict=True)
-        ]
+
+        def spread(values: Sequence[float] | NDArray[np.float64]) -> Tensor:
+            found = [np.full(len(row), values[number]) for number, row in zip(batch.indices, rows, strict=True)]
+            return align(found, batch.mask, batch.num_tokens)
+
         return TokenTargets(
-            advantages=align(advantages, batch.mask, batch.num_tokens),
+            advantages=spread(self.advantages),
             generation_logprobs=align(rows, batch.mask, batch.num_tokens),
             old_logprobs=_aligned(self.old, batch),
             reference_logprobs=_aligned(self.reference, batch),
+            weights=None if self.weights is None else spread(self.weights),
         )
 
 
@@ -90,7 +95,10 @@ def update_policy(
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
-    rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config))
+    weights, mean = None, config.train.loss_mean
+    if mean != "token":
+        weights = response_weights(rollouts.response_lengths.tolist(), mean, config.sampling.max_response_tokens)
+    rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config), weights)
     logprob_s = time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None

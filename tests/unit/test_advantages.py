@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,13 @@ def test_equal_rewards_give_exactly_zero(advantage: Algorithm) -> None:
 def test_without_normalisation_the_difference_stays() -> None:
     centred = ADVANTAGES.choose({"name": "grpo", "normalize_by_std": False})
     assert group_advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], centred) == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_reinforce_takes_the_mean_of_the_group_and_the_deviation_of_the_step() -> None:
+    rewards, groups = [1.0, 0.0, 4.0, 0.0, 2.0, 2.0], [1, 1, 2, 2, 3, 3]
+    found = group_advantages(rewards, groups, ADVANTAGES.choose("reinforce++"))
+    deviation = math.sqrt((2 * 0.5**2 + 2 * 2.0**2) / 6)
+    assert found == pytest.approx([0.5 / deviation, -0.5 / deviation, 2 / deviation, -2 / deviation, 0, 0], rel=1e-4)
 
 
 def test_rloo_compares_with_the_others_of_the_group() -> None:

@@ -291,3 +291,14 @@ def test_the_shipped_files_name_generators_that_exist(path: Path) -> None:
 
     config = load_config(path)
     assert all(make_generator(generator) for generator in config.data.generators)
+
+
+def test_a_preset_stands_for_its_settings_and_for_nothing_beside_them() -> None:
+    config = parse_config({"name": "a", "train": {"algorithm": "dr-grpo"}})
+    assert (config.train.algorithm, config.train.loss_mean) == (None, "constant")
+    assert config.train.advantage.options == {"normalize_by_std": False}
+    assert parse_config(json.loads(dump_config(config))) == config
+    with pytest.raises(ConfigError, match=r'train.algorithm = "dapo": allowed: dr-grpo, gspo, cispo, rloo, reinforce'):
+        parse_config({"name": "a", "train": {"algorithm": "dapo"}})
+    with pytest.raises(ConfigError, match=r'train.algorithm = "rloo" sets train.advantage, too: leave it out'):
+        parse_config({"name": "a", "train": {"algorithm": "rloo", "advantage": "grpo"}})

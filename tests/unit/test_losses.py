@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specrl.algorithms.losses import LossInputs
-from specrl.algorithms.objective import TokenTargets, policy_loss
+from specrl.algorithms.objective import TokenTargets, policy_loss, response_weights
 from specrl.config import TrainConfig
 from specrl.config.algorithms import LOSSES
+from specrl.config.training import LossMean
 
 MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
@@ -109,3 +111,27 @@ def test_a_ratio_beyond_all_numbers_leaves_the_gradient_finite(name: str) -> Non
     loss, _ = LOSSES.function(config.loss)(inputs)
     loss.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def test_cispo_clips_the_weight_of_a_token_and_keeps_its_gradient() -> None:
+    config = TrainConfig(loss=LOSSES.choose("cispo"), updates_per_step=2)
+    lp = logprobs(-1.0 + math.log(1.5), -1.0 + math.log(0.5), -1.0)
+    loss, metrics = policy_loss(lp, ENTROPY, MASK, targets(2.0, old=[-1.0, -1.0, -1.0]), config)
+    loss.backward()
+    assert lp.grad is not None and lp.grad[0].tolist() == pytest.approx([-2 * 1.28, -2 * 0.5, 0.0])
+    assert metrics["clip_fraction"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("mean", "wanted"),
+    [("token", [2 / 6] * 2), ("response", [2 / (3 * 1), 2 / (3 * 4)]), ("constant", [2 / (3 * 8)] * 2)],
+)
+def test_a_token_counts_as_the_mean_over_tokens_or_responses_says(mean: LossMean, wanted: list[float]) -> None:
+    lengths = [1, 4, 1]
+    weights = response_weights(lengths, mean, most_tokens=8)
+    for weight, gradient in zip(weights, wanted, strict=False):
+        lp = logprobs(-1.0, -1.0, -1.0)
+        rows = replace(targets(2.0), weights=torch.full((1, 3), weight))
+        loss, _ = policy_loss(lp, ENTROPY, MASK, rows, TrainConfig())
+        (loss / sum(lengths)).backward()
+        assert lp.grad is not None and lp.grad[0, 0].item() == pytest.approx(-gradient)

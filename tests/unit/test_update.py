@@ -187,6 +187,13 @@ def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Pat
     assert often["lr"] == 1e-9
 
 
+def test_a_constant_in_place_of_the_mean_length_scales_the_gradient(ranks: Ranks, model_dir: Path) -> None:
+    by_token, _, rollouts = updated(model_dir, [SIGNAL, SIGNAL[::-1]])
+    constant, _, _ = updated(model_dir, [SIGNAL, SIGNAL[::-1]], loss_mean="constant")
+    share = rollouts.response_lengths.mean() / Config(name="a").sampling.max_response_tokens
+    assert constant["grad_norm"] == pytest.approx(share * by_token["grad_norm"], rel=1e-4)
+
+
 def test_a_step_without_signal_moves_nothing_and_measures_nothing(ranks: Ranks, model_dir: Path) -> None:
     metrics, moved, rollouts = updated(model_dir, [FLAT, FLAT], updates_per_step=2)
     assert metrics == {"num_tokens": 0.0, "logprob_s": metrics["logprob_s"]}
@@ -200,6 +207,7 @@ def test_a_step_without_signal_moves_nothing_and_measures_nothing(ranks: Ranks, 
         {"loss": "gspo", "advantage": "rloo", "correction": "icepop"},
         {"loss": "gspo", "advantage": "grpo", "correction": "seq-mask", "kl_coef": 0.1},
         {"loss": "grpo", "advantage": "rloo", "correction": "tis", "kl_coef": 0.1},
+        {"loss": "cispo", "advantage": "reinforce++", "correction": "none", "loss_mean": "response"},
     ],
     ids=lambda chosen: "-".join(map(str, chosen.values())),
 )
