@@ -64,7 +64,7 @@ def objective(config: Config) -> tuple[Tensor, dict[str, Tensor]]:
 
 def test_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     config, printed = follow("A loss", "loss.toml", capsys)
-    assert "train.loss = my_losses:cispo (cap = 3.0)" in printed
+    assert "train.loss = my_losses:capped (cap = 3.0)" in printed
     gradient, metrics = objective(config)
     assert gradient[0].tolist() == pytest.approx([-2.0, -3.0, 0.0])
     assert (metrics["ratio"].item(), metrics["capped_fraction"].item()) == pytest.approx((6.0, 1.0))
