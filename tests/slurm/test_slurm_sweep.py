@@ -45,7 +45,7 @@ def test_a_killed_sweep_goes_on_and_a_failed_cell_loses_no_other(tmp_path: Path)
     run_dir = write_finished_run(tmp_path)
     first = start(run_dir)
     deadline, cells = time.monotonic() + 900, run_dir / "bench" / "cells"
-    while len(list(cells.glob("jobs/*/context.json"))) < 3:  # the last of the three has been submitted
+    while len(list(cells.glob("jobs/*.json"))) < 3:  # the last of the three has been submitted
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
