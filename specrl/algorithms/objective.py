@@ -28,15 +28,15 @@ from specrl.config.algorithms import CORRECTIONS, LOSSES
 from specrl.config.training import LossMean
 
 
-def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float]:
-    """The factors on the tokens of each response that make the mean over all tokens the mean that is asked for.
+def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float] | None:
+    """The factors on the tokens of each response that turn the mean over all tokens into this one; None if all are 1.
 
     Args:
         lengths: The tokens of each response of the step.
         most_tokens: `sampling.max_response_tokens`.
     """
     if mean == "token":
-        return [1.0] * len(lengths)
+        return None
     average = sum(lengths) / max(1, len(lengths))
     return [average / (length if mean == "response" else most_tokens) if length else 0.0 for length in lengths]
 

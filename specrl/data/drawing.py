@@ -40,7 +40,8 @@ def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place:
             break
         source.keep(shard)
     if needs_more:
-        for process in _start(source, config, tokenizer_dir, first, rank * cores, cores, ranks * cores, needed=True):
+        own = range(rank * cores, (rank + 1) * cores)
+        for process in _start(source, config, tokenizer_dir, first, own, ranks * cores, needed=True):
             process.wait()
 
 
@@ -49,7 +50,7 @@ def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first
     """Draw the problems of all steps from this one on in a process of low priority, unless all are there."""
     steps = range(first_step, config.train.num_steps + 1)  # there is one after the last step, which is validated
     is_missing = not all(map(source.has, source.shards(steps)))
-    processes = _start(source, config, tokenizer_dir, steps, 0, 1, 1, needed=False) if is_missing else []
+    processes = _start(source, config, tokenizer_dir, steps, range(1), 1, needed=False) if is_missing else []
     try:
         yield
     finally:
@@ -58,11 +59,11 @@ def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first
 
 
 def _start(
-    source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, *places: int, needed: bool
+    source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, own: range, total: int, *, needed: bool
 ) -> list[subprocess.Popen[bytes]]:
-    """Start processes `start` to `start + count` of `total`, each of which draws every `total`-th shard."""
-    (start, count, total), processes = places, []
-    for index in range(start, start + count):
+    """Start these of `total` processes, each of which draws every `total`-th shard from its own number on."""
+    processes = []
+    for index in own:
         process, connection = start_helper(__name__)
         with connection, contextlib.suppress(OSError):  # it has ended, and whoever needs a shard draws it
             arguments = (source.begun, source.prompts_dir, needed, steps, index, total)
@@ -74,12 +75,12 @@ def _start(
 def main(rank: Connection) -> None:
     """Draw its part of the shards in this process, and end."""
     become_helper(rank.recv())
-    text, tokenizer_dir, begun, prompts_dir, others, steps, index, total = rank.recv()
-    if not others:  # nobody waits for it
+    text, tokenizer_dir, begun, prompts_dir, needed, steps, index, total = rank.recv()
+    if not needed:  # nobody waits for it
         os.nice(NICENESS)
         with contextlib.suppress(OSError):  # where the kernel groups processes by session, that of the group counts
             Path("/proc/self/autogroup").write_text(str(NICENESS))
     source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
     with contextlib.suppress(ConfigError):  # the rank comes to the same, and says it
-        for shard in islice(source.shards(steps, others=others), index, None, total):
+        for shard in islice(source.shards(steps, others=needed), index, None, total):
             source.keep(shard)

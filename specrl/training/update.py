@@ -57,7 +57,7 @@ class LossInputRows:
     reference: Rows
     """Log-probs under the reference policy; empty without a KL penalty."""
     weights: list[float] | None = None
-    """Those of `response_weights`; None where all are 1."""
+    """Those of `response_weights`."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
@@ -95,9 +95,8 @@ def update_policy(
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
-    weights, mean = None, config.train.loss_mean
-    if mean != "token":
-        weights = response_weights(rollouts.response_lengths.tolist(), mean, config.sampling.max_response_tokens)
+    lengths, most = rollouts.response_lengths.tolist(), config.sampling.max_response_tokens
+    weights = response_weights(lengths, config.train.loss_mean, most)
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config), weights)
     logprob_s = time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,20 @@ def test_ratios_are_of_the_same_rounds_and_leave_out_warm_up_and_validation(tmp_
     assert row["tokens_equal"] and row["reward_difference"] == 0 and row["acceptance_length"] == 2.0
     assert row["step_s"] == 4 and row["idle_s"] == 0 and row["token_mult_prob_error"] is None
     assert (row["cell"], row["seed"], row["is_baseline"], plain.row(plain)["is_baseline"]) == ("both", "3", False, True)
+
+
+def test_steps_on_gpus_are_projected_beside_a_baseline_without_drafts_alone(tmp_path: Path) -> None:
+    plain, own = make_results(tmp_path, "plain", PLAIN_S), make_results(tmp_path, "both", OWN_S)
+    assert own.on_gpus(plain) == {}  # which has the default method
+    context = plain.training.context
+    settings = {"method": "none", "k": 0}
+    context = replace(context, config=parse_config({"name": "r", "speculation": settings}))
+    plain = Results(replace(plain.training, context=context), 1)
+    found = own.on_gpus(plain)
+    assert found.keys() == {"step_8_gpus_by_epoch", "step_32_gpus_by_epoch", "step_128_gpus_by_epoch"}
+    assert plain.on_gpus(plain) == {name: [pytest.approx(1)] for name in found}
+    [share] = found["step_128_gpus_by_epoch"]
+    assert 1 < share < sum(PLAIN_S) / sum(OWN_S)  # of iterations; the drafter's passes and the rest of the step cost
 
 
 def test_responses_that_differ_are_counted_and_the_page_has_every_cell(tmp_path: Path) -> None:

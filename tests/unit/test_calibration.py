@@ -171,12 +171,12 @@ def test_kv_scales_are_the_percentile_of_rotated_maxima_with_a_margin(
     assert len(found.kv_scales.q) == 4
 
 
-def test_the_layer_table_has_every_layer(calibrated: tuple[Calibration, Policy, LinearPrecision]) -> None:
+def test_the_layer_table_shows_the_outliers(calibrated: tuple[Calibration, Policy, LinearPrecision]) -> None:
     found, _, _ = calibrated
     assert {row.name for row in found.rows} == set(layer_names(LLAMA, 4))
     assert all(0.005 < row.relative_error < 0.1 for row in found.rows)
     largest = {row.name: row.activation_amax_max for row in found.rows}
-    assert max(largest, key=lambda name: largest[name]) == "layers.1.linear_fc2"
+    assert largest.pop("layers.1.linear_fc2") > 30 * max(largest.values())
     kept = [row.name for row in found.rows if row.precision == "bf16"]
     assert kept == found.bf16_layers
 

@@ -129,7 +129,8 @@ def test_cispo_clips_the_weight_of_a_token_and_keeps_its_gradient() -> None:
 def test_a_token_counts_as_the_mean_over_tokens_or_responses_says(mean: LossMean, wanted: list[float]) -> None:
     lengths = [1, 4, 1]
     weights = response_weights(lengths, mean, most_tokens=8)
-    for weight, gradient in zip(weights, wanted, strict=False):
+    assert (weights is None) == (mean == "token")
+    for weight, gradient in zip(weights or [1.0] * 3, wanted, strict=False):
         lp = logprobs(-1.0, -1.0, -1.0)
         rows = replace(targets(2.0), weights=torch.full((1, 3), weight))
         loss, _ = policy_loss(lp, ENTROPY, MASK, rows, TrainConfig())

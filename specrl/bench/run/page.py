@@ -36,8 +36,8 @@ SCALED = """
 ## On GPUs
 
 Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, and *passes*
-of the drafter. From them, the step of Qwen3-8B on H100 GPUs is projected, epoch by epoch: how many times as fast it is
-as the baseline's, which must be one without drafts. These are no measurements; `specrl project` has the assumptions.
+of the drafter. Where the baseline does not draft, the step of Qwen3-8B on H100 GPUs is projected from them, epoch by
+epoch: how many times as fast it is as the baseline's. These are no measurements; `specrl project` has the assumptions.
 """
 LEARNED = {
     "mean reward": "reward_mean",

@@ -66,8 +66,9 @@ class Results:
         drafted = sum(metrics["spec/num_draft_tokens"] for metrics in own)
         requests = tokens - sum(metrics["spec/num_accepted_tokens"] for metrics in own)
         speculation = self.training.context.config.speculation
-        passes = speculation.draft_lengths[0] if speculation.draft_method.has_weights else 0
-        return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes * iterations / tokens)
+        most = speculation.draft_lengths[0] if speculation.draft_method.has_weights else 0
+        passes = sum(metrics["spec/decode_steps"] * min(most, metrics.get("spec/k", most)) for metrics in own)
+        return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes / tokens)
 
     def mean(self, metric: str) -> float | None:
         """Average a metric over the steps that have it."""
@@ -124,8 +125,13 @@ class Results:
         }
 
     def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
-        """How many times as fast as the baseline's the step of an 8B policy is, epoch by epoch."""
+        """How many times as fast as the baseline's the step of an 8B policy is, epoch by epoch.
+
+        There are no such columns beside a baseline that drafts: the projection begins with a step without drafts.
+        """
         config = self.training.context.config
+        if baseline.training.context.config.speculation.draft_method.drafts:
+            return {}
         problems, prompts = config.data.num_problems, config.train.prompts_per_step
         size = problems // prompts if problems else len(self.metrics)
         epochs = [range(first, min(first + size, len(self.metrics))) for first in range(0, len(self.metrics), size)]
