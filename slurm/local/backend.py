@@ -120,16 +120,12 @@ class LocalBackend:
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
         devices = visible_devices(request)
-        with interrupts_held(), submitit.helpers.clean_env():
-            controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
-        known = False
-        try:
+        with contextlib.ExitStack() as unless_known:  # without a record, nobody who cancels the run would find the job
+            with interrupts_held(), submitit.helpers.clean_env():
+                controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
+                unless_known.callback(_kill, controller.pid)  # an interrupt that was held comes as the block ends
             job = self._wait_for(controller, request)
-            known = True
-        finally:
-            if not known:  # without a record, nobody who cancels the run would find it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(controller.pid, signal.SIGKILL)
+            unless_known.pop_all()
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -171,6 +167,11 @@ class LocalBackend:
                 raise JobError(f"the job's controller ended at once; see {log}")
             time.sleep(0.05)
         raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
+
+
+def _kill(controller: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(controller, signal.SIGKILL)
 
 
 def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Popen[bytes]:

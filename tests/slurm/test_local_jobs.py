@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm.backend import Failure, JobError, JobKey, State
 from slurm.environment import snapshot_code
+from slurm.local import backend as local_backend
 from slurm.local.backend import LocalJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
@@ -123,6 +126,25 @@ def test_an_interrupt_ends_a_local_job_that_is_just_being_started(
     (config.run_dir / "go").touch()  # for a controller that was left behind, which would start its ranks now
     time.sleep(5)
     assert not list(config.run_dir.glob("stages/prepare-*/.starts-*"))
+
+
+def test_an_interrupt_that_was_held_while_a_controller_started_ends_it(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, start, started = make_run("local"), local_backend._start, list[int]()
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"setup": ("sleep 600",)})})
+    write_config(config)
+
+    def start_and_interrupt(*arguments: Any) -> subprocess.Popen[bytes]:
+        controller = start(*arguments)
+        started.append(controller.pid)
+        signal.raise_signal(signal.SIGINT)
+        return controller
+
+    monkeypatch.setattr(local_backend, "_start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        submit(config)
+    wait_until_dead(started)
 
 
 def test_a_submitted_job_is_attached_to_not_submitted_twice(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
