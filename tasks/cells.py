@@ -96,7 +96,7 @@ def measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
             reporter.note(f"{cell.label}: {error}")
             return str(error)
     seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
-    reporter.finished(cell.label, Finished("bench", cell.context.key, cell.folder, seconds, None, cached))
+    reporter.finished(cell.label, Finished("bench", cell.folder, seconds, None, cached))
     return None
 
 
@@ -106,7 +106,7 @@ def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
     code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
     own = files_digest((path, str(path.relative_to(package))) for path in code)
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
-    inputs = {name: stages[name].key for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
+    inputs = {name: stages[name].name for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
     changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
     read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
     return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"

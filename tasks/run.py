@@ -32,7 +32,6 @@ class Finished:
     """A stage that has finished."""
 
     stage: StageName
-    key: str
     folder: Path
     seconds: float
     """The run time in seconds, as the stage itself measured it."""
@@ -237,9 +236,8 @@ def forget_stop(run_dir: Path) -> None:
 def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
     folder = run.folder(stage)
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    key = run.record.stage_keys[stage]
-    record = Record.read(JobKey(run.config, key).record_path)
-    return Finished(stage, key, folder, seconds, record.job_id if record else None, cached)
+    record = Record.read(JobKey(run.config, folder.name).record_path)
+    return Finished(stage, folder, seconds, record.job_id if record else None, cached)
 
 
 def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:

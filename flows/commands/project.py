@@ -86,8 +86,7 @@ def _read(name: str, runs_dir: Path) -> tuple[Config, MeasuredRun]:
     if "train" not in stages:
         raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
     try:
-        folder = stages["train"].stage_dir
-        return read_config(run_dir), MeasuredRun.read(folder / "steps", folder / "rollouts")
+        return read_config(run_dir), MeasuredRun.read(stages["train"] / "steps", stages["train"] / "rollouts")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
