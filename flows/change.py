@@ -21,8 +21,8 @@ from specrl.lineage.changes import Change, config_changes, file_changes
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.lineage.revision import Revision, revise
+from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
-from tasks.run import read_run_config
 
 MOST_SHOWN = 8
 """The largest number of differences that an error message names."""
@@ -42,7 +42,7 @@ class ChangeRequest:
 
 def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:
     """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
-    cluster = read_run_config(run_dir).cluster
+    cluster = read_config(run_dir).cluster
     restrict(cluster)
     if dry_run:
         revision = _plan(run_dir, request)
@@ -65,7 +65,7 @@ def differences(run_dir: Path, config: Config, origin: Continuation | None) -> l
     record = read_record(run_dir)
     if record is None:
         return []
-    found = config_changes(read_run_config(run_dir), config)
+    found = config_changes(read_config(run_dir), config)
     found += file_changes(record.files, named_files(config), config)
     code = record.code_dir(run_dir)
     other = record.code != present_code() and _stage_code(code) != _stage_code(ROOT)
@@ -100,7 +100,7 @@ def note_edited_files(config: Config, console: Console) -> None:
 
 
 def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
-    old = read_run_config(run_dir)
+    old = read_config(run_dir)
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"run {run_dir.name} has not begun, so nothing of it can change; begin it with: specrl run")
@@ -152,7 +152,7 @@ def _print(run_dir: Path, revision: Revision, console: Console) -> None:
 
 def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
     keys = revision.record.stage_keys.values()
-    return {key: job for key, job in live_jobs(read_run_config(run_dir)).items() if key not in keys}
+    return {key: job for key, job in live_jobs(read_config(run_dir)).items() if key not in keys}
 
 
 def _say_in_the_way(run_dir: Path, job: Job) -> str:
@@ -189,4 +189,4 @@ def _write(run_dir: Path, revision: Revision) -> None:
         new, old = (run_dir / "stages" / key for key in (record.stage_keys["train"], revision.previous))
         begin_continuation(new, old, revision.continued.step, revision.events)
     write_record(run_dir, record)
-    write_config(read_run_config(run_dir))
+    write_config(read_config(run_dir))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
-from tasks.run import Finished, Reporter
+from tasks.run import Finished
 
 LINE_SECONDS = 10
 """The least number of seconds between two plain lines about the same stage."""
@@ -28,14 +28,14 @@ def make_reporter() -> Iterator[Reporter]:
     """Yield the reporter that suits standard error, where progress goes: standard output is for results."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield PlainReporter(console)
+        yield Reporter(console)
         return
     columns = TextColumn(f"{{task.description:{WIDTH}}}"), BarColumn(24), TextColumn("{task.fields[words]}")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        yield PlainReporter(console, bars)
+        yield Reporter(console, bars)
 
 
-class PlainReporter:
+class Reporter:
     """Prints a line per event and, for the stage that runs, a bar or a line every `LINE_SECONDS` while it moves."""
 
     def __init__(self, console: Console, bars: Progress | None = None) -> None:

@@ -1,6 +1,6 @@
 """The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it is given.
 
-`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local.backend.LocalBackend`, which a
+`slurm/submit.py` lists the backends by name. A new one is a class like `slurm.local.LocalBackend`, which a
 configuration names by its import path or by the name that it has there.
 """
 

@@ -40,9 +40,19 @@ from slurm.environment import (
     rank_environment,
 )
 from slurm.failures import first_error
-from slurm.queue import COMMAND_SECONDS, PRESENT_SECONDS, ask, forget, listed
-from slurm.ranks.supervisor import ATTEMPT
-from slurm.sbatch import as_flags, describe, parameters, python_command, sbatch_options
+from slurm.sbatch import (
+    COMMAND_SECONDS,
+    PRESENT_SECONDS,
+    as_flags,
+    ask,
+    describe,
+    forget,
+    listed,
+    parameters,
+    python_command,
+    sbatch_options,
+)
+from slurm.supervisor import ATTEMPT
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments

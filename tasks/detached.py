@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm.backend import FLOW_KEY, Job, JobError
-from slurm.ranks.supervisor import WALLTIME_SIGNAL
 from slurm.submit import attach_or_submit
+from slurm.supervisor import WALLTIME_SIGNAL
 from specrl import lifetime
 from specrl.artifacts import append_line
 from specrl.config import Config, dump_config, parse_config

@@ -8,23 +8,25 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slurm.access import check_code
-from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
+from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
-from specrl.artifacts import RESULT_FILE, point_to, read_json, write_text
-from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
+from specrl.artifacts import RESULT_FILE, point_to, write_text
+from specrl.config import Config, StageName, dump_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
-from specrl.progress import ProgressState
 from specrl.projection.plan import device_bytes
-from specrl.report.results import CONFIG_FILE, readable_config
+from specrl.report.results import read_config, readable_config
 from specrl.tracking import RUN_ID_FILE
+
+if TYPE_CHECKING:  # imports Prefect, which the command line does without
+    from flows.display import Reporter
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,6 @@ class Finished:
     job_id: str | None
     cached: bool
     """Whether it had finished before this flow."""
-
-
-class Reporter(Protocol):
-    """Tells people about the progress of the stages."""
-
-    def submitted(self, stage: str, job: Job) -> None:
-        """Report that a stage's job was submitted, or found running."""
-
-    def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
-        """Report the state of a stage's job and, once there is any, the stage's progress."""
-
-    def finished(self, stage: str, done: Finished) -> None:
-        """Report that a stage has finished, now or before this flow."""
-
-    def note(self, text: str) -> None:
-        """Report anything else, in one line."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +61,9 @@ class Run:
         return start and start.in_run(self.config.run_dir)
 
 
-def read_run_config(run_dir: Path) -> Config:
-    """The configuration in a run's folder, with its present name and place; a ConfigError if it is not understood."""
-    record = read_record(run_dir)
-    data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
-    return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
-
-
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
     """Read a run's folder; a run without a record begins with the present code. A ConfigError if its code changed."""
-    config = read_run_config(run_dir)
+    config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir))
     run_id = run_dir / RUN_ID_FILE

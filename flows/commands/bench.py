@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.benchmark import join_rows, measure_cells, run_here
+from flows.benchmark import Size, join_rows, make_cell, measure_cells, run_here
 from flows.commands.options import RunsDir
 from flows.folder import find_own_run
 from slurm.backend import JobError
@@ -34,7 +34,6 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.tracking import log_to_run
-from tasks.cells import Size, make_cell
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
 """The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""

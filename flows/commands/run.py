@@ -16,11 +16,11 @@ from flows.execute import continue_with_own_code, execute
 from flows.folder import find_own_run
 from flows.origin import start_from
 from flows.preflight import check
-from slurm.registry import backend_of
+from slurm.submit import backend_of
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.changes import adjustable_keys
-from specrl.report.results import readable_config
-from tasks.run import ask_to_stop, end_jobs, read_run_config
+from specrl.report.results import read_config, readable_config
+from tasks.run import ask_to_stop, end_jobs
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -153,7 +153,7 @@ def resume(
             shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
             print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})
     if not dry_run:
-        execute(read_run_config(run_dir), resumed=True, detached=detach)
+        execute(read_config(run_dir), resumed=True, detached=detach)
 
 
 def _check_json(as_json: bool, dry_run: bool) -> None:
@@ -199,7 +199,7 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     """
     from specrl.tracking import runs
 
-    config = read_run_config(find_own_run(name, runs_dir))
+    config = read_config(find_own_run(name, runs_dir))
     if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
         raise ConfigError("; ".join(lines))
     print(f"MLflow has everything that {config.name} has logged")

@@ -32,8 +32,8 @@ from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import end_with_parent
+from specrl.report.results import read_config
 from specrl.report.tables import print_line
-from tasks.run import read_run_config
 
 LOOK_SECONDS = 0.2
 """The pause between two looks at signals and processes."""
@@ -175,7 +175,7 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal
     if not held:
         yield "no run was at work"
     for run_dir in held:
-        config, jobs = read_run_config(run_dir), list[Job | None]()
+        config, jobs = read_config(run_dir), list[Job | None]()
         with contextlib.suppress(JobError, SilentSchedulerError):
             jobs = [find_now(JobKey(config, folder.name)) for folder in (run_dir / "jobs").glob("*/")]
         holder = holder_of(run_dir)

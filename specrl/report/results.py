@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
-from specrl.config import STAGES, Config, parse_config, understood_config
-from specrl.lineage.record import RUN_FILE, readable_keys
+from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
+from specrl.lineage.record import RUN_FILE, read_record, readable_keys
 
 CONFIG_FILE = "config.json"
 
@@ -34,15 +33,14 @@ def find_stages(run_dir: Path) -> dict[str, Path]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that a run was started with.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
-    return parse_config(json.loads(path.read_text()))
+    """The configuration of a run, with its present name and place; a ConfigError if it is not understood."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
+    record = read_record(run_dir)
+    data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
+    return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
 
 
 def readable_config(run_dir: Path) -> Config:
