@@ -87,13 +87,7 @@ class CellJob:
 
 
 def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Size, overrides: Sequence[str]) -> CellJob:
-    """Make a benchmark a job, with a folder of its own for page, rows and all else.
-
-    Args:
-        folder: The folder of the cells.
-        config: The configuration whose cluster and resources the job inherits.
-        overrides: `KEY=VALUE` each, of the cluster and the resources.
-    """
+    """Make a benchmark a job with a folder of its own; `overrides` are of cluster and resources."""
     made = job_config(config, size, folder, overrides)
     key = cell_key(job, place_of(made))
     own = folder / "stages" / key
@@ -152,14 +146,7 @@ def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str
 
 
 def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: int | None = None) -> None:
-    """Run a benchmark in a process of its own, and wait for it, `minutes` at most. Its log is LABEL.log in its folder.
-
-    Args:
-        resources: Those of a rank; None for all devices of this machine, and OMP_NUM_THREADS or all cores.
-
-    Raises:
-        JobError: It failed; the message has its error and its log.
-    """
+    """Run a benchmark in a process with the cores of a rank, or all devices, and wait; a JobError if it failed."""
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
     count = os.environ.get("OMP_NUM_THREADS", str(cores))
     if resources is not None:
@@ -181,15 +168,7 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
 
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
-    """Measure every cell in a job of its own, and record each in MLflow as soon as it has finished or failed.
-
-    Args:
-        config: The configuration of the run that is measured.
-        at_once: The largest number of jobs that wait or run at the same time.
-
-    Returns:
-        The errors of the cells that failed, by their labels.
-    """
+    """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
     from flows.display import Reporter  # imports Prefect, which the command line does without
 
     of_jobs = cells[0].context.config

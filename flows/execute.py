@@ -44,17 +44,8 @@ LOG_BYTES = 32 * 2**20
 def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False, detached: bool = False) -> None:
     """Run all stages of a configuration, with progress on standard error and the results on standard output.
 
-    Args:
-        config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
-        origin: The checkpoint of another run that a new run starts from.
-        resumed: Whether the run goes on as its record says. If not, the folder must hold no run, or one that was
-            started with this configuration and this code.
-        detached: Whether a job is submitted that does it, for which nobody waits.
-
-    Raises:
-        ConfigError: The run cannot start; nothing has been written.
-        JobError: A stage failed.
-        StoppedError: `specrl stop` asked the run to stop.
+    Where the run is not `resumed`, the folder must hold none, or one with this configuration and code. `detached`
+    submits a job that does it all.
     """
     restrict(config.cluster)
     for line in check_access(config.run_dir, config.cluster):
@@ -131,11 +122,7 @@ def finish(config: Config, status: Status, error: BaseException | None = None) -
 
 
 def begin_run(config: Config, origin: Origin | None) -> RunRecord:
-    """Write what a new run starts with, the record last.
-
-    Raises:
-        ConfigError: An earlier call that was killed had another run's checkpoint to start from, and this one has none.
-    """
+    """Write what a new run starts with, the record last."""
     if origin is not None:
         origin.link(config.run_dir)
     elif (config.run_dir / ORIGIN).exists():
@@ -148,12 +135,7 @@ def begin_run(config: Config, origin: Origin | None) -> RunRecord:
 
 
 def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that, or the run has none yet.
-
-    Raises:
-        ConfigError: The copy of the run's code is gone or is not what was copied, Python does not import it, or
-            somebody else could change it.
-    """
+    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that or there is none."""
     check_access(run_dir, readable_config(run_dir).cluster)
     code = code_of(run_dir)
     if code is None:

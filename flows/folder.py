@@ -74,16 +74,10 @@ def anchor(config: Config) -> Config:
 
 
 def find_own_run(name: str, runs_dir: Path) -> Path:
-    """The folder of a run that is the user's alone, so that its code may run and its files may change.
+    """The folder of a run that is the user's alone, whose code may run and files may change, or a ConfigError.
 
     Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
     as the run.
-
-    Args:
-        name: The run's name in `runs_dir`, or the path of its folder.
-
-    Raises:
-        ConfigError: There is no such run, or somebody else owns it, can write to it or could replace it.
     """
     run_dir = _find_run(name, runs_dir)
     cluster = readable_config(run_dir).cluster

@@ -225,10 +225,7 @@ def log_path(folder: Path, job_id: str, rank: int) -> Path:
 def read_environment_file(path: Path) -> dict[str, str]:
     """The variables that a file of `NAME=VALUE` lines sets; blank lines and those that begin with # set none.
 
-    A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it.
-
-    Raises:
-        ConfigError: The file is missing, is not this user's alone, or has another line; none is ever quoted.
+    A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it. No error shows it.
     """
     lines = _private_text(path).split("\n")
     variables: dict[str, str] = {}

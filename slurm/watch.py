@@ -46,14 +46,7 @@ OnPoll = Callable[[State, ProgressState | None], None]
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
     """Wait until the stage's result exists and its job has ended (True), or until the stage needs another job (False).
 
-    Args:
-        on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
-        clock: Returns a time in seconds that only goes forward.
-
-    Raises:
-        JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
-        UnseenError: It goes on, but cannot be watched.
-        StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
+    A JobError names stage, job, error and log; an UnseenError says that the job goes on, but cannot be watched.
     """
     watch, seen_at = _Watch(job, context, clock), clock()
     while True:

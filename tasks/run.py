@@ -74,11 +74,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
 
 
 def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
-    """Copy the present code into the run's folder, compute the keys of its stages, and write its record.
-
-    Args:
-        origin: The checkpoint of another run that the run starts from; its files lie in the run's folder.
-    """
+    """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         id=secrets.token_hex(4),
@@ -94,16 +90,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
 
 
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
-    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job.
-
-    Args:
-        inputs: The finished stages that the stage reads.
-        entry: The function that every rank calls, as `module:function`; `specrl.stages.STAGE:main` by default.
-
-    Raises:
-        JobError: The job failed.
-        StoppedError: `specrl stop` asked the run to stop.
-    """
+    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job."""
     assert {done.stage for done in inputs} == set(INPUTS[stage])
     folder = run.folder(stage)
     if stage == "train":  # its rollouts can be read while it runs
@@ -134,17 +121,7 @@ _submitting = threading.Lock()
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
-    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job.
-
-    Args:
-        entry: The function that every rank calls with the context, as `module:function`.
-        code: The folder with the copy of the sources.
-        label: What the reporter calls the stage.
-
-    Raises:
-        JobError: The job failed.
-        StoppedError: The run was asked to stop.
-    """
+    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job."""
     while True:
         with _submitting:
             if stop_asked(context.run_dir):

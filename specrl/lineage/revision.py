@@ -209,18 +209,10 @@ def revise(
     new_code: bool,
     restart: bool,
 ) -> Revision:
-    """What a change means for every stage.
+    """What a change means for every stage, or a ConfigError.
 
-    Args:
-        old: The record before the change.
-        record: The record after it, still with the keys and the continuation of before.
-        configs: The configurations before and after it.
-        stage_code: The `code_digest` of the sources that new jobs will run.
-        new_code: Whether that differs from what jobs ran before.
-        restart: Whether training may start over.
-
-    Raises:
-        ConfigError: Training would start over and may not, or has made more steps than it is to make.
+    `record` is the one after the change, still with the keys and the continuation of before; `stage_code` is the
+    `code_digest` of the sources that new jobs will run.
     """
     reviser = Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
     stages = tuple(reviser.plan(stage) for stage in STAGES)
