@@ -17,10 +17,9 @@ from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.submit import live_jobs
 from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
-from specrl.lineage.changes import Change, config_changes, file_changes
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
-from specrl.lineage.revision import Revision, revise
+from specrl.lineage.revision import Change, Revision, config_changes, file_changes, revise
 from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
 

@@ -18,7 +18,7 @@ from flows.origin import start_from
 from flows.preflight import check
 from slurm.submit import backend_of
 from specrl.config import STAGES, Config, ConfigError
-from specrl.lineage.changes import adjustable_keys
+from specrl.lineage.revision import adjustable_keys
 from specrl.report.results import read_config, readable_config
 from tasks.run import ask_to_stop, end_jobs
 
