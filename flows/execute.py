@@ -16,7 +16,7 @@ from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
-from slurm.backend import JobError, StoppedError, UnseenError
+from slurm.backend import JobError, StoppedError, UnseenError, stop_asked
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
 from specrl.artifacts import write_json
@@ -31,7 +31,7 @@ from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.detached import IN_JOB, submit_flow
-from tasks.run import begin, forget_stop, stop_asked
+from tasks.run import begin, forget_stop
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""

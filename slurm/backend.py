@@ -31,6 +31,11 @@ STOP_FILE = "stop"
 """A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
 
 
+def stop_asked(run_dir: Path) -> bool:
+    """Whether `specrl stop` has asked the run to stop since it was last started."""
+    return (run_dir / STOP_FILE).exists()
+
+
 class JobError(RuntimeError):
     """A job could not be submitted, failed, or ran out of time. The message is one line for people."""
 
@@ -180,11 +185,6 @@ class StageRequest:
     def result_path(self) -> Path:
         """The file that exists once the stage has finished."""
         return self.context.stage_dir / RESULT_FILE
-
-    @property
-    def stop_path(self) -> Path:
-        """The file that exists while the run is asked to stop."""
-        return self.context.run_dir / STOP_FILE
 
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""

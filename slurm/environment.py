@@ -9,15 +9,10 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
-from submitit import JobEnvironment
-from submitit.helpers import TorchDistributedEnvironment
 
 from slurm.backend import Backend, StageRequest
 from slurm.trust import DistrustError, check_code, sources_digest
@@ -25,7 +20,7 @@ from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, ConfigError, Resources
 from specrl.config.text import is_control
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import node_folder, port_of
+from specrl.processes import node_folder
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -172,49 +167,6 @@ def _expanded(place: str) -> Path:
     if "$" in path:
         raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
     return Path(path).expanduser().absolute()
-
-
-def interface_variables(interface: str) -> dict[str, str]:
-    """The variables that make gloo and NCCL use a network interface."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def interface_towards(host: str) -> str:
-    """The network interface from which this machine's packets to a host leave; a ValueError where none does."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: the kernel chooses the route, and with it this end's address
-            own = probe.getsockname()[0].partition("%")[0]
-    except OSError as error:
-        raise ValueError(f"no network interface leads to {host} ({error}); name one: cluster.interface") from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own for entry in addresses):
-            return str(name)
-    raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
-
-
-def rank_environment(attempt: int) -> dict[str, str]:
-    """The variables from which torch.distributed learns its rank, as submitit knows them.
-
-    Each `attempt` to run this job has another port: the last one may have been taken.
-    """
-    ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
-    values = {
-        "MASTER_ADDR": ranks.master_addr,
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or port_of(job),
-        "RANK": ranks.rank,
-        "WORLD_SIZE": ranks.world_size,
-        "LOCAL_RANK": ranks.local_rank,
-        "LOCAL_WORLD_SIZE": ranks.local_world_size,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def other_host() -> str:
-    """The name of the job's first node or, on that node, of its second one."""
-    job = JobEnvironment()
-    return str(job.hostnames[1 if job.node == 0 else 0])
 
 
 def log_path(folder: Path, job_id: str, rank: int) -> Path:

@@ -23,6 +23,7 @@ from slurm.backend import (
     SilentSchedulerError,
     StageRequest,
     StoppedError,
+    stop_asked,
 )
 from slurm.environment import job_environment
 from slurm.local import LocalBackend
@@ -76,9 +77,9 @@ def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None
         raise JobError(f"{request.key.stage} could not be submitted for {limit / 60:g} minutes: {error}") from error
     logger.warning("%s is not submitted yet (%s); another attempt follows", request.key.stage, error)
     until = time.monotonic() + (FULL_SECONDS if is_full else UNCERTAIN_SECONDS)
-    while time.monotonic() < until and not request.stop_path.exists():
+    while time.monotonic() < until and not stop_asked(request.context.run_dir):
         time.sleep(0.5)
-    if request.stop_path.exists():
+    if stop_asked(request.context.run_dir):
         raise StoppedError(f"{request.key.stage} was stopped before it was submitted")
 
 

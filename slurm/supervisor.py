@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from slurm.backend import Backend, JobPlace, StageRequest
+from slurm.backend import Backend, JobPlace, StageRequest, stop_asked
 from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
 from specrl import lifetime, logs
 from specrl.artifacts import is_passing
@@ -200,7 +200,7 @@ class Supervisor:
         if not self._first_step_said and self.segment is not None and life.first_step is not None:
             add_to_segment(self.stage_dir, self.segment, first_step=life.first_step)
             self._first_step_said = True
-        if life.stop is None and self.request.stop_path.exists():
+        if life.stop is None and stop_asked(self.request.context.run_dir):
             self._ask_to_leave(Stop("stopped", "specrl stop"))
         if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError
+from slurm.backend import Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError, stop_asked
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE, is_passing
@@ -175,7 +175,7 @@ class _Watch:
 
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
-        if self.state.phase == "pending" and self._stop_asked():
+        if self.state.phase == "pending" and stop_asked(self.context.run_dir):
             said = self._cancel()
             raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
@@ -186,13 +186,10 @@ class _Watch:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
 
-    def _stop_asked(self) -> bool:
-        return (self.context.run_dir / STOP_FILE).exists()
-
     def _is_to_leave(self) -> bool:
         """Whether the files say that the job ends, before the scheduler does."""
         if self.state.phase == "pending":
-            return self._stop_asked()
+            return stop_asked(self.context.run_dir)
         return self._reason() is not None
 
     def _cancel(self) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm.access import check_code
-from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError
+from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
@@ -160,11 +160,6 @@ def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
     if segments and segments[-1].job_id == job.job_id:
         end_segment(stage_dir, segments[-1].number, "cancelled", last_recorded_step(stage_dir), config.cluster)
     return f"cancelled {job.backend} job {job.job_id}"
-
-
-def stop_asked(run_dir: Path) -> bool:
-    """Whether `specrl stop` has asked the run to stop since it was last started."""
-    return (run_dir / STOP_FILE).exists()
 
 
 def ask_to_stop(run_dir: Path) -> list[str]:

@@ -27,13 +27,14 @@ from slurm.backend import (
     State,
     StoppedError,
     UnseenError,
+    stop_asked,
 )
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
-from tasks.run import cancel_jobs, end_jobs, stop_asked, work
+from tasks.run import cancel_jobs, end_jobs, work
 
 MINUTE = 60.0
 
