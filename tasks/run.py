@@ -51,15 +51,6 @@ class Run:
     mlflow_run_id: str
     reporter: Reporter = field(repr=False)
 
-    def folder(self, stage: StageName) -> Path:
-        """The folder of a stage's results."""
-        return self.config.run_dir / "stages" / self.record.stage_keys[stage]
-
-    def start_of(self, stage: StageName) -> Continuation | None:
-        """The checkpoint of another stage that this stage starts from, or None."""
-        start = self.record.start_of(stage)
-        return start and start.in_run(self.config.run_dir)
-
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
     """Read a run's folder; a run without a record begins with the present code. A ConfigError if its code changed."""
@@ -92,26 +83,36 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
     """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job."""
     assert {done.stage for done in inputs} == set(INPUTS[stage])
-    folder = run.folder(stage)
+    run_dir = run.config.run_dir
+    folder = run_dir / "stages" / run.record.stage_keys[stage]
     if stage == "train":  # its rollouts can be read while it runs
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        point_to(run.config.run_dir / "rollouts", folder / "rollouts")
+        point_to(run_dir / "rollouts", folder / "rollouts")
     cached = (folder / RESULT_FILE).exists()
     if not cached:
+        start = run.record.start_of(stage)
         context = StageContext(
             config=run.config,
             stage=stage,
-            key=run.record.stage_keys[stage],
+            key=folder.name,
             stage_dir=folder,
             inputs={done.stage: done.folder for done in inputs},
             mlflow_run_id=run.mlflow_run_id,
-            continues=run.start_of(stage),
+            continues=start and start.in_run(run_dir),
             device_bytes=device_bytes(run.config, stage),
         )
-        _work(run, context, entry or f"specrl.stages.{stage}:main")
+        try:
+            code = run.record.code_dir(run_dir)
+            work(context, entry or f"specrl.stages.{stage}:main", code, run.reporter, stage)
+        except KeyboardInterrupt:  # when another signal ends the flow, the job goes on and can be found again
+            if (job := find(JobKey(run.config, context.key))) is not None:
+                run.reporter.note(f"{stage}: {_cancel(job, folder, run.config)}")
+            raise
     if stage == "export":
-        point_to(run.config.run_dir / "export", folder)
-    done = _finished(run, stage, cached)
+        point_to(run_dir / "export", folder)
+    seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
+    submitted = Record.read(JobKey(run.config, folder.name).record_path)
+    done = Finished(stage, folder, seconds, submitted.job_id if submitted else None, cached)
     run.reporter.finished(stage, done)
     return done
 
@@ -134,20 +135,6 @@ def work(context: StageContext, entry: str, code: Path, reporter: Reporter, labe
             return
         reason = read_segments(context.stage_dir)[-1].reason
         reporter.note(f"{label}: job {job.job_id} ended ({reason}); it goes on in another one")
-
-
-def _work(run: Run, context: StageContext, entry: str) -> None:
-    """Finish a stage of a run.
-
-    An interrupt by the user (Ctrl-C) cancels the job. When another signal ends the flow, the job goes on and can be
-    found again.
-    """
-    try:
-        work(context, entry, run.record.code_dir(run.config.run_dir), run.reporter, context.stage)
-    except KeyboardInterrupt:
-        if (job := find(JobKey(run.config, context.key))) is not None:
-            run.reporter.note(f"{context.stage}: {_cancel(job, context.stage_dir, run.config)}")
-        raise
 
 
 def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
@@ -180,13 +167,6 @@ def ask_to_stop(run_dir: Path) -> list[str]:
 def forget_stop(run_dir: Path) -> None:
     """Take back that a run was asked to stop, because it is started again."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
-
-
-def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
-    folder = run.folder(stage)
-    seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    record = Record.read(JobKey(run.config, folder.name).record_path)
-    return Finished(stage, folder, seconds, record.job_id if record else None, cached)
 
 
 def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:

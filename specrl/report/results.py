@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
 from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
-from specrl.lineage.record import RUN_FILE, read_record, readable_keys
+from specrl.lineage.record import RUN_FILE, read_record, readable_keys, readable_record
 
 CONFIG_FILE = "config.json"
 
@@ -48,8 +48,7 @@ def readable_config(run_dir: Path) -> Config:
 
     What is not understood has its default.
     """
-    record = read_json(run_dir / RUN_FILE)
-    settings = record.get("settings") if isinstance(record, dict) else None
+    settings = readable_record(run_dir).get("settings")
     data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
     return understood_config(data if isinstance(data, dict) else {}, run_dir)
 

@@ -22,7 +22,7 @@ from specrl.artifacts import (
 from specrl.config import STAGES, Config
 from specrl.events import SIGNAL, read_events
 from specrl.export.card import serve_command
-from specrl.lifetime.segments import segment_counts
+from specrl.lifetime.segments import read_segments
 from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
@@ -74,7 +74,10 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
         },
         "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
-        "segments": {stage: segment_counts(folder) for stage, folder in stages.items()},
+        "segments": {
+            stage: {"number": len(segments), "reasons": [segment.reason for segment in segments]}
+            for stage, segments in ((stage, read_segments(folder)) for stage, folder in stages.items())
+        },
         "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
         "events": _events(stages),
         "best": train and train.best and train.best.model_dump(mode="json", exclude={"drafter_dir"}),
