@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.commands.options import AsJson, RunName, RunsDir, print_json
+from flows.commands.options import AsJson, RunName, RunsDir, option, print_json
 from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
 from flows.mlflow_ui import TOKEN
@@ -77,13 +77,13 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 def logs(
     name: RunName,
     stage: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="By default the one that has printed last; flow for --detach.")
+        str | None, option("By default the one that has printed last; flow for --detach.", "STAGE")
     ] = None,
-    rank: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="The rank whose log it is.")] = 0,
+    rank: Annotated[int, option("The rank whose log it is.", "NUMBER", least=0)] = 0,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what is printed, until nothing works on the run.")
     ] = False,
-    lines: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of the last lines.")] = 100,
+    lines: Annotated[int, option("How many of the last lines.", "NUMBER", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Print the log of a stage's newest job."""
