@@ -34,10 +34,10 @@ from specrl.context import StageContext
 from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
 from specrl.report.results import find_stages
 from specrl.tracking import log_cell
-from tasks.run import Finished, end_jobs, forget_stop, work
+from tasks.run import end_jobs, forget_stop, work
 
 if TYPE_CHECKING:  # imports Prefect, which the command line does without
-    from flows.display import Reporter
+    from tasks.display import Reporter
 
 OWN_CODE = ("bench", "projection", "report")
 """The subpackages that benchmarks depend on and stages do not."""
@@ -169,7 +169,7 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
     """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
-    from flows.display import Reporter  # imports Prefect, which the command line does without
+    from tasks.display import Reporter  # imports Prefect, which the command line does without
 
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
@@ -215,7 +215,7 @@ def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
             reporter.note(f"{cell.label}: {error}")
             return str(error)
     seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
-    reporter.finished(cell.label, Finished("bench", cell.folder, seconds, None, cached))
+    reporter.finished(cell.label, seconds, None, before=cached)
     return None
 
 

@@ -15,12 +15,12 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
-from flows.display import make_reporter
 from flows.server import PASSWORD, USER
 from specrl.report.html import write_report
 from specrl.report.results import find_stages
 from specrl.report.summary import SUMMARY_FILE, write_summary
 from specrl.tracking import log_to_run
+from tasks.display import make_reporter
 from tasks.run import Finished, Run, cancel_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 

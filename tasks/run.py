@@ -26,7 +26,7 @@ from specrl.report.results import read_config, readable_config
 from specrl.tracking import RUN_ID_FILE
 
 if TYPE_CHECKING:  # imports Prefect, which the command line does without
-    from flows.display import Reporter
+    from tasks.display import Reporter
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
     submitted = Record.read(JobKey(run.config, folder.name).record_path)
     done = Finished(stage, folder, seconds, submitted.job_id if submitted else None, cached)
-    run.reporter.finished(stage, done)
+    run.reporter.finished(stage, seconds, done.job_id, before=cached)
     return done
 
 

@@ -13,13 +13,13 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 
-from flows.display import Reporter
 from flows.pipeline import cancel
 from flows.server import mark_crashed_flows
 from slurm.backend import JobError, StoppedError
 from specrl.config import StageName
 from specrl.context import StageContext
 from tasks.detached import EXIT_STOPPED, IN_JOB, run_flow
+from tasks.display import Reporter
 from tasks.run import Finished, Run, open_run, run_stage
 
 ENTRY = "tests.slurm.dummy_stage:main"

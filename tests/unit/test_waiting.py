@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from flows import execute
-from flows.display import Reporter
 from flows.folder import write_config
 from slurm import watch
 from slurm.backend import (
@@ -34,6 +33,7 @@ from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
+from tasks.display import Reporter
 from tasks.run import cancel_jobs, end_jobs, work
 
 MINUTE = 60.0

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
-from tasks.run import Finished
 
 LINE_SECONDS = 10
 """The least number of seconds between two plain lines about the same stage."""
@@ -66,14 +65,13 @@ class Reporter:
             self._said, self._said_at = what, time.monotonic()
             self._line(stage, text)
 
-    def finished(self, stage: str, done: Finished) -> None:
+    def finished(self, stage: str, seconds: float, job_id: str | None, *, before: bool) -> None:
         self._artifact = None
         if self._bars is not None and self._bar is not None:
             self._bars.remove_task(self._bar)
             self._bar = None
-        how = "finished before" if done.cached else "done"
-        job = f", job {done.job_id}" if done.job_id else ""
-        self._line(stage, f"{how}: {clock(done.seconds)}{job}")
+        job = f", job {job_id}" if job_id else ""
+        self._line(stage, f"{'finished before' if before else 'done'}: {clock(seconds)}{job}")
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False)
