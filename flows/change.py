@@ -59,31 +59,23 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
     return revision
 
 
-def differences(run_dir: Path, config: Config, origin: Continuation | None) -> list[str]:
-    """How a configuration and the present code differ from those that a run was started with."""
-    record = read_record(run_dir)
-    if record is None:
-        return []
-    found = config_changes(read_config(run_dir), config)
-    found += file_changes(record.files, named_files(config), config)
-    code = record.code_dir(run_dir)
-    other = record.code != present_code() and _stage_code(code) != _stage_code(ROOT)
-    starts = [start and start.words for start in (record.origin, origin)]
-    start = [f"--from {starts[0]} -> {starts[1]}"] if starts[0] != starts[1] else []
-    return [*map(str, found), *start, *(["other code"] if other else [])]
-
-
 def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:
     """Raise a ConfigError if a folder holds a run with other settings or code."""
-    found = differences(run_dir, config, origin)
+    record = read_record(run_dir)
+    if record is None:
+        return
+    changes = config_changes(read_config(run_dir), config) + file_changes(record.files, named_files(config), config)
+    starts = [start and start.words for start in (record.origin, origin)]
+    found = [*map(str, changes), *([f"--from {starts[0]} -> {starts[1]}"] if starts[0] != starts[1] else [])]
+    if record.code != present_code() and _stage_code(record.code_dir(run_dir)) != _stage_code(ROOT):
+        found.append("other code")
     if found:
-        shown = ", ".join(found[:MOST_SHOWN]) + (
-            f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-        )
+        more = f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
         name = run_dir.name
         raise ConfigError(
-            f"run {name} exists and differs: {shown}. Continue it as it was started: specrl resume {name}; change it: "
-            f"specrl resume {name} --set KEY=VALUE or --new-code; or give the new run another name: --set name=NAME"
+            f"run {name} exists and differs: {', '.join(found[:MOST_SHOWN])}{more}. Continue it as it was started: "
+            f"specrl resume {name}; change it: specrl resume {name} --set KEY=VALUE or --new-code; or give the new run "
+            "another name: --set name=NAME"
         )
 
 

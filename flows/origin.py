@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.folder import find_own_run
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
-from specrl.lineage.history import link
+from specrl.lineage.history import link_files
 from specrl.lineage.record import RUN_FILE, Continuation, read_record, saved_steps
 from specrl.report.results import read_config
 
@@ -38,8 +38,8 @@ class Origin:
             self.drafter_dir: folder / "drafter",
         }
         for source, target in places.items():
-            for path in sorted(source.iterdir()) if source.is_dir() else []:
-                link(path, target / path.name)
+            if source.is_dir():
+                link_files(source, target)
 
 
 def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
