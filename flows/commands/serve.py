@@ -20,10 +20,9 @@ from typing import Annotated, Any
 from zoneinfo import available_timezones
 
 import psutil
-import typer
 from rich.console import Console
 
-from flows.commands.options import Cluster, ConfigPath, Overrides, load
+from flows.commands.options import Cluster, ConfigPath, Overrides, load, option
 from flows.folder import holder_of, is_trusted, is_worked_on, list_runs
 from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
@@ -39,11 +38,8 @@ LOOK_SECONDS = 0.2
 """The pause between two looks at signals and processes."""
 END_SECONDS = 30
 """How long a flow may take to end after a signal, before it is killed."""
-Cron = Annotated[str, typer.Option(metavar="FIELDS", help='The schedule, as five cron fields, such as "0 2 * * *".')]
-Zone = Annotated[
-    str,
-    typer.Option("--time-zone", metavar="NAME", help="Of which place the fields are times, such as Europe/Berlin."),
-]
+Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
+Zone = Annotated[str, option("Of which place the fields are times, such as Europe/Berlin.", "NAME", "--time-zone")]
 
 
 def serve(
@@ -71,7 +67,7 @@ def serve(
 def deploy(
     config_path: ConfigPath,
     cron: Cron,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool whose workers run it.")],
+    pool: Annotated[str, option("The work pool whose workers run it.", "NAME")],
     zone: Zone = "UTC",
     cluster: Cluster = None,
     overrides: Overrides = None,
