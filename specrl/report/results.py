@@ -34,9 +34,9 @@ def find_stages(run_dir: Path) -> dict[str, Path]:
 
 def read_config(run_dir: Path) -> Config:
     """The configuration of a run, with its present name and place; a ConfigError if it is not understood."""
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
     record = read_record(run_dir)
+    if record is None and not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
     data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
     if not isinstance(data, dict):
         raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
