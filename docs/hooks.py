@@ -26,7 +26,7 @@ from flows.cli import app
 from specrl.config import Config
 from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, DRAFT_LOSSES, LOSSES, Algorithm, Registry
 from specrl.config.base import Section
-from specrl.lineage.changes import adjustable_keys
+from specrl.lineage.revision import adjustable_keys
 from specrl.metrics import BENCH, METRICS, POLICY, SYSTEM, TOKEN_SHARE, VALIDATION
 
 ROOT = Path(__file__).parents[1]

@@ -1,42 +1,152 @@
 """Benchmarks, in a process of this machine, or as jobs: cells side by side, each measured once.
 
-What has finished is kept, whatever becomes of the command: when it is called again, finished cells are skipped and jobs
-that still run are found. A cell that fails leaves the others alone.
+The jobs of a run lie in `RUN/bench/cells`, laid out as the stages of a run are. What has finished there is not measured
+again, by whichever command it is asked for: jobs that still run are found, and a cell that fails leaves the others
+alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+import specrl
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
-from slurm.backend import JobError
+from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.environment import THREAD_VARIABLES, snapshot_code
 from slurm.failures import last_error
-from slurm.registry import backend_of
-from specrl.bench.job import JOB_FILE, BenchJob
-from specrl.config import Config, ConfigError, Resources
+from slurm.submit import backend_of
+from specrl.artifacts import RESULT_FILE, digest
+from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
+from specrl.config import Config, ConfigError, Resources, change_config, dump_config, parse_config
+from specrl.config.sbatch import asks_for_gpus
+from specrl.context import StageContext
+from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
+from specrl.report.results import find_stages
 from specrl.tracking import log_cell
-from tasks.cells import CellJob, measure
-from tasks.run import end_jobs, forget_stop
+from tasks.run import end_jobs, forget_stop, work
+
+if TYPE_CHECKING:  # imports Prefect, which the command line does without
+    from tasks.display import Reporter
+
+OWN_CODE = ("bench", "projection", "report")
+"""The subpackages that benchmarks depend on and stages do not."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a job asks for beyond a rank of the run."""
+
+    cores: int
+    processes: int
+    """The number of processes with a model at once, each of which needs a rank's memory."""
+    gpus: int
+    """The number of GPUs; 0 on CPUs."""
+
+    @classmethod
+    def of_two(cls, trainings: Sequence[Resources]) -> Size:
+        """Make room for two trainings that take their steps in turn."""
+        ranks = max(one.ranks for one in trainings)
+        cores = max(one.ranks * one.cpus_per_rank for one in trainings)
+        return cls(cores, 2 * ranks, ranks * max(one.gpus_per_rank for one in trainings))
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """A measurement that is a job of its own."""
+
+    label: str
+    """What progress lines and MLflow call it."""
+    job: BenchJob
+    context: StageContext
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its results."""
+        return self.context.stage_dir
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has been measured."""
+        return (self.folder / RESULT_FILE).exists()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Read the rows of a finished one."""
+        rows: list[dict[str, Any]] = json.loads(self.job.json_path.read_text())
+        return rows
+
+
+def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Size, overrides: Sequence[str]) -> CellJob:
+    """Make a benchmark a job with a folder of its own; `overrides` are of cluster and resources."""
+    made = job_config(config, size, folder, overrides)
+    key = cell_key(job, place_of(made))
+    own = folder / "stages" / key
+    context = StageContext(config=made, stage="bench", key=key, stage_dir=own, inputs={}, mlflow_run_id="")
+    return CellJob(label, replace(job, page=own / PAGE_FILE, folder=own / "work"), context)
+
+
+def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
+    """`bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
+    package = Path(specrl.__file__).parent
+    code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
+    own = files_digest((path, str(path.relative_to(package))) for path in code)
+    stages = find_stages(job.run_dir) if job.run_dir is not None else {}
+    inputs = {name: stages[name].name for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
+    changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
+    read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
+    return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"
+
+
+def _content(text: str) -> Any:
+    path = Path(text).expanduser()
+    if not text or not path.exists():
+        return None
+    return file_digest(path) if path.is_file() else model_fingerprint(str(path))
+
+
+def place_of(config: Config) -> dict[str, Any]:
+    """Name what is asked of a job's machine and changes how fast it is: not memory, nor minutes."""
+    cluster, resources = config.cluster_of("bench"), config.resources_of("bench")
+    own = cluster.model_dump(mode="json", include={"backend", "partition", "constraint"})
+    gpus = {name: value for name, value in cluster.sbatch.items() if asks_for_gpus(name, value)}
+    return {**own, "sbatch": gpus, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_rank}
+
+
+def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str]) -> Config:
+    """Make the configuration of a benchmark's job: one task, with the cores and the memory of all its processes."""
+    config = change_config(config, list(overrides))  # before the job's own resources are made of the run's
+    rank = config.resources_of("train")
+    own: dict[str, Any] = {
+        "nodes": 1,
+        "ranks_per_node": 1,
+        "gpus_per_rank": min(size.gpus, 1),
+        "cpus_per_rank": size.cores,
+        "memory_gib_per_rank": rank.memory_gib_per_rank * size.processes,
+        "minutes": rank.minutes,
+    }
+    if size.gpus > 1:
+        own["sbatch"] = {"gpus-per-node": size.gpus}
+    data = json.loads(dump_config(config))
+    asked = data["stage_resources"].get("bench", {})
+    data["stage_resources"]["bench"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
+    data |= {"name": folder.name, "runs_dir": str(folder.parent)}
+    if data["cluster"]["container"] is not None:  # a job in a container reads the run's folder, too
+        data["cluster"]["container"]["mounts"] += [f"{config.runs_dir.absolute()}:{config.runs_dir.absolute()}"]
+    return parse_config(data)
 
 
 def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: int | None = None) -> None:
-    """Run a benchmark in a process of its own, and wait for it, `minutes` at most. Its log is LABEL.log in its folder.
-
-    Args:
-        resources: Those of a rank; None for all devices of this machine, and OMP_NUM_THREADS or all cores.
-
-    Raises:
-        JobError: It failed; the message has its error and its log.
-    """
+    """Run a benchmark in a process with the cores of a rank, or all devices, and wait; a JobError if it failed."""
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
     count = os.environ.get("OMP_NUM_THREADS", str(cores))
     if resources is not None:
@@ -58,33 +168,25 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
 
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
-    """Measure every cell in a job of its own, and record each in MLflow as soon as it has finished or failed.
-
-    Args:
-        config: The configuration of the run that is measured.
-        at_once: The largest number of jobs that wait or run at the same time.
-
-    Returns:
-        The errors of the cells that failed, by their labels.
-    """
-    from flows.display import PlainReporter  # imports Prefect, which the command line does without
+    """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
+    from tasks.display import Reporter  # imports Prefect, which the command line does without
 
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
     restrict(of_jobs.cluster)
     if problems := backend.problems(of_jobs):
         raise ConfigError("\n".join(problems))
-    reporter = PlainReporter(Console(stderr=True, highlight=False, soft_wrap=True))
+    reporter = Reporter(Console(stderr=True, highlight=False, soft_wrap=True))
     errors: dict[str, str] = {}
     with only_flow(of_jobs.run_dir), ThreadPoolExecutor(at_once) as threads:
         forget_stop(of_jobs.run_dir)
         write_config(of_jobs)
         code = snapshot_code(of_jobs.run_dir)
         try:
-            futures = {threads.submit(measure, cell, code, reporter): cell for cell in cells}
+            futures = {threads.submit(_measure, cell, code, reporter): cell for cell in cells}
             for future in as_completed(futures):
                 cell, error = futures[future], future.result()
-                record(config, cell, error)
+                _record(config, cell, error)
                 errors |= {cell.label: error} if error is not None else {}
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -93,13 +195,28 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
     return errors
 
 
-def record(config: Config, cell: CellJob, error: str | None) -> None:
+def _record(config: Config, cell: CellJob, error: str | None) -> None:
     job = cell.job
     tags = {"specrl.key": cell.context.key, "specrl.run": config.name, "mlflow.source.name": job.command}
     params = {"benchmark": job.name, "run": config.name, "cell": cell.label, **job.options}
     rows = cell.rows() if error is None else []
     files = [job.page, job.json_path] if error is None else []
     log_cell(config, cell.folder, cell.label, tags, params, rows, files, error)
+
+
+def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
+    """Measure a cell, and return why it failed, if it did. A failure is an outcome, so that the other cells go on."""
+    cached = cell.is_finished
+    if not cached:
+        cell.job.save(cell.folder / JOB_FILE)
+        try:
+            work(cell.context, ENTRY, code, reporter, cell.label)
+        except (JobError, StoppedError, SilentSchedulerError) as error:
+            reporter.note(f"{cell.label}: {error}")
+            return str(error)
+    seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
+    reporter.finished(cell.label, seconds, None, before=cached)
+    return None
 
 
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:

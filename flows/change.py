@@ -17,12 +17,11 @@ from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.submit import live_jobs
 from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
-from specrl.lineage.changes import Change, config_changes, file_changes
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
-from specrl.lineage.revision import Revision, revise
+from specrl.lineage.revision import Change, Revision, config_changes, file_changes, revise
+from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
-from tasks.run import read_run_config
 
 MOST_SHOWN = 8
 """The largest number of differences that an error message names."""
@@ -42,7 +41,7 @@ class ChangeRequest:
 
 def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:
     """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
-    cluster = read_run_config(run_dir).cluster
+    cluster = read_config(run_dir).cluster
     restrict(cluster)
     if dry_run:
         revision = _plan(run_dir, request)
@@ -60,31 +59,23 @@ def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_r
     return revision
 
 
-def differences(run_dir: Path, config: Config, origin: Continuation | None) -> list[str]:
-    """How a configuration and the present code differ from those that a run was started with."""
-    record = read_record(run_dir)
-    if record is None:
-        return []
-    found = config_changes(read_run_config(run_dir), config)
-    found += file_changes(record.files, named_files(config), config)
-    code = record.code_dir(run_dir)
-    other = record.code != present_code() and _stage_code(code) != _stage_code(ROOT)
-    starts = [start and start.words for start in (record.origin, origin)]
-    start = [f"--from {starts[0]} -> {starts[1]}"] if starts[0] != starts[1] else []
-    return [*map(str, found), *start, *(["other code"] if other else [])]
-
-
 def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:
     """Raise a ConfigError if a folder holds a run with other settings or code."""
-    found = differences(run_dir, config, origin)
+    record = read_record(run_dir)
+    if record is None:
+        return
+    changes = config_changes(read_config(run_dir), config) + file_changes(record.files, named_files(config), config)
+    starts = [start and start.words for start in (record.origin, origin)]
+    found = [*map(str, changes), *([f"--from {starts[0]} -> {starts[1]}"] if starts[0] != starts[1] else [])]
+    if record.code != present_code() and _stage_code(record.code_dir(run_dir)) != _stage_code(ROOT):
+        found.append("other code")
     if found:
-        shown = ", ".join(found[:MOST_SHOWN]) + (
-            f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-        )
+        more = f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
         name = run_dir.name
         raise ConfigError(
-            f"run {name} exists and differs: {shown}. Continue it as it was started: specrl resume {name}; change it: "
-            f"specrl resume {name} --set KEY=VALUE or --new-code; or give the new run another name: --set name=NAME"
+            f"run {name} exists and differs: {', '.join(found[:MOST_SHOWN])}{more}. Continue it as it was started: "
+            f"specrl resume {name}; change it: specrl resume {name} --set KEY=VALUE or --new-code; or give the new run "
+            "another name: --set name=NAME"
         )
 
 
@@ -100,7 +91,7 @@ def note_edited_files(config: Config, console: Console) -> None:
 
 
 def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
-    old = read_run_config(run_dir)
+    old = read_config(run_dir)
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"run {run_dir.name} has not begun, so nothing of it can change; begin it with: specrl run")
@@ -152,7 +143,7 @@ def _print(run_dir: Path, revision: Revision, console: Console) -> None:
 
 def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
     keys = revision.record.stage_keys.values()
-    return {key: job for key, job in live_jobs(read_run_config(run_dir)).items() if key not in keys}
+    return {key: job for key, job in live_jobs(read_config(run_dir)).items() if key not in keys}
 
 
 def _say_in_the_way(run_dir: Path, job: Job) -> str:
@@ -189,4 +180,4 @@ def _write(run_dir: Path, revision: Revision) -> None:
         new, old = (run_dir / "stages" / key for key in (record.stage_keys["train"], revision.previous))
         begin_continuation(new, old, revision.continued.step, revision.events)
     write_record(run_dir, record)
-    write_config(read_run_config(run_dir))
+    write_config(read_config(run_dir))

@@ -16,7 +16,7 @@ from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
-from slurm.backend import JobError, StoppedError, UnseenError
+from slurm.backend import JobError, StoppedError, UnseenError, stop_asked
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
 from specrl.artifacts import write_json
@@ -31,7 +31,7 @@ from specrl.report.tables import print_line
 from specrl.tracking import finish_parent_run, start_parent_run
 from specrl.tracking.runs import Status
 from tasks.detached import IN_JOB, submit_flow
-from tasks.run import begin, forget_stop, stop_asked
+from tasks.run import begin, forget_stop
 
 GUARD = "SPECRL_RUN_CODE"
 """The variable with the digest of the code by which a process was replaced."""
@@ -44,17 +44,8 @@ LOG_BYTES = 32 * 2**20
 def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False, detached: bool = False) -> None:
     """Run all stages of a configuration, with progress on standard error and the results on standard output.
 
-    Args:
-        config: A configuration with absolute paths, as `flows.folder.anchor` makes them.
-        origin: The checkpoint of another run that a new run starts from.
-        resumed: Whether the run goes on as its record says. If not, the folder must hold no run, or one that was
-            started with this configuration and this code.
-        detached: Whether a job is submitted that does it, for which nobody waits.
-
-    Raises:
-        ConfigError: The run cannot start; nothing has been written.
-        JobError: A stage failed.
-        StoppedError: `specrl stop` asked the run to stop.
+    Where the run is not `resumed`, the folder must hold none, or one with this configuration and code. `detached`
+    submits a job that does it all.
     """
     restrict(config.cluster)
     for line in check_access(config.run_dir, config.cluster):
@@ -131,11 +122,7 @@ def finish(config: Config, status: Status, error: BaseException | None = None) -
 
 
 def begin_run(config: Config, origin: Origin | None) -> RunRecord:
-    """Write what a new run starts with, the record last.
-
-    Raises:
-        ConfigError: An earlier call that was killed had another run's checkpoint to start from, and this one has none.
-    """
+    """Write what a new run starts with, the record last."""
     if origin is not None:
         origin.link(config.run_dir)
     elif (config.run_dir / ORIGIN).exists():
@@ -148,12 +135,7 @@ def begin_run(config: Config, origin: Origin | None) -> RunRecord:
 
 
 def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that, or the run has none yet.
-
-    Raises:
-        ConfigError: The copy of the run's code is gone or is not what was copied, Python does not import it, or
-            somebody else could change it.
-    """
+    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that or there is none."""
     check_access(run_dir, readable_config(run_dir).cluster)
     code = code_of(run_dir)
     if code is None:

@@ -9,12 +9,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from slurm.access import check_access, restrict
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
+from specrl.config.base import Section
 from specrl.data.formats.places import absolute_place
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
@@ -32,58 +34,38 @@ HOLDER_FILE = ".flow.holder"
 
 def anchor(config: Config) -> Config:
     """The configuration with all paths absolute, since jobs and later commands run in other folders."""
-
-    def anchored_places(places: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
-        return places and tuple(absolute_place(place, config.runs_dir) for place in places)
-
-    places = {key: anchored_places(getattr(config.data, key)) for key in ("path", "validation_path")}
-    data = config.data.model_copy(update=places)
-    speculation = config.speculation
-    if speculation.draft_model is not None:
-        draft_model = speculation.draft_model.absolute()
-        speculation = speculation.model_copy(update={"draft_model": draft_model})
-    source = Path(config.model.source)
-    model = config.model.model_copy(update={"source": str(source.absolute())}) if source.is_dir() else config.model
-    drafter = config.drafter
-    if drafter.source is not None and (folder := Path(drafter.source)).is_dir():
-        drafter = drafter.model_copy(update={"source": str(folder.absolute())})
-    drafter = drafter.model_copy(update={"data": anchored_places(drafter.data)})
-    validate = config.validate_
-    sets = {
-        name: chosen.model_copy(update={"path": anchored_places(chosen.path)}) for name, chosen in validate.sets.items()
-    }
-    cluster = config.cluster
-    if cluster.environment_file is not None:
-        cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.absolute()})
+    anchored: Config = _anchored(config, config.runs_dir)
+    changed: dict[str, Any] = {}
+    for name in ("model", "drafter"):
+        section = getattr(anchored, name)
+        if section.source is not None and (folder := Path(section.source)).is_dir():
+            changed[name] = section.model_copy(update={"source": str(folder.absolute())})
     tracking = config.tracking
     if tracking.uri is None and os.environ.get(URI_VARIABLE):  # for jobs, and for commands in other shells
         tracking = tracking.model_copy(update={"uri": os.environ[URI_VARIABLE]})
-    changed = {
-        "tracking": tracking,
-        "runs_dir": config.runs_dir.absolute(),
-        "data": data,
-        "model": model,
-        "speculation": speculation,
-        "drafter": drafter,
-        "validate_": validate.model_copy(update={"sets": sets}),
-        "cluster": cluster,
-    }
-    anchored = config.model_copy(update=changed)
+    anchored = anchored.model_copy(update={**changed, "tracking": tracking})
     parse_config(json.loads(dump_config(anchored)))  # the present folder, too, may have a name that no setting may have
     return anchored
 
 
+def _anchored(value: Any, runs_dir: Path) -> Any:
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, tuple):
+        return tuple(absolute_place(place, runs_dir) if isinstance(place, Path) else place for place in value)
+    if isinstance(value, dict):
+        return {name: _anchored(entry, runs_dir) for name, entry in value.items()}
+    if isinstance(value, Section):
+        found = {name: _anchored(entry, runs_dir) for name, entry in value}
+        return value.model_copy(update={name: entry for name, entry in found.items() if entry != getattr(value, name)})
+    return value
+
+
 def find_own_run(name: str, runs_dir: Path) -> Path:
-    """The folder of a run that is the user's alone, so that its code may run and its files may change.
+    """The folder of a run that is the user's alone, whose code may run and files may change, or a ConfigError.
 
     Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
     as the run.
-
-    Args:
-        name: The run's name in `runs_dir`, or the path of its folder.
-
-    Raises:
-        ConfigError: There is no such run, or somebody else owns it, can write to it or could replace it.
     """
     run_dir = _find_run(name, runs_dir)
     cluster = readable_config(run_dir).cluster
@@ -159,11 +141,6 @@ def outcome_of(run_dir: Path) -> dict[str, str]:
     """The contents of `outcome.json`: the `state` in which the last flow left the run, and its `error`."""
     found = read_json(run_dir / OUTCOME_FILE)
     return {name: str(found.get(name, "")) for name in ("state", "error")} if isinstance(found, dict) else {}
-
-
-def finished_stages(run_dir: Path) -> list[str]:
-    """The names of the stages that have a result, of this configuration or an earlier one."""
-    return sorted({path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob("*/result.json")})
 
 
 def size_of(path: Path) -> int:

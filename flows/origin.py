@@ -8,9 +8,9 @@ from pathlib import Path
 from flows.folder import find_own_run
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
-from specrl.lineage.history import link
+from specrl.lineage.history import link_files
 from specrl.lineage.record import RUN_FILE, Continuation, read_record, saved_steps
-from tasks.run import read_run_config
+from specrl.report.results import read_config
 
 ORIGIN = Path("origin")
 """The folder of a run that holds the checkpoint, the policy and the drafter that it starts from."""
@@ -38,8 +38,8 @@ class Origin:
             self.drafter_dir: folder / "drafter",
         }
         for source, target in places.items():
-            for path in sorted(source.iterdir()) if source.is_dir() else []:
-                link(path, target / path.name)
+            if source.is_dir():
+                link_files(source, target)
 
 
 def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
@@ -80,7 +80,7 @@ def find_origin(place: str, config: Config) -> Origin:
         kept = ", ".join(map(str, sorted(found)))
         raise ConfigError(f"{run_dir.name}@{wanted}: the run has checkpoints after these steps: {kept}")
     stage_dir = found[int(wanted)]
-    theirs, own = read_run_config(run_dir), config.speculation.draft_method
+    theirs, own = read_config(run_dir), config.speculation.draft_method
     start = Continuation(
         run=run_dir.name,
         key=stage_dir.name,

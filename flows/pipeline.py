@@ -15,12 +15,12 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
-from flows.display import make_reporter
 from flows.server import PASSWORD, USER
 from specrl.report.html import write_report
-from specrl.report.results import StageRecord
+from specrl.report.results import find_stages
 from specrl.report.summary import SUMMARY_FILE, write_summary
 from specrl.tracking import log_to_run
+from tasks.display import make_reporter
 from tasks.run import Finished, Run, cancel_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 
@@ -58,10 +58,7 @@ def flow_tags() -> dict[str, str]:
 
 def record(run: Run, stages: list[Finished]) -> list[Finished]:
     """Write `summary.json`, `report.html` and Prefect's table of stages, and return the stages."""
-    records: dict[str, StageRecord] = {
-        done.stage: StageRecord(done.key, done.folder, done.seconds, done.job_id) for done in stages
-    }
-    write_summary(run.config.run_dir, records, run.mlflow_run_id or None)
+    write_summary(run.config.run_dir, find_stages(run.config.run_dir), run.mlflow_run_id or None)
     write_report(run.config.run_dir)
     rows = [
         {"stage": done.stage, "seconds": round(done.seconds, 1), "job": done.job_id, "cached": done.cached}

@@ -14,8 +14,8 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
-from slurm.ranks.environment_file import read_environment_file
-from slurm.registry import backends_of
+from slurm.environment import read_environment_file
+from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
@@ -42,12 +42,7 @@ SENSIBLE_ONLINE_LR = 1e-6, 5e-4
 def check(config: Config, *, dry_run: bool = False) -> None:
     """Check everything that a run needs, and warn of what is allowed and hardly meant; nothing is written.
 
-    Args:
-        dry_run: Whether to leave out what only the machine that submits the jobs must have: packages for GPUs, and the
-            commands of the scheduler.
-
-    Raises:
-        ConfigError: The run has problems; each is a line of the message.
+    A `dry_run` leaves out what only the machine that submits the jobs must have.
     """
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:

@@ -55,12 +55,7 @@ def config_at(time: datetime, config: dict[str, Any], overrides: list[str] | Non
 
 
 def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
-    """Register a schedule under the configuration's name, in place of an earlier one, and return the server's address.
-
-    Raises:
-        ConfigError: No server is configured, or it has no such work pool.
-        ServerError: The server does not answer, or refuses.
-    """
+    """Register a schedule under the configuration's name, in place of an earlier one; return the server's address."""
     url: str | None = PREFECT_API_URL.value()
     if not url:
         raise ConfigError("deploy needs a Prefect server: set PREFECT_API_URL; without one, use specrl serve")

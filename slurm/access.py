@@ -27,8 +27,7 @@ def restrict(cluster: ClusterConfig) -> None:
 def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
     """Refuse (ConfigError) a folder that somebody other than its user can write to or replace; it need not exist yet.
 
-    Returns:
-        A line for each folder above it that members of a group can write to which `cluster.trusted_groups` lacks.
+    The result is a line for each folder above it that members of a group can write to whom nobody has called trusted.
     """
     try:
         if run_dir.is_dir():

@@ -1,6 +1,6 @@
 """The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it is given.
 
-`slurm/registry.py` lists the backends by name. A new one is a class like `slurm.local.backend.LocalBackend`, which a
+`slurm/submit.py` lists the backends by name. A new one is a class like `slurm.local.LocalBackend`, which a
 configuration names by its import path or by the name that it has there.
 """
 
@@ -30,6 +30,11 @@ FLOW_KEY = "flow-0"
 """The key of the job that is a run's flow, where `specrl run --detach` has made it one."""
 STOP_FILE = "stop"
 """A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
+
+
+def stop_asked(run_dir: Path) -> bool:
+    """Whether `specrl stop` has asked the run to stop since it was last started."""
+    return (run_dir / STOP_FILE).exists()
 
 
 class JobError(RuntimeError):
@@ -181,11 +186,6 @@ class StageRequest:
     def result_path(self) -> Path:
         """The file that exists once the stage has finished."""
         return self.context.stage_dir / RESULT_FILE
-
-    @property
-    def stop_path(self) -> Path:
-        """The file that exists while the run is asked to stop."""
-        return self.context.run_dir / STOP_FILE
 
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""

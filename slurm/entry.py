@@ -14,8 +14,8 @@ from pathlib import Path
 from slurm.access import restrict
 from slurm.backend import StageRequest
 from slurm.environment import prepare_rank
-from slurm.ranks.supervisor import Supervisor, end_process
-from slurm.registry import backend_of
+from slurm.submit import backend_of
+from slurm.supervisor import Supervisor, end_process
 from specrl import logs
 from specrl.context import StageContext
 from specrl.processes import name_user, reach_loopback

@@ -6,23 +6,21 @@ The code is a copy in the run's folder, so that editing sources does not change 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
-import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-from submitit import JobEnvironment
-from submitit.helpers import TorchDistributedEnvironment
-
 from slurm.backend import Backend, StageRequest
-from slurm.ranks.environment_file import read_environment_file
 from slurm.trust import DistrustError, check_code, sources_digest
 from specrl.checks.gpu import own_cuda_home
-from specrl.config import Config, Resources
+from specrl.config import Config, ConfigError, Resources
+from specrl.config.text import is_control
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import node_folder, port_of
+from specrl.processes import node_folder
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -43,6 +41,9 @@ FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
+ENVIRONMENT_FILE = "cluster.environment_file"
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MOST_BYTES = 2**20
 
 
 def present_code() -> str:
@@ -168,49 +169,55 @@ def _expanded(place: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def interface_variables(interface: str) -> dict[str, str]:
-    """The variables that make gloo and NCCL use a network interface."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def interface_towards(host: str) -> str:
-    """The network interface from which this machine's packets to a host leave; a ValueError where none does."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: the kernel chooses the route, and with it this end's address
-            own = probe.getsockname()[0].partition("%")[0]
-    except OSError as error:
-        raise ValueError(f"no network interface leads to {host} ({error}); name one: cluster.interface") from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own for entry in addresses):
-            return str(name)
-    raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
-
-
-def rank_environment(attempt: int) -> dict[str, str]:
-    """The variables from which torch.distributed learns its rank, as submitit knows them.
-
-    Each `attempt` to run this job has another port: the last one may have been taken.
-    """
-    ranks, job = TorchDistributedEnvironment(), f"{JobEnvironment().job_id}-{attempt}"
-    values = {
-        "MASTER_ADDR": ranks.master_addr,
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or port_of(job),
-        "RANK": ranks.rank,
-        "WORLD_SIZE": ranks.world_size,
-        "LOCAL_RANK": ranks.local_rank,
-        "LOCAL_WORLD_SIZE": ranks.local_world_size,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def other_host() -> str:
-    """The name of the job's first node or, on that node, of its second one."""
-    job = JobEnvironment()
-    return str(job.hostnames[1 if job.node == 0 else 0])
-
-
 def log_path(folder: Path, job_id: str, rank: int) -> Path:
     """The file to which a rank prints."""
     return folder / f"{job_id}_{rank}_log.out"
+
+
+def read_environment_file(path: Path) -> dict[str, str]:
+    """The variables that a file of `NAME=VALUE` lines sets; blank lines and those that begin with # set none.
+
+    A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it. No error shows it.
+    """
+    lines = _private_text(path).split("\n")
+    variables: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, separator, value = line.partition("=")
+        if not separator or not VARIABLE.fullmatch(name) or any(is_control(character) for character in value):
+            raise ConfigError(
+                f"{ENVIRONMENT_FILE} = {str(path)!r}: line {number} must be NAME=VALUE, without export or "
+                "control characters"
+            )
+        variables[name] = value
+    return variables
+
+
+def _private_text(path: Path) -> str:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            _check_private(path, os.fstat(file.fileno()))  # of the open file: one that takes its place is not read
+            return file.read(MOST_BYTES).decode()
+    except OSError as error:
+        raise ConfigError(
+            f"{ENVIRONMENT_FILE} = {str(path)!r} cannot be read on {os.uname().nodename}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} must be UTF-8 text") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # for the other end of a pipe
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} must be a file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} belongs to user {status.st_uid}: it must be your own")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"{ENVIRONMENT_FILE} = {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): "
+            f"run chmod 600 {shlex.quote(str(path))}, and replace the secrets in it"
+        )

@@ -11,10 +11,12 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import submitit
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
@@ -30,23 +32,25 @@ from slurm.backend import (
     StageRequest,
     State,
 )
-from slurm.environment import (
-    LOOPBACK,
-    inherited,
-    interface_towards,
-    interface_variables,
-    log_path,
-    other_host,
-    rank_environment,
-)
+from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.queue import COMMAND_SECONDS, PRESENT_SECONDS, ask, forget, listed
-from slurm.ranks.supervisor import ATTEMPT
-from slurm.sbatch import as_flags, describe, parameters, python_command, sbatch_options
+from slurm.sbatch import (
+    COMMAND_SECONDS,
+    PRESENT_SECONDS,
+    as_flags,
+    ask,
+    describe,
+    forget,
+    listed,
+    parameters,
+    python_command,
+    sbatch_options,
+)
+from slurm.supervisor import ATTEMPT
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
-from specrl.processes import OF_CLUSTER
+from specrl.processes import OF_CLUSTER, port_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,15 +211,24 @@ class SlurmBackend:
         return SlurmJob(job_id, request.key.folder, attached=False, ask_seconds=request.key.cluster.ask_seconds)
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        one_host = request.resources.nodes == 1 or ONE_HOST in os.environ
-        attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        ranks = rank_environment(attempt) | {ATTEMPT: str(attempt)}
-        if one_host:
-            return ranks | LOOPBACK
+        job, ranks = submitit.JobEnvironment(), submitit.helpers.TorchDistributedEnvironment()
+        attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+        own = {
+            "MASTER_ADDR": ranks.master_addr,
+            # Each attempt to run this job has another port: the last one may have been taken.
+            "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port_of(f"{job.job_id}-{int(attempt)}")),
+            "RANK": str(ranks.rank),
+            "WORLD_SIZE": str(ranks.world_size),
+            "LOCAL_RANK": str(ranks.local_rank),
+            "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+            ATTEMPT: attempt,
+        }
+        if request.resources.nodes == 1 or ONE_HOST in os.environ:
+            return own | LOOPBACK
         if request.key.cluster.interface is not None:
-            return ranks | interface_variables(request.key.cluster.interface)
-        guess = interface_variables(interface_towards(other_host()))
-        return ranks | {name: os.environ.get(name) or value for name, value in guess.items()}
+            return own | interface_variables(request.key.cluster.interface)
+        guess = interface_variables(interface_towards(str(job.hostnames[1 if job.node == 0 else 0])))
+        return own | {name: os.environ.get(name) or value for name, value in guess.items()}
 
     def run_rank(self, request: StageRequest) -> None:
         request.call()
@@ -247,6 +260,26 @@ class SlurmBackend:
         if ended:
             return REASONS.get(ended[-1], "killed")
         return "requeued" if segment.job_id == os.environ.get("SLURM_JOB_ID") else "killed"
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """The variables that make gloo and NCCL use a network interface."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def interface_towards(host: str) -> str:
+    """The network interface from which this machine's packets to a host leave; a ValueError where none does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: the kernel chooses the route, and with it this end's address
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError as error:
+        raise ValueError(f"no network interface leads to {host} ({error}); name one: cluster.interface") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
+            return str(name)
+    raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
 
 
 def _expected_start(config: Config, stage: StageName) -> str:

@@ -7,7 +7,10 @@ the lock exist from the moment the job does, so there is no instant at which kil
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -20,11 +23,13 @@ from slurm.backend import (
     SilentSchedulerError,
     StageRequest,
     StoppedError,
+    stop_asked,
 )
 from slurm.environment import job_environment
-from slurm.registry import backend_of
+from slurm.local import LocalBackend
+from slurm.slurm_backend import SlurmBackend
 from specrl.artifacts import is_passing, read_json
-from specrl.config import Config, understood_config
+from specrl.config import STAGES, ClusterConfig, Config, ConfigError, understood_config
 from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,8 @@ UNCERTAIN_SECONDS, FULL_SECONDS = 30, 60
 queue had no room."""
 RETRY_SECONDS = 5
 """The pause before a scheduler that did not answer is asked again."""
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBackend(), SlurmBackend())}
+"""The backends by name. This is the only place that lists them."""
 
 
 def attach_or_submit(context: StageContext, entry: str, code: Path, **variables: str) -> Job | None:
@@ -70,9 +77,9 @@ def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None
         raise JobError(f"{request.key.stage} could not be submitted for {limit / 60:g} minutes: {error}") from error
     logger.warning("%s is not submitted yet (%s); another attempt follows", request.key.stage, error)
     until = time.monotonic() + (FULL_SECONDS if is_full else UNCERTAIN_SECONDS)
-    while time.monotonic() < until and not request.stop_path.exists():
+    while time.monotonic() < until and not stop_asked(request.context.run_dir):
         time.sleep(0.5)
-    if request.stop_path.exists():
+    if stop_asked(request.context.run_dir):
         raise StoppedError(f"{request.key.stage} was stopped before it was submitted")
 
 
@@ -110,3 +117,30 @@ def live_jobs(config: Config) -> dict[str, Job]:
     keys = sorted(path.name for path in (config.run_dir / "jobs").glob("*") if path.is_dir())
     found = {key: find(JobKey(config, key)) for key in keys}
     return {key: job for key, job in found.items() if job is not None}
+
+
+def backend_of(cluster: ClusterConfig) -> Backend:
+    """The backend that `cluster.backend` names: one of `BACKENDS`, or a class given as `package.module:Class`."""
+    return BACKENDS.get(cluster.backend) or _imported(cluster.backend)
+
+
+def backends_of(config: Config) -> list[Backend]:
+    """The backends on which the stages of a run take place, each once."""
+    backends = [backend_of(config.cluster_of(stage)) for stage in STAGES]
+    return list({backend.name: backend for backend in backends}.values())
+
+
+@functools.cache
+def _imported(path: str) -> Backend:
+    module_name, _, name = path.partition(":")
+    if not module_name or not name.isidentifier():
+        known = ", ".join(BACKENDS)
+        raise ConfigError(f"cluster.backend = {path!r}: allowed: {known}, or package.module:Class")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
+    try:
+        kind = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
+    backend: Backend = kind()
+    return backend

@@ -86,12 +86,7 @@ def _below(folder: Path) -> Iterator[Path]:  # links are not followed
 def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
     """Check that nobody but the user, root and trusted groups can put another folder in the place of a run's.
 
-    Args:
-        run_dir: The run's folder, which need not exist yet.
-        groups: The ids of the groups whose members are trusted, with the owners of folders that are theirs.
-
-    Returns:
-        A line for each folder above in which the members of another group could do so.
+    The result is a line for each folder above in which the members of another group could do so.
     """
     owners, notes = _trusted_owners(), []
     for path in _places(run_dir):
@@ -195,11 +190,7 @@ def check_code(code: Path, digest: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Check a copy of the code and the run's folder, and become `python` with the words that follow.
-
-    Args:
-        words: The folder of the copy, its digest, the ids of trusted groups with commas (or `-`), Python's arguments.
-    """
+    """Check a copy of the code, by its digest, and the run's folder, and become `python` with the words that follow."""
     code, digest, groups, *command = words
     try:
         check_run(Path(code).parents[1])

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from slurm.backend import STOP_FILE, Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError
+from slurm.backend import Job, JobError, SilentSchedulerError, State, StoppedError, UnseenError, stop_asked
 from slurm.failures import explain
 from slurm.submit import SILENCE_SECONDS
 from specrl.artifacts import RESULT_FILE, is_passing
@@ -46,14 +46,7 @@ OnPoll = Callable[[State, ProgressState | None], None]
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
     """Wait until the stage's result exists and its job has ended (True), or until the stage needs another job (False).
 
-    Args:
-        on_poll: Called every `POLL_SECONDS` with the job's state and the stage's progress.
-        clock: Returns a time in seconds that only goes forward.
-
-    Raises:
-        JobError: The job failed, or waited or ran for longer than it may. The message names stage, job, error and log.
-        UnseenError: It goes on, but cannot be watched.
-        StoppedError: The job was left, or taken from the queue, because `specrl stop` asked for it.
+    A JobError names stage, job, error and log; an UnseenError says that the job goes on, but cannot be watched.
     """
     watch, seen_at = _Watch(job, context, clock), clock()
     while True:
@@ -182,7 +175,7 @@ class _Watch:
 
     def _check_limits(self, now: float) -> None:
         minutes = (now - self.since) / 60
-        if self.state.phase == "pending" and self._stop_asked():
+        if self.state.phase == "pending" and stop_asked(self.context.run_dir):
             said = self._cancel()
             raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
@@ -193,13 +186,10 @@ class _Watch:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
 
-    def _stop_asked(self) -> bool:
-        return (self.context.run_dir / STOP_FILE).exists()
-
     def _is_to_leave(self) -> bool:
         """Whether the files say that the job ends, before the scheduler does."""
         if self.state.phase == "pending":
-            return self._stop_asked()
+            return stop_asked(self.context.run_dir)
         return self._reason() is not None
 
     def _cancel(self) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm.backend import FLOW_KEY, Job, JobError
-from slurm.ranks.supervisor import WALLTIME_SIGNAL
 from slurm.submit import attach_or_submit
+from slurm.supervisor import WALLTIME_SIGNAL
 from specrl import lifetime
 from specrl.artifacts import append_line
 from specrl.config import Config, dump_config, parse_config
@@ -37,12 +37,7 @@ EXIT_STOPPED = 3
 
 
 def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") -> Job:
-    """Submit the flow of a run that has begun, or attach to it.
-
-    Args:
-        code: The copy of the run's code.
-        entry: The function that the job calls, as `module:function`.
-    """
+    """Submit the flow of a run that has begun, or attach to it; the job calls `entry`, `module:function`."""
     context = StageContext(_job_config(config), "flow", FLOW_KEY, config.run_dir / "stages" / FLOW_KEY, {}, "")
     taught = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}  # for the stages' jobs
     job = attach_or_submit(context, entry, code, **taught)

@@ -8,23 +8,25 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slurm.access import check_code
-from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, State, StoppedError
+from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.watch import stopped_line, wait
-from specrl.artifacts import RESULT_FILE, point_to, read_json, write_text
-from specrl.config import Config, ConfigError, StageName, dump_config, parse_config
+from specrl.artifacts import RESULT_FILE, point_to, write_text
+from specrl.config import Config, StageName, dump_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
-from specrl.progress import ProgressState
 from specrl.projection.plan import device_bytes
-from specrl.report.results import CONFIG_FILE, readable_config
+from specrl.report.results import read_config, readable_config
 from specrl.tracking import RUN_ID_FILE
+
+if TYPE_CHECKING:  # imports Prefect, which the command line does without
+    from tasks.display import Reporter
 
 
 @dataclass(frozen=True)
@@ -32,29 +34,12 @@ class Finished:
     """A stage that has finished."""
 
     stage: StageName
-    key: str
     folder: Path
     seconds: float
     """The run time in seconds, as the stage itself measured it."""
     job_id: str | None
     cached: bool
     """Whether it had finished before this flow."""
-
-
-class Reporter(Protocol):
-    """Tells people about the progress of the stages."""
-
-    def submitted(self, stage: str, job: Job) -> None:
-        """Report that a stage's job was submitted, or found running."""
-
-    def polled(self, stage: str, state: State, progress: ProgressState | None) -> None:
-        """Report the state of a stage's job and, once there is any, the stage's progress."""
-
-    def finished(self, stage: str, done: Finished) -> None:
-        """Report that a stage has finished, now or before this flow."""
-
-    def note(self, text: str) -> None:
-        """Report anything else, in one line."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +51,10 @@ class Run:
     mlflow_run_id: str
     reporter: Reporter = field(repr=False)
 
-    def folder(self, stage: StageName) -> Path:
-        """The folder of a stage's results."""
-        return self.config.run_dir / "stages" / self.record.stage_keys[stage]
-
-    def start_of(self, stage: StageName) -> Continuation | None:
-        """The checkpoint of another stage that this stage starts from, or None."""
-        start = self.record.start_of(stage)
-        return start and start.in_run(self.config.run_dir)
-
-
-def read_run_config(run_dir: Path) -> Config:
-    """The configuration in a run's folder, with its present name and place; a ConfigError if it is not understood."""
-    record = read_record(run_dir)
-    data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
-    return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
-
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
     """Read a run's folder; a run without a record begins with the present code. A ConfigError if its code changed."""
-    config = read_run_config(run_dir)
+    config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir))
     run_id = run_dir / RUN_ID_FILE
@@ -98,11 +65,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
 
 
 def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
-    """Copy the present code into the run's folder, compute the keys of its stages, and write its record.
-
-    Args:
-        origin: The checkpoint of another run that the run starts from; its files lie in the run's folder.
-    """
+    """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         id=secrets.token_hex(4),
@@ -118,38 +81,39 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
 
 
 def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
-    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job.
-
-    Args:
-        inputs: The finished stages that the stage reads.
-        entry: The function that every rank calls, as `module:function`; `specrl.stages.STAGE:main` by default.
-
-    Raises:
-        JobError: The job failed.
-        StoppedError: `specrl stop` asked the run to stop.
-    """
+    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job."""
     assert {done.stage for done in inputs} == set(INPUTS[stage])
-    folder = run.folder(stage)
+    run_dir = run.config.run_dir
+    folder = run_dir / "stages" / run.record.stage_keys[stage]
     if stage == "train":  # its rollouts can be read while it runs
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        point_to(run.config.run_dir / "rollouts", folder / "rollouts")
+        point_to(run_dir / "rollouts", folder / "rollouts")
     cached = (folder / RESULT_FILE).exists()
     if not cached:
+        start = run.record.start_of(stage)
         context = StageContext(
             config=run.config,
             stage=stage,
-            key=run.record.stage_keys[stage],
+            key=folder.name,
             stage_dir=folder,
             inputs={done.stage: done.folder for done in inputs},
             mlflow_run_id=run.mlflow_run_id,
-            continues=run.start_of(stage),
+            continues=start and start.in_run(run_dir),
             device_bytes=device_bytes(run.config, stage),
         )
-        _work(run, context, entry or f"specrl.stages.{stage}:main")
+        try:
+            code = run.record.code_dir(run_dir)
+            work(context, entry or f"specrl.stages.{stage}:main", code, run.reporter, stage)
+        except KeyboardInterrupt:  # when another signal ends the flow, the job goes on and can be found again
+            if (job := find(JobKey(run.config, context.key))) is not None:
+                run.reporter.note(f"{stage}: {_cancel(job, folder, run.config)}")
+            raise
     if stage == "export":
-        point_to(run.config.run_dir / "export", folder)
-    done = _finished(run, stage, cached)
-    run.reporter.finished(stage, done)
+        point_to(run_dir / "export", folder)
+    seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
+    submitted = Record.read(JobKey(run.config, folder.name).record_path)
+    done = Finished(stage, folder, seconds, submitted.job_id if submitted else None, cached)
+    run.reporter.finished(stage, seconds, done.job_id, before=cached)
     return done
 
 
@@ -158,17 +122,7 @@ _submitting = threading.Lock()
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
-    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job.
-
-    Args:
-        entry: The function that every rank calls with the context, as `module:function`.
-        code: The folder with the copy of the sources.
-        label: What the reporter calls the stage.
-
-    Raises:
-        JobError: The job failed.
-        StoppedError: The run was asked to stop.
-    """
+    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job."""
     while True:
         with _submitting:
             if stop_asked(context.run_dir):
@@ -183,20 +137,6 @@ def work(context: StageContext, entry: str, code: Path, reporter: Reporter, labe
         reporter.note(f"{label}: job {job.job_id} ended ({reason}); it goes on in another one")
 
 
-def _work(run: Run, context: StageContext, entry: str) -> None:
-    """Finish a stage of a run.
-
-    An interrupt by the user (Ctrl-C) cancels the job. When another signal ends the flow, the job goes on and can be
-    found again.
-    """
-    try:
-        work(context, entry, run.record.code_dir(run.config.run_dir), run.reporter, context.stage)
-    except KeyboardInterrupt:
-        if (job := find(JobKey(run.config, context.key))) is not None:
-            run.reporter.note(f"{context.stage}: {_cancel(job, context.stage_dir, run.config)}")
-        raise
-
-
 def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
     """Cancel a job, note in its stage's segments that this is why it ended, and return what became of it in a line."""
     try:
@@ -207,11 +147,6 @@ def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
     if segments and segments[-1].job_id == job.job_id:
         end_segment(stage_dir, segments[-1].number, "cancelled", last_recorded_step(stage_dir), config.cluster)
     return f"cancelled {job.backend} job {job.job_id}"
-
-
-def stop_asked(run_dir: Path) -> bool:
-    """Whether `specrl stop` has asked the run to stop since it was last started."""
-    return (run_dir / STOP_FILE).exists()
 
 
 def ask_to_stop(run_dir: Path) -> list[str]:
@@ -232,14 +167,6 @@ def ask_to_stop(run_dir: Path) -> list[str]:
 def forget_stop(run_dir: Path) -> None:
     """Take back that a run was asked to stop, because it is started again."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
-
-
-def _finished(run: Run, stage: StageName, cached: bool) -> Finished:
-    folder = run.folder(stage)
-    seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
-    key = run.record.stage_keys[stage]
-    record = Record.read(JobKey(run.config, key).record_path)
-    return Finished(stage, key, folder, seconds, record.job_id if record else None, cached)
 
 
 def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:

@@ -114,7 +114,7 @@ def targets(run_dir: Path, flow: subprocess.Popen[str]) -> dict[str, list[psutil
             found.setdefault("flow", []).append(process)
         elif "flows.server" in words and process.ppid() == flow.pid:
             found.setdefault("Prefect server", []).append(process)
-        elif ours and "slurm.local.controller" in words:
+        elif ours and "slurm.local" in words:
             found.setdefault("controller", []).append(process)
         elif ours and "slurm.entry" in words:
             found.setdefault("rank", []).append(process)

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.benchmark import join_rows, measure_cells, run_here
-from flows.commands.options import RunsDir
+from flows.benchmark import Size, join_rows, make_cell, measure_cells, run_here
+from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.bench.cells import config_of, parse_cells, speedups
@@ -34,7 +34,6 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.tracking import log_to_run
-from tasks.cells import Size, make_cell
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
 """The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
@@ -46,11 +45,6 @@ VARY = """Train once with each of these values of a key of the configuration, in
 --cell. Values of seed are repetitions, each with a baseline of its own."""
 CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
 that all others are compared with."""
-
-
-def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
-    """Describe an option; `name` only where it is not that of the parameter."""
-    return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
@@ -242,7 +236,7 @@ def chosen_temperatures(text: str) -> list[str]:
 @group.command("gpu")
 def bench_gpu(
     sections: Annotated[str, option(f"Of {', '.join(GPU_SECTIONS)}; all by default.", "LIST")] = "",
-    short: Annotated[bool, typer.Option("--short", help="Small models, within ten minutes on a GPU.")] = False,
+    short: Annotated[bool, option("Small models, within ten minutes on a GPU.", name="--short")] = False,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

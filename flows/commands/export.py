@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunsDir
+from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from flows.origin import find_origin
 from slurm.access import restrict
@@ -15,30 +15,15 @@ from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_te
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, finished, read_config
 
-Format = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="FORMAT",
-        help="The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; "
-        "or policy, a Hugging Face folder of a checkpoint's policy.",
-    ),
-]
-To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help="The new folder; it must be empty if it exists.")]
-PolicyName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The policy's hub id or folder, as the server will name it.")
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(metavar="int8|fp8", help="Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."),
-]
-
-RunOrCheckpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="The name of a run, or the path of its folder; with --format policy also RUN@STEP."
-    ),
-]
+FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; or
+policy, a Hugging Face folder of a checkpoint's policy."""
+Format = Annotated[str, option(FORMS, "FORMAT", "--format")]
+To = Annotated[Path, option("The new folder; it must be empty if it exists.", "FOLDER", "--to")]
+PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will name it.", "NAME")]
+QUANTIZE = "Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
+Quantize = Annotated[str | None, option(QUANTIZE, "int8|fp8")]
+PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
+RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
 POLICY = "policy"
 """The format that is not a drafter's."""
 

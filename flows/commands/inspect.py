@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.commands.options import AsJson, RunName, RunsDir, print_json
+from flows.commands.options import AsJson, RunName, RunsDir, option, print_json
 from flows.commands.watch import Watcher
-from flows.folder import find_run_to_read, finished_stages, is_worked_on, list_runs, model_of
+from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
 from flows.mlflow_ui import TOKEN
 from slurm.backend import FLOW_KEY
+from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
 from specrl.report.results import CONFIG_FILE, find_stages, readable_config
@@ -47,10 +48,11 @@ def _about(run_dir: Path) -> dict[str, Any]:
     except PermissionError:  # somebody else's run
         state = "?"
     codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
+    stages = {path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob(f"*/{RESULT_FILE}")}
     return {
         "run": run_dir.name,
         "state": state,
-        "stages": f"{len(finished_stages(run_dir))}/{len(STAGES)}",
+        "stages": f"{len(stages)}/{len(STAGES)}",
         "model": model_of(run_dir),
         "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
         "folder": run_dir.absolute(),
@@ -75,13 +77,13 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 def logs(
     name: RunName,
     stage: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="By default the one that has printed last; flow for --detach.")
+        str | None, option("By default the one that has printed last; flow for --detach.", "STAGE")
     ] = None,
-    rank: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="The rank whose log it is.")] = 0,
+    rank: Annotated[int, option("The rank whose log it is.", "NUMBER", least=0)] = 0,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what is printed, until nothing works on the run.")
     ] = False,
-    lines: Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of the last lines.")] = 100,
+    lines: Annotated[int, option("How many of the last lines.", "NUMBER", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Print the log of a stage's newest job."""

@@ -11,12 +11,18 @@ import typer
 from flows.folder import anchor
 from specrl.config import Config, load_config
 
+
+def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
+    """Describe an option; `name` only where it is not that of the parameter."""
+    return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
+
+
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
 RunsDir = Annotated[
     Path, typer.Option("--runs-dir", metavar="FOLDER", envvar="SPECRL_RUNS_DIR", help="The folder that holds the runs.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
 Cluster = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import RunsDir
+from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, load_config
@@ -16,33 +16,23 @@ from specrl.report.results import find_stages, read_config
 if TYPE_CHECKING:
     from specrl.projection.simulator.workload import MeasuredRun
 
+ABOUT = "A run's name or folder, or a configuration file (.toml)."
+Subject = Annotated[str | None, typer.Argument(metavar="RUN|CONFIG", help=ABOUT)]
+ACCEPTED = "Shares of drafts accepted at position 1,2,...; by default a run's own."
+LENGTHS = "Response lengths: the median in tokens, and their logarithm's spread."
+
 
 def project(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN|CONFIG", help="A run's name or folder, or a configuration file (.toml)."),
-    ] = None,
+    name: Subject = None,
     published: Annotated[
-        bool, typer.Option("--published", help="Simulate the settings of published results instead.")
+        bool, option("Simulate the settings of published results instead.", name="--published")
     ] = False,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="H100, H200 or GB200; by default by gpu_memory_gib.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="By default as many as the train stage has ranks.")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(metavar="RATES", help="Shares of drafts accepted at position 1,2,...; by default a run's own."),
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MEDIAN,SPREAD", help="Response lengths: the median in tokens, and their logarithm's spread."
-        ),
-    ] = None,
+    hardware: Annotated[str | None, option("H100, H200 or GB200; by default by gpu_memory_gib.", "NAME")] = None,
+    gpus: Annotated[int | None, option("By default as many as the train stage has ranks.", "NUMBER", least=1)] = None,
+    acceptance: Annotated[str | None, option(ACCEPTED, "RATES")] = None,
+    lengths: Annotated[str | None, option(LENGTHS, "MEDIAN,SPREAD")] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="With --published: also write the rows to this file.")
+        Path | None, option("With --published: also write the rows to this file.", "FILE", "--json")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -86,8 +76,7 @@ def _read(name: str, runs_dir: Path) -> tuple[Config, MeasuredRun]:
     if "train" not in stages:
         raise ConfigError(f"run {run_dir.name} has not been trained yet; continue it with: specrl resume {name}")
     try:
-        folder = stages["train"].stage_dir
-        return read_config(run_dir), MeasuredRun.read(folder / "steps", folder / "rollouts")
+        return read_config(run_dir), MeasuredRun.read(stages["train"] / "steps", stages["train"] / "rollouts")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -17,7 +17,7 @@ from flows.commands.options import RunName, RunsDir
 from flows.folder import LOCK_FILE, find_own_run, only_flow, size_of
 from slurm.submit import live_jobs
 from specrl.artifacts import RESULT_FILE
-from specrl.config import Config, ConfigError
+from specrl.config import ConfigError
 from specrl.lineage.record import Continuation, read_record
 from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.report.tables import print_line, print_table
@@ -46,7 +46,10 @@ def rm(
     parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
     config = readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
-        _check_jobs(config)
+        for job in live_jobs(config).values():
+            raise ConfigError(
+                f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
+            )
         targets = _parts(run_dir, parts) if parts else _everything(run_dir)
         if not targets:
             print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)} to remove")
@@ -54,8 +57,10 @@ def rm(
         _show(console, run_dir, targets)
         if "checkpoints" in parts or not parts:
             _warn(console, run_dir, whole=not parts)
+        if not yes and not sys.stdin.isatty():
+            raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
         if not yes:
-            _ask(run_dir.name)
+            typer.confirm("Remove this?", abort=True)
         freed = sum(size_of(target) for target in targets)
         with _in_one_line():
             for target in targets if parts else [*targets, run_dir / LOCK_FILE]:
@@ -64,13 +69,6 @@ def rm(
         with _in_one_line():
             run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
     print_line(console, f"removed {in_words(freed)}")
-
-
-def _check_jobs(config: Config) -> None:
-    for job in live_jobs(config).values():
-        raise ConfigError(
-            f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
-        )
 
 
 def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
@@ -96,9 +94,8 @@ def _without(needed: Path, folder: Path) -> list[Path]:
 
 def _start(run_dir: Path) -> Continuation | None:
     record = read_record(run_dir)
-    if record is None or record.continues is None or not record.continues.counts_on or _has_trained(run_dir):
-        return None
-    return record.continues
+    start = record.continues if record is not None else None
+    return start if start is not None and start.counts_on and not _has_trained(run_dir) else None
 
 
 def _has_trained(run_dir: Path) -> bool:
@@ -133,12 +130,6 @@ def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
     else:
         line = "training has not finished: without its checkpoints it starts over"
     print_line(console, line)
-
-
-def _ask(name: str) -> None:
-    if not sys.stdin.isatty():
-        raise ConfigError(f"run {name}: nobody can be asked here; --yes removes without asking")
-    typer.confirm("Remove this?", abort=True)
 
 
 def remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import ConfigPath, Overrides, load
+from flows.commands.options import ConfigPath, Overrides, load, option
 from specrl.config import ConfigError
 
 LONGEST = 10_000_000
@@ -18,12 +18,10 @@ LONGEST = 10_000_000
 
 def reward(
     config_path: ConfigPath,
-    response: Annotated[str, typer.Option(metavar="FILE", help="The file with the response; - is standard input.")],
-    problem: Annotated[
-        int, typer.Option(metavar="NUMBER", min=0, help="Which of the problems to train on it answers, from 0.")
-    ] = 0,
+    response: Annotated[str, option("The file with the response; - is standard input.", "FILE")],
+    problem: Annotated[int, option("Which of the problems to train on it answers, from 0.", "NUMBER", least=0)] = 0,
     json_path: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is standard output.")
+        str | None, option("Write the result there as JSON; - is standard output.", "FILE", "--json")
     ] = None,
     overrides: Overrides = None,
 ) -> None:

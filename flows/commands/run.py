@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
 from flows.change import ChangeRequest, change_run
-from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load, print_json
+from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load, option, print_json
 from flows.commands.watch import Watcher
 from flows.execute import continue_with_own_code, execute
 from flows.folder import find_own_run
 from flows.origin import start_from
 from flows.preflight import check
-from slurm.registry import backend_of
+from slurm.submit import backend_of
 from specrl.config import STAGES, Config, ConfigError
-from specrl.lineage.changes import adjustable_keys
-from specrl.report.results import readable_config
-from tasks.run import ask_to_stop, end_jobs, read_run_config
+from specrl.lineage.revision import adjustable_keys
+from specrl.report.results import read_config, readable_config
+from tasks.run import ask_to_stop, end_jobs
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -28,38 +27,22 @@ CHANGEABLE = (
     + ". Other settings of the model, the data and "
     "the stages before training make it start over (--restart); those of [validate], resources and cluster do not."
 )
-
-
-Detach = Annotated[
-    bool,
-    typer.Option(
-        "--detach", help="Submit the flow, too, as a job with one core that goes on in another when its time is up."
-    ),
-]
-DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON on standard output.")]
+FROM = """Start from the policy, the drafter and the optimizer of another run, after a step whose checkpoint it has, by
+default the newest; or from the policy in a Hugging Face folder. Steps count from 0."""
+DRY_RUN = """Print the jobs, the memory of each rank, and what a step sends and stores; then check the data, the reward,
+the disk and MLflow. Nothing is written or submitted."""
+RESTART = "Let training start over where a change, or a lost checkpoint, makes that necessary."
+DETACH = "Submit the flow, too, as a job with one core that goes on in another when its time is up."
+Detach = Annotated[bool, option(DETACH, name="--detach")]
+DryJson = Annotated[bool, option("With --dry-run: print JSON on standard output.", name="--json")]
 
 
 def run(
     config_path: ConfigPath,
     cluster: Cluster = None,
     overrides: Overrides = None,
-    place: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="RUN[@STEP]",
-            help="Start from the policy, the drafter and the optimizer of another run, after a step whose checkpoint "
-            "it has, by default the newest; or from the policy in a Hugging Face folder. Steps count from 0.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the jobs, the memory of each rank, and what a step sends and stores; then check the data, the "
-            "reward, the disk and MLflow. Nothing is written or submitted.",
-        ),
-    ] = False,
+    place: Annotated[str | None, option(FROM, "RUN[@STEP]", "--from")] = None,
+    dry_run: Annotated[bool, option(DRY_RUN, name="--dry-run")] = False,
     as_json: DryJson = False,
     detach: Detach = False,
 ) -> None:
@@ -104,25 +87,16 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
 def resume(
     name: RunName,
     steps: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="Train up to this number of steps: train.num_steps.")
+        int | None, option("Train up to this number of steps: train.num_steps.", "NUMBER", least=1)
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"Change a setting. {CHANGEABLE}")
-    ] = None,
+    overrides: Annotated[list[str] | None, option(f"Change a setting. {CHANGEABLE}", "KEY=VALUE", "--set")] = None,
     new_code: Annotated[
-        bool, typer.Option("--new-code", help="Go on with the present code, in place of the run's own copy.")
+        bool, option("Go on with the present code, in place of the run's own copy.", name="--new-code")
     ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart", help="Let training start over where a change, or a lost checkpoint, makes that necessary."
-        ),
-    ] = False,
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel jobs that are at work on a stage that changes.")
-    ] = False,
+    restart: Annotated[bool, option(RESTART, name="--restart")] = False,
+    cancel: Annotated[bool, option("Cancel jobs that are at work on a stage that changes.", name="--cancel")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what stays, what goes on and what is redone, and change nothing.")
+        bool, option("Print what stays, what goes on and what is redone, and change nothing.", name="--dry-run")
     ] = False,
     as_json: DryJson = False,
     detach: Detach = False,
@@ -153,7 +127,7 @@ def resume(
             shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
             print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})
     if not dry_run:
-        execute(read_run_config(run_dir), resumed=True, detached=detach)
+        execute(read_config(run_dir), resumed=True, detached=detach)
 
 
 def _check_json(as_json: bool, dry_run: bool) -> None:
@@ -163,7 +137,7 @@ def _check_json(as_json: bool, dry_run: bool) -> None:
 
 def stop(
     name: RunName,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing works on the run any more.")] = False,
+    wait: Annotated[bool, option("Return when nothing works on the run any more.", name="--wait")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Ask a run to stop where it can go on later.
@@ -199,7 +173,7 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     """
     from specrl.tracking import runs
 
-    config = read_run_config(find_own_run(name, runs_dir))
+    config = read_config(find_own_run(name, runs_dir))
     if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
         raise ConfigError("; ".join(lines))
     print(f"MLflow has everything that {config.name} has logged")

@@ -7,29 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from flows.commands.options import RunName, RunsDir
+from flows.commands.options import RunName, RunsDir, option
 from flows.folder import find_run_to_read
 from specrl.config import ConfigError
 
-Count = Annotated[int, typer.Option(metavar="NUMBER", min=0, help="How many of them to show.")]
+Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
+PROMPT = "Show all responses to this prompt instead, of all steps or of --step."
 
 
 def samples(
     name: RunName,
-    step: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=0, help="The RL step, from 0; the last one by default.")
-    ] = None,
+    step: Annotated[int | None, option("The RL step, from 0; the last one by default.", "NUMBER", least=0)] = None,
     best: Count = 3,
     worst: Count = 3,
     longest: Count = 3,
-    prompt: Annotated[
-        int | None,
-        typer.Option(metavar="ID", help="Show all responses to this prompt instead, of all steps or of --step."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prompt: Annotated[int | None, option(PROMPT, "ID")] = None,
+    as_json: Annotated[bool, option("Print JSON.", name="--json")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show prompts, responses and rewards of a run.

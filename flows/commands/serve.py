@@ -20,10 +20,9 @@ from typing import Annotated, Any
 from zoneinfo import available_timezones
 
 import psutil
-import typer
 from rich.console import Console
 
-from flows.commands.options import Cluster, ConfigPath, Overrides, load
+from flows.commands.options import Cluster, ConfigPath, Overrides, load, option
 from flows.folder import holder_of, is_trusted, is_worked_on, list_runs
 from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
@@ -32,18 +31,15 @@ from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import end_with_parent
+from specrl.report.results import read_config
 from specrl.report.tables import print_line
-from tasks.run import read_run_config
 
 LOOK_SECONDS = 0.2
 """The pause between two looks at signals and processes."""
 END_SECONDS = 30
 """How long a flow may take to end after a signal, before it is killed."""
-Cron = Annotated[str, typer.Option(metavar="FIELDS", help='The schedule, as five cron fields, such as "0 2 * * *".')]
-Zone = Annotated[
-    str,
-    typer.Option("--time-zone", metavar="NAME", help="Of which place the fields are times, such as Europe/Berlin."),
-]
+Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
+Zone = Annotated[str, option("Of which place the fields are times, such as Europe/Berlin.", "NAME", "--time-zone")]
 
 
 def serve(
@@ -71,7 +67,7 @@ def serve(
 def deploy(
     config_path: ConfigPath,
     cron: Cron,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool whose workers run it.")],
+    pool: Annotated[str, option("The work pool whose workers run it.", "NAME")],
     zone: Zone = "UTC",
     cluster: Cluster = None,
     overrides: Overrides = None,
@@ -175,7 +171,7 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal
     if not held:
         yield "no run was at work"
     for run_dir in held:
-        config, jobs = read_run_config(run_dir), list[Job | None]()
+        config, jobs = read_config(run_dir), list[Job | None]()
         with contextlib.suppress(JobError, SilentSchedulerError):
             jobs = [find_now(JobKey(config, folder.name)) for folder in (run_dir / "jobs").glob("*/")]
         holder = holder_of(run_dir)

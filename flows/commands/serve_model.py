@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunName, RunsDir
+from flows.commands.options import RunName, RunsDir, option
 from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.artifacts import ExportResult
@@ -27,10 +27,8 @@ from specrl.serving.server import ModelServer, ServerEndedError
 Port = Annotated[
     int | None, typer.Option(metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; by default a free one.")
 ]
-CheckOnly = Annotated[bool, typer.Option("--check", help="End after the check, instead of serving until Ctrl-C.")]
-Prompts = Annotated[
-    int, typer.Option(metavar="NUMBER", min=1, help="How many held-out prompts of the task the check asks.")
-]
+CheckOnly = Annotated[bool, option("End after the check, instead of serving until Ctrl-C.", name="--check")]
+Prompts = Annotated[int, option("How many held-out prompts of the task the check asks.", "NUMBER", least=1)]
 
 
 def serve_model(

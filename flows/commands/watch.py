@@ -25,7 +25,7 @@ from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.record import readable_keys
 from specrl.progress import clock, read_progress, words
-from specrl.report.results import StageRecord, readable_config, seconds_of
+from specrl.report.results import readable_config, seconds_of
 from specrl.report.tables import drawn_table, print_line, print_table
 
 LOOK_SECONDS = 2.0
@@ -148,7 +148,7 @@ class Watcher:
             return StageView(stage, "waits", "")
         before = earlier_jobs(folder)
         if (folder / RESULT_FILE).exists():
-            seconds = seconds_of(StageRecord(folder.name, folder))
+            seconds = seconds_of(folder)
             return StageView(stage, "finished", f"{'' if seconds is None else clock(seconds)}{before}")
         state, is_live = self._job(folder.name)
         progress = read_progress(folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.keys import SECTIONS
-from specrl.lineage.changes import config_changes
+from specrl.lineage.revision import config_changes
 
 SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
 """The sections of the configuration that a training may vary: earlier stages are those of the finished run."""

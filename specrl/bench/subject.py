@@ -46,11 +46,10 @@ def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
             f"run {run_dir.name} has not finished training; continue it with: specrl resume {run_dir.name}"
         )
     before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
-    done = [stage for stage in before if stage in stages and (stages[stage].stage_dir / RESULT_FILE).exists()]
     return Subject(
         config=change_config(read_config(run_dir), list(changes)),
         policy_dir=trained.policy_dir,
         drafter_dir=trained.drafter_dir,
         first_policy_dir=prepared.policy_dir,
-        stages={stage: stages[stage].stage_dir for stage in done},
+        stages={stage: stages[stage] for stage in before if stage in stages and (stages[stage] / RESULT_FILE).exists()},
     )

@@ -1,5 +1,191 @@
-"""How long a stage's jobs last: when a rank leaves its job, and the record of the jobs that a stage took."""
+"""The lifetime of a rank: whether the next RL step may begin, and whether the work that is under way takes too long.
 
-from specrl.lifetime.lifetime import RECENT_STEPS, LeftJobError, Lifetime, Stop, current, set_current
+Whoever ends jobs (the scheduler, `specrl stop`, a rank that hangs) is listened to by a thread of the rank, which writes
+down in this object what it heard. The loop asks at the boundary of each step, and all ranks get the same answer. A rank
+that no job started has an object that knows of no end.
+"""
 
-__all__ = ["RECENT_STEPS", "LeftJobError", "Lifetime", "Stop", "current", "set_current"]
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from specrl.config import ClusterConfig
+from specrl.lifetime.segments import Reason
+
+if TYPE_CHECKING:  # flows do without NumPy and torch
+    from specrl.distributed import Ranks
+
+RECENT_STEPS = 20
+"""How many of the last steps say how long a step takes."""
+STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5
+"""What the longest recent step and checkpoint are multiplied by to tell how long the next ones may take."""
+HANG_FACTOR = 10
+"""How many times the median of the recent steps a step may take before it counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A request that a stage leaves its job."""
+
+    reason: Reason
+    text: str
+    """Who asks for it, in a few words."""
+
+
+class LeftJobError(BaseException):
+    """All ranks leave the stage at a boundary of steps, from where another job goes on. It is no error of theirs."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__(stop.text)
+        self.stop = stop
+
+
+class Lifetime:
+    """What this rank knows of the end of its job, and how long its steps take.
+
+    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; a thread calls
+    the others at any time.
+    """
+
+    def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """The lifetime of a rank that has just been started, on a clock that only goes forward."""
+        self.leave_by: float | None = None
+        """The time, on this object's clock, by which the ranks must have left the job; None where no end is known."""
+        self.first_step: int | None = None
+        self.step: int | None = None
+        """The step that runs; None before the first and after the last one."""
+        self._cluster, self._clock = cluster or ClusterConfig(), clock
+        self._expects_steps = False
+        self._stop: Stop | None = None
+        self._began_at = clock()
+        self._seconds: list[float] = []
+        self._past_seconds: list[float] = []
+        self._validations: list[float] = []
+        self._validates = False
+        self._checkpoint_seconds = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def has_steps(self) -> bool:
+        return self.step is not None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that this job has completed."""
+        if self.first_step is None:
+            return None
+        done = self.first_step + len(self._seconds) - 1
+        return done if done >= self.first_step else None
+
+    @property
+    def stop(self) -> Stop | None:
+        return self._stop
+
+    def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
+        """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
+        with self._lock:
+            self._stop = self._stop or stop
+            if leave_by is not None:
+                self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
+
+    def expect_steps(self) -> None:
+        """Say that the stage has steps, so that its start is watched too."""
+        self._expects_steps, self._began_at = True, self._clock()
+
+    def begin_steps(
+        self, step: int, past_seconds: Sequence[float] = (), past_validations: Sequence[float] = ()
+    ) -> None:
+        """Say that steps begin, with this one, and how long those of earlier jobs and their validations took."""
+        self.first_step = self.step = step
+        self._past_seconds = list(past_seconds)[-RECENT_STEPS:]
+        self._validations = list(past_validations)
+        self._began_at = self._clock()
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """Measure a validation apart from the step that it is in, whose usual time it may exceed many times over."""
+        step_began_at, self._began_at, self._validates = self._began_at, self._clock(), True
+        try:
+            yield
+        finally:
+            seconds = self._clock() - self._began_at
+            self._validations.append(seconds)
+            self._began_at, self._validates = step_began_at + seconds, False
+
+    def at_boundary(self, ranks: Ranks, step: int, *, validates: bool = False) -> Stop | None:
+        """Why this step, which may have a validation, is not to begin, or None if it is (collective)."""
+        assert self.first_step is not None, "begin_steps comes first"
+        now = self._clock()
+        if step > self.first_step:
+            self._seconds.append(now - self._began_at)
+        self.step, self._began_at = step, now
+        stops = ranks.gather(self._stop or self._too_late(now, validates))
+        return next((stop for stop in stops if stop is not None), None)
+
+    def saved(self, seconds: float) -> None:
+        self._checkpoint_seconds = max(self._checkpoint_seconds, seconds)
+
+    def end_steps(self) -> None:
+        now = self._clock()
+        self._seconds.append(now - self._began_at)
+        self.step, self._began_at = None, now
+
+    def held_up(self, seconds: float) -> None:
+        """Say that this process was held up for so long, as by a scheduler that suspends jobs: no work takes longer."""
+        self._began_at += seconds
+
+    def overdue(self) -> str | None:
+        """What takes too long and since when, in one line, or None while nothing does."""
+        seconds, limit = self._clock() - self._began_at, self._limit_seconds()
+        if seconds <= limit:
+            return None
+        what = "the start of the stage" if self.first_step is None else "what follows the steps"
+        if self.step is not None:
+            what = f"{'the validation in ' if self._validates else ''}step {self.step}"
+        known = self._usual_seconds()
+        usual = f", where {median(known):.1f} s are usual" if self.step is not None and known else ""
+        return f"{what} has taken {seconds:.0f} s{usual}"
+
+    def _limit_seconds(self) -> float:
+        if not self._expects_steps:
+            return float("inf")  # only the time limit of the job tells how long such a stage may take
+        known = self._usual_seconds()
+        if self.step is None or not known:
+            return 60 * self._cluster.start_minutes
+        return max(60 * self._cluster.hang_minutes, HANG_FACTOR * median(known))
+
+    def _usual_seconds(self) -> list[float]:
+        return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
+
+    def _too_late(self, now: float, validates: bool) -> Stop | None:
+        """A request to leave, or None if the next step and a checkpoint fit into the time left.
+
+        The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
+        """
+        if self.leave_by is None or not self._seconds:
+            return None
+        longest = max([*self._seconds[-RECENT_STEPS:], *self._past_seconds[len(self._seconds) :]])
+        longest += max(self._validations, default=0.0) if validates else 0.0
+        needed = STEP_MARGIN * longest + CHECKPOINT_MARGIN * self._checkpoint_seconds
+        left = self.leave_by - now
+        if needed <= left:
+            return None
+        return Stop("walltime", f"{left:.0f} s are left, a step with a checkpoint may take {needed:.0f} s")
+
+
+_of_process = [Lifetime()]
+
+
+def current() -> Lifetime:
+    return _of_process[-1]
+
+
+def set_current(lifetime: Lifetime) -> None:
+    """Make this the lifetime of this process, before the stage begins."""
+    _of_process.append(lifetime)

@@ -92,12 +92,6 @@ def read_segments(stage_dir: Path) -> list[Segment]:
     return segments
 
 
-def segment_counts(stage_dir: Path) -> dict[str, Any]:
-    """The number of a stage's jobs and the reason for which each of them ended, for `summary.json`."""
-    segments = read_segments(stage_dir)
-    return {"number": len(segments), "reasons": [segment.reason for segment in segments]}
-
-
 def begin_segment(stage_dir: Path, job_id: str, host: str, attempt: int = 0) -> Segment:
     """Append the segment of the job that begins now, and return it; `Segment` describes the arguments."""
     number = max((segment.number for segment in read_segments(stage_dir)), default=0) + 1

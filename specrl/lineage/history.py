@@ -77,6 +77,12 @@ def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:
     return found
 
 
+def link_files(folder: Path, target: Path) -> None:
+    """Put the files of a folder into another one, without a second copy of gigabytes where that is possible."""
+    for path in sorted(folder.iterdir()):
+        link(path, target / path.name)
+
+
 def link(source: Path, target: Path) -> None:
     """Make `target` the same file as `source`, or a copy of it where the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)

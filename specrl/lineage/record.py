@@ -121,13 +121,18 @@ def read_record(run_dir: Path) -> RunRecord | None:
         ) from error
 
 
+def readable_record(run_dir: Path) -> dict[str, Any]:
+    """The record of a run that may be somebody else's or of another version, unchecked; empty where it is damaged."""
+    found = read_json(run_dir / RUN_FILE)
+    return found if isinstance(found, dict) else {}
+
+
 def code_of(run_dir: Path) -> str | None:
     """The digest of a run's sources, whichever version of specrl wrote its record; a ConfigError if it is damaged."""
     path = run_dir / RUN_FILE
     if not path.exists():
         return None
-    found = read_json(path)
-    code = found.get("code") if isinstance(found, dict) else None
+    code = readable_record(run_dir).get("code")
     if not isinstance(code, str) or not PLAIN_NAME.fullmatch(code):
         raise ConfigError(f"{path} is damaged: it names no copy of the code; specrl rm {run_dir.name} removes the run")
     return code
@@ -135,14 +140,12 @@ def code_of(run_dir: Path) -> str | None:
 
 def run_id(run_dir: Path) -> str:
     """The random digits of a run; empty where there are none, as in a folder that no flow has started."""
-    found = read_json(run_dir / RUN_FILE)
-    return str(found.get("id") or "") if isinstance(found, dict) else ""
+    return str(readable_record(run_dir).get("id") or "")
 
 
 def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
     """The keys of the stages of a run, which may be somebody else's or of another version; None without any."""
-    found = read_json(run_dir / RUN_FILE)
-    keys = found.get("stage_keys") if isinstance(found, dict) else None
+    keys = readable_record(run_dir).get("stage_keys")
     if not isinstance(keys, dict):
         return None
     return {stage: keys[stage] for stage in STAGES if PLAIN_NAME.fullmatch(str(keys.get(stage, "")))}

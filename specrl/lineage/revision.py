@@ -1,4 +1,4 @@
-"""What a change of settings or code means for each stage of a run: what stays, what goes on and what is redone.
+"""Changes of a run: how two configurations differ, and what that means for each stage: stays, goes on or is redone.
 
 A stage that has finished stays, unless a setting that it read has changed and is not `Adjustable`, or a stage that it
 reads is redone. Training continues from its newest checkpoint under a new key, and nothing that has another key is
@@ -7,20 +7,97 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from specrl.artifacts import RESULT_FILE
-from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config import STAGES, Config, ConfigError, StageName, dump_config
+from specrl.config.base import Mark, Section
+from specrl.config.methods import METHODS
 from specrl.keys import INPUTS, SECTIONS, stage_key
-from specrl.lineage.changes import Change
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
-Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "runs"]
+IDENTITY = ("name", "runs_dir")
+"""The keys that say where a run lies. A folder that is moved or renamed is still the same run."""
 SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")
 """Settings that only `prepare` reads."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key of the configuration with its values before and after."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the key names the same file as before, whose contents have changed."""
+        return bool(self.old == self.new)
+
+    def __str__(self) -> str:
+        if self.is_file:
+            return f"{self.key} = {_words(self.new)} names a file that has changed"
+        return f"{self.key} = {_words(self.old)} -> {_words(self.new)}"
+
+    @property
+    def adjustable(self) -> bool:
+        """Whether a run may change it while it goes on."""
+        if self.key == "speculation.method" and not self.is_file:
+            new = METHODS[self.new]  # a drafter that is trained must have been pretrained
+            return not new.has_weights or new.same_model(METHODS[self.old])
+        return any(f"{self.key}.".startswith(f"{key}.") for key in adjustable_keys())
+
+
+def config_changes(old: Config, new: Config) -> list[Change]:
+    """The differences between two configurations, in the order of their keys."""
+    before, after = (dict(_flat(json.loads(dump_config(config)))) for config in (old, new))
+    keys = [key for key in {**before, **after} if key not in IDENTITY]
+    return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[Change]:
+    """The keys that name the same file as before, whose contents have changed, by what `keys.named_files` returned."""
+    values = dict(_flat(json.loads(dump_config(config))))
+    edited = [key for key in old if key in new and old[key] != new[key]]
+    shown = {key: values.get(key, values.get(f"{key}.name")) for key in edited}
+    return [Change(key, value, value) for key, value in shown.items()]
+
+
+def adjustable_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
+    """All keys that are marked as `Adjustable`, in the order of their definition."""
+    found: list[str] = []
+    for name, info in kind.model_fields.items():
+        key = f"{prefix}{info.alias or name}"
+        if any(isinstance(item, Mark) for item in info.metadata):
+            found.append(key)
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            found += adjustable_keys(info.annotation, f"{key}.")
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _words(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "runs"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +136,7 @@ class Revision:
 
 
 @dataclass
-class Reviser:
+class _Reviser:
     """Decides stage by stage what a change means; `revise` describes the fields."""
 
     run_dir: Path
@@ -74,12 +151,24 @@ class Reviser:
     keys: dict[StageName, str] = field(default_factory=dict)
     continues: Continuation | None = None
 
+    def __post_init__(self) -> None:
+        start = self.record.continues
+        self._start = start if start is not None and start.counts_on else None
+        self._trained_dir = self._folder("train")
+
     def plan(self, stage: StageName) -> StagePlan:
         """Decide about a stage, after those that it reads, and set its key."""
+        action, reason = self._decide(stage)
+        if stage not in self.keys:
+            inputs = {name: self.keys[name] for name in INPUTS[stage]}
+            start = self.continues if stage == "train" else self.record.origin if stage == "prepare" else None
+            self.keys[stage] = stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
+        return StagePlan(stage, self.keys[stage], action, reason)
+
+    def _decide(self, stage: StageName) -> tuple[Action, str]:
         relevant = self.relevant(stage)
-        finished = (self.folder(stage) / RESULT_FILE).exists()
-        before_train = STAGES.index(stage) < STAGES.index("train")
-        if finished and before_train:
+        finished = (self._folder(stage) / RESULT_FILE).exists()
+        if finished and STAGES.index(stage) < STAGES.index("train"):
             relevant = [change for change in relevant if not change.adjustable]
         redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.stage_keys[name]]
         lost = stage == "train" and not finished and self._start_is_lost()
@@ -87,14 +176,12 @@ class Reviser:
             self.keys[stage] = self.record.stage_keys[stage]
             if stage == "train":
                 self.continues = self.record.continues
-            return self._plan(stage, "stays" if finished else "goes on", "finished" if finished else "not finished yet")
+            return ("stays", "finished") if finished else ("goes on", "not finished yet")
         if stage == "train":
-            return self._plan_train(redone, relevant)
-        self.keys[stage] = self._new_key(stage)
+            return self._decide_train(redone, relevant)
         if not finished:
-            return self._plan(stage, "runs", "not finished yet")
-        because = [*(str(change) for change in relevant), *(f"{name} changes" for name in redone)]
-        return self._plan(stage, "is redone", "; ".join(because))
+            return "runs", "not finished yet"
+        return "is redone", "; ".join([*map(str, relevant), *(f"{name} changes" for name in redone)])
 
     def relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
@@ -104,16 +191,19 @@ class Reviser:
         )
         return found if before != after else [change for change in found if change.is_file]
 
-    def _plan_train(self, redone: list[StageName], relevant: list[Change]) -> StagePlan:
+    def _decide_train(self, redone: list[StageName], relevant: list[Change]) -> tuple[Action, str]:
         start = self._newest_checkpoint()
         if start is None:
-            return self._plan_first_step()
+            return self._decide_first_step()
         unmarked = [change for change in relevant if not change.adjustable]
         if not (redone or unmarked):
-            self._check_steps(start)
+            if (steps := self.new.train.num_steps) < start.step:
+                raise ConfigError(
+                    f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or "
+                    "more"
+                )
             self.continues = start
-            self.keys["train"] = self._new_key("train")
-            return self._plan("train", "continues", f"from step {start.step} of {start.key}")
+            return "continues", f"from step {start.step} of {start.key}"
         because = "; ".join([f"{change.key} changes" for change in unmarked] + [f"{name} is redone" for name in redone])
         if not self.restart:
             raise ConfigError(
@@ -121,80 +211,48 @@ class Reviser:
                 f"{because}; only the settings that specrl resume --help lists may change while a run goes on. Add "
                 "--restart to start over (those steps stay on disk), or start another run: --set name=NAME"
             )
-        return self._start_over("starts over", f"{because}; the {start.step} steps of {start.key} stay on disk")
-
-    def _start_over(self, action: Action, reason: str) -> StagePlan:
         self.continues = self.record.origin
-        self.keys["train"] = self._new_key("train")
-        return self._plan("train", action, reason)
+        return "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk"
 
-    def _plan_first_step(self) -> StagePlan:
-        made = self._steps_made()
+    def _decide_first_step(self) -> tuple[Action, str]:
+        records = (self._trained_dir / "steps").glob("step=*.json")
+        made = max(
+            [self._start.step if self._start else 0, *(int(path.stem.partition("=")[2]) + 1 for path in records)]
+        )
         if made and not self.restart:
             raise ConfigError(
                 f"train of {self.run_dir.name} has made {made} steps, but has no checkpoint left and would start over: "
                 "add --restart"
             )
-        if made:
-            return self._start_over("starts over", f"no checkpoint is left of its {made} steps")
-        return self._start_over("runs", "no checkpoint yet")
+        self.continues = self.record.origin
+        return ("starts over", f"no checkpoint is left of its {made} steps") if made else ("runs", "no checkpoint yet")
 
     def _newest_checkpoint(self) -> Continuation | None:
         """The newest whole checkpoint of the train stage or, where it has none, of the stage that it continues."""
-        old, step = self.record.stage_keys["train"], newest_whole_step(self.folder("train"))
+        start, step = self._start, newest_whole_step(self._trained_dir)
         if step is not None:
+            begun, before = (start.step, start.num_prompts) if start is not None else (0, 0)
             return Continuation(
                 run=self.run_dir.name,
-                key=old,
+                key=self._trained_dir.name,
                 step=step,
-                stage_dir=Path("stages") / old,
+                stage_dir=Path("stages") / self._trained_dir.name,
                 counts_on=True,
-                num_prompts=self._num_prompts(step),
+                num_prompts=before + (step - begun) * self.old.train.prompts_per_step,
             )
-        start = self.record.continues
-        if start is None or not start.counts_on:
-            return None
-        step = newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
-        if step is None:
-            return None
-        if step == start.step:
-            return start
+        step = None if start is None else newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
+        if start is None or step is None or step == start.step:
+            return None if step is None else start
         num_prompts = start.num_prompts * step // start.step  # its steps are taken to have had equally many
         return start.model_copy(update={"step": step, "num_prompts": num_prompts})
 
     def _start_is_lost(self) -> bool:
-        start = self.record.continues
-        if start is None or not start.counts_on or newest_whole_step(self.folder("train")) is not None:
+        start = self._start
+        if start is None or newest_whole_step(self._trained_dir) is not None:
             return False
         return newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step) != start.step
 
-    def _steps_made(self) -> int:
-        records = (self.folder("train") / "steps").glob("step=*.json")
-        start = self.record.continues
-        before = start.step if start is not None and start.counts_on else 0
-        return max([before, *(int(path.stem.partition("=")[2]) + 1 for path in records)])
-
-    def _num_prompts(self, step: int) -> int:
-        start = self.record.continues
-        begun, before = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
-        return before + (step - begun) * self.old.train.prompts_per_step
-
-    def _check_steps(self, start: Continuation) -> None:
-        steps = self.new.train.num_steps
-        if steps < start.step:
-            raise ConfigError(
-                f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or more"
-            )
-
-    def _new_key(self, stage: StageName) -> str:
-        inputs = {name: self.keys[name] for name in INPUTS[stage]}
-        start = self.continues if stage == "train" else self.record.origin if stage == "prepare" else None
-        return stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
-
-    def _plan(self, stage: StageName, action: Action, reason: str) -> StagePlan:
-        return StagePlan(stage, self.keys[stage], action, reason)
-
-    def folder(self, stage: StageName) -> Path:
+    def _folder(self, stage: StageName) -> Path:
         return self.run_dir / "stages" / self.record.stage_keys[stage]
 
 
@@ -209,20 +267,12 @@ def revise(
     new_code: bool,
     restart: bool,
 ) -> Revision:
-    """What a change means for every stage.
+    """What a change means for every stage, or a ConfigError.
 
-    Args:
-        old: The record before the change.
-        record: The record after it, still with the keys and the continuation of before.
-        configs: The configurations before and after it.
-        stage_code: The `code_digest` of the sources that new jobs will run.
-        new_code: Whether that differs from what jobs ran before.
-        restart: Whether training may start over.
-
-    Raises:
-        ConfigError: Training would start over and may not, or has made more steps than it is to make.
+    `record` is the one after the change, still with the keys and the continuation of before; `stage_code` is the
+    `code_digest` of the sources that new jobs will run.
     """
-    reviser = Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
+    reviser = _Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
     stages = tuple(reviser.plan(stage) for stage in STAGES)
     update = {"stage_keys": reviser.keys, "continues": reviser.continues}
     return Revision(

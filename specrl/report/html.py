@@ -68,12 +68,12 @@ def _rollout_charts(run_dir: Path) -> list[Chart]:
     stages = find_stages(run_dir)
     if "train" not in stages:
         return []
-    steps, rewards, lengths = read_columns(stages["train"].stage_dir / "rollouts")
+    steps, rewards, lengths = read_columns(stages["train"] / "rollouts")
     if not len(steps):
         return []
     numbers = np.unique(steps)
     means = [float(rewards[steps == number].mean()) for number in numbers]
-    marks = {float(step): "; ".join(texts) for step, texts in changes_by_step(stages["train"].stage_dir).items()}
+    marks = {float(step): "; ".join(texts) for step, texts in changes_by_step(stages["train"]).items()}
     return [
         Chart("Reward", line_chart([float(number) for number in numbers], means, "RL step", "mean reward", marks)),
         Chart("Response lengths", histogram(lengths.tolist(), 40, "response length, tokens", "responses")),
@@ -90,7 +90,7 @@ def _result_charts(run_dir: Path) -> list[Chart]:
     if curve := curve_of(stages):
         charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(curve)))
     if "train" in stages:
-        charts += _bubble_charts(stages["train"].stage_dir / "steps")
+        charts += _bubble_charts(stages["train"] / "steps")
     if validation and validation.speed:
         batches = [float(pair.batch) for pair in validation.speed]
         speedups = [pair.speedup for pair in validation.speed]

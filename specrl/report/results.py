@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
-from specrl.config import STAGES, Config, parse_config, understood_config
-from specrl.lineage.record import RUN_FILE, readable_keys
+from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
+from specrl.lineage.record import RUN_FILE, read_record, readable_keys, readable_record
 
 CONFIG_FILE = "config.json"
 
 
-@dataclass(frozen=True)
-class StageRecord:
-    """A stage of a run, with its content key, its folder and, once they are known, its run time and job."""
-
-    key: str
-    stage_dir: Path
-    seconds: float | None = None
-    """The wall-clock time of the stage; where it is None, it is read from the stage's result."""
-    job_id: str | None = None
-    """The Slurm job or the local process; where it is None, it is read from `jobs/KEY.json`."""
-
-
-def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """The folder of each stage that has one, for a reader that is not the run's flow.
+def find_stages(run_dir: Path) -> dict[str, Path]:
+    """The folder of each stage that has one, which is named by the stage's key.
 
     It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record. A link is
     none: the run may be somebody else's.
@@ -37,25 +23,24 @@ def find_stages(run_dir: Path) -> dict[str, StageRecord]:
     if stages.is_symlink():
         return {}
     keys = readable_keys(run_dir)
-    found: dict[str, StageRecord] = {}
+    found: dict[str, Path] = {}
     for stage in STAGES:
         folders = sorted(stages.glob(f"{stage}-*"), key=lambda folder: folder.lstat().st_mtime)
         folders = folders if keys is None else [stages / keys[stage]] if stage in keys else []
         if folders and folders[-1].is_dir() and not folders[-1].is_symlink():
-            found[stage] = StageRecord(folders[-1].name, folders[-1])
+            found[stage] = folders[-1]
     return found
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that a run was started with.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
-    return parse_config(json.loads(path.read_text()))
+    """The configuration of a run, with its present name and place; a ConfigError if it is not understood."""
+    record = read_record(run_dir)
+    if record is None and not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
+    data = record.settings if record is not None else read_json(run_dir / CONFIG_FILE)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{run_dir / CONFIG_FILE} is damaged; specrl rm {run_dir.name} removes the run")
+    return parse_config({**data, "name": run_dir.name, "runs_dir": str(run_dir.parent)})
 
 
 def readable_config(run_dir: Path) -> Config:
@@ -63,8 +48,7 @@ def readable_config(run_dir: Path) -> Config:
 
     What is not understood has its default.
     """
-    record = read_json(run_dir / RUN_FILE)
-    settings = record.get("settings") if isinstance(record, dict) else None
+    settings = readable_record(run_dir).get("settings")
     data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
     return understood_config(data if isinstance(data, dict) else {}, run_dir)
 
@@ -79,7 +63,7 @@ def is_run(folder: Path) -> bool:
     return isinstance(data, dict) and {"name", "runs_dir"} <= data.keys()
 
 
-def readable(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
+def readable(stages: Mapping[str, Path], stage: str, kind: type[ResultType]) -> ResultType | None:
     """The stage's result, or None if it has not finished or is of another version of specrl."""
     try:
         return finished(stages, stage, kind)
@@ -87,34 +71,28 @@ def readable(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultTyp
         return None
 
 
-def finished(stages: Mapping[str, StageRecord], stage: str, kind: type[ResultType]) -> ResultType | None:
+def finished(stages: Mapping[str, Path], stage: str, kind: type[ResultType]) -> ResultType | None:
     """The stage's result, or None if it has not finished."""
-    record = stages.get(stage)
-    if record is None or not (record.stage_dir / RESULT_FILE).exists():
-        return None
-    return read_result(record.stage_dir, kind)
+    folder = stages.get(stage)
+    return read_result(folder, kind) if folder is not None and (folder / RESULT_FILE).exists() else None
 
 
-def seconds_of(record: StageRecord) -> float | None:
+def seconds_of(stage_dir: Path) -> float | None:
     """The wall-clock time of a stage, or None if it has not finished."""
-    if record.seconds is not None:
-        return record.seconds
-    found = read_json(record.stage_dir / RESULT_FILE)
+    found = read_json(stage_dir / RESULT_FILE)
     seconds = found.get("seconds") if isinstance(found, dict) else None
     return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None
 
 
-def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
-    """The Slurm job or the local process of a stage, or None if it is not known."""
-    if record.job_id is not None:
-        return record.job_id
-    found = read_json(run_dir / "jobs" / f"{record.key}.json")
+def job_id_of(run_dir: Path, key: str) -> str | None:
+    """The Slurm job or the local process of the stage with a key, or None if it is not known."""
+    found = read_json(run_dir / "jobs" / f"{key}.json")
     job_id = found.get("job_id") if isinstance(found, dict) else None
     return None if job_id is None else str(job_id)
 
 
-def finished_steps(stages: Mapping[str, StageRecord]) -> int:
+def finished_steps(stages: Mapping[str, Path]) -> int:
     """The number of RL steps whose rollouts are written."""
     if "train" not in stages:
         return 0
-    return sum(1 for _ in (stages["train"].stage_dir / "rollouts").glob("step=*"))
+    return sum(1 for _ in (stages["train"] / "rollouts").glob("step=*"))

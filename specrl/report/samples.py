@@ -73,7 +73,7 @@ class SampleReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._stages = find_stages(run_dir)
-        self._folder = self._stages["train"].stage_dir / "rollouts" if "train" in self._stages else None
+        self._folder = self._stages["train"] / "rollouts" if "train" in self._stages else None
 
     @property
     def steps(self) -> list[int]:
@@ -130,7 +130,7 @@ class SampleReader:
     def _tokenizer(self) -> Tokenizer | None:
         prepared = readable(self._stages, "prepare", PrepareResult)
         folder = None if prepared is None else prepared.policy_dir.resolve()
-        if folder is None or not folder.is_relative_to(self._stages["prepare"].stage_dir.resolve()):
+        if folder is None or not folder.is_relative_to(self._stages["prepare"].resolve()):
             return None
         try:
             return Tokenizer.from_str(read_file(folder / "tokenizer.json").decode())

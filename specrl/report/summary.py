@@ -22,11 +22,10 @@ from specrl.artifacts import (
 from specrl.config import STAGES, Config
 from specrl.events import SIGNAL, read_events
 from specrl.export.card import serve_command
-from specrl.lifetime.segments import segment_counts
+from specrl.lifetime.segments import read_segments
 from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_of, curve_rows
 from specrl.report.results import (
-    StageRecord,
     find_stages,
     finished_steps,
     job_id_of,
@@ -44,14 +43,14 @@ POSITIONS_SHOWN = 8
 """The number of draft positions whose acceptance the table shows, from the first on; the summary has all."""
 
 
-def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> Path:
+def write_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str | None) -> Path:
     """Write `summary.json` and return its path. A section whose stage has not finished is null."""
     path = run_dir / SUMMARY_FILE
     write_json(path, build_summary(run_dir, stages, mlflow_run_id))
     return path
 
 
-def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
+def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str | None) -> dict[str, Any]:
     """The contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
@@ -70,12 +69,15 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         "run": config.name,
         "mlflow_run_id": mlflow_run_id,
         "stages": {
-            stage: {"key": record.key, "seconds": seconds_of(record), "job_id": job_id_of(run_dir, record)}
-            for stage, record in stages.items()
+            stage: {"key": folder.name, "seconds": seconds_of(folder), "job_id": job_id_of(run_dir, folder.name)}
+            for stage, folder in stages.items()
         },
         "validation": _validation(validation, curve_of(stages)),
         "speculation": validation and _speculation(config, validation),
-        "segments": {stage: segment_counts(record.stage_dir) for stage, record in stages.items()},
+        "segments": {
+            stage: {"number": len(segments), "reasons": [segment.reason for segment in segments]}
+            for stage, segments in ((stage, read_segments(folder)) for stage, folder in stages.items())
+        },
         "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
         "events": _events(stages),
         "best": train and train.best and train.best.model_dump(mode="json", exclude={"drafter_dir"}),
@@ -96,15 +98,13 @@ def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_i
         "export": export
         and {
             **_pick(export, "drafter_dir", "vllm_acceptance_length"),
-            "model_version": registered_version(stages["export"].stage_dir, f"{config.name}-drafter"),
+            "model_version": registered_version(stages["export"], f"{config.name}-drafter"),
         },
     }
 
 
-def _events(stages: Mapping[str, StageRecord]) -> list[dict[str, Any]]:
-    found = [
-        {"stage": name, **asdict(event)} for name, stage in stages.items() for event in read_events(stage.stage_dir)
-    ]
+def _events(stages: Mapping[str, Path]) -> list[dict[str, Any]]:
+    found = [{"stage": name, **asdict(event)} for name, stage in stages.items() for event in read_events(stage)]
     return sorted(found, key=lambda event: event["time"])
 
 
@@ -214,7 +214,7 @@ def _lies_in(run_dir: Path) -> Callable[[Path], bool]:
     return lambda path: path.resolve().is_relative_to(run_dir.resolve())
 
 
-def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
+def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, Path]) -> list[tuple[str, str]]:
     unfinished = [stage for stage in STAGES if not (summary["stages"].get(stage) or {}).get("seconds")]
     rows = _train_rows(summary)
     if "train" in unfinished and (steps := finished_steps(stages)):

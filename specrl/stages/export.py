@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
 from specrl.export.formats import write_speculators
+from specrl.lineage.history import link_files
 from specrl.lineage.record import code_of
 from specrl.lineage.source import read_source
 from specrl.models.sources import load_tokenizer
@@ -40,9 +39,9 @@ def main(context: StageContext) -> None:
         policy_dir, drafter_dir = context.stage_dir / "policy", drafter_directory(context.stage_dir, trained)
         with logs.phase("copy of policy and drafter"):
             if ranks.is_first:
-                copy_directory(trained.policy_dir, policy_dir)
+                link_files(trained.policy_dir, policy_dir)
                 if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
-                    copy_directory(trained.drafter_dir, drafter_dir)
+                    link_files(trained.drafter_dir, drafter_dir)
             ranks.barrier()
         acceptance: list[Acceptance] = []
         if drafter_dir is not None:
@@ -68,17 +67,6 @@ def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
     if trained.drafter_dir is None:
         return None
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
-
-
-def copy_directory(source: Path, target: Path) -> None:
-    """Copy a folder's files, as hard links where the file system can, so that gigabytes are not written twice."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        (target / path.name).unlink(missing_ok=True)
-        try:
-            os.link(path, target / path.name)
-        except OSError:
-            shutil.copy2(path, target / path.name)
 
 
 def try_out(context: StageContext, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:

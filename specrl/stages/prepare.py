@@ -16,13 +16,13 @@ from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.functions import is_built_in, make_reward
 from specrl.data.rewards.trial import doubtful_references
-from specrl.distributed import Ranks, join, leave
+from specrl.distributed import Ranks
 from specrl.events import record_event
-from specrl.lineage.record import Continuation
 from specrl.models.drafters import check_drafter, fetch_source
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
-from specrl.tracking import Tracker, stage_run
+from specrl.stages.rank import stage_rank
+from specrl.tracking import Tracker
 from specrl.training.checkpoint.policy_folder import write_policy_folder
 
 logger = logging.getLogger(__name__)
@@ -35,22 +35,18 @@ OWN_REFERENCES = 100
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
-    logs.set_up(context.config.cluster.log_level)
-    ranks = join()
-    config = context.config
+    config, start = context.config, context.continues
     make_reward(config.data)
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
-    start = context.continues
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
     first, last = None, None
-    with stage_run(context, ranks) as tracker:
+    with stage_rank(context) as (ranks, tracker, progress):
         with logs.phase("writing of the base model"):
             if ranks.is_first:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
             ranks.barrier()
-        tokenizer = load_tokenizer(base_dir)
-        source = PromptSource(config, tokenizer, prompts_dir=context.prompts_dir)
+        source = PromptSource(config, load_tokenizer(base_dir), prompts_dir=context.prompts_dir)
         with logs.phase("drawing of the first problems"):
             draw_first(source, config, base_dir, (ranks.rank, ranks.world_size))
             ranks.barrier()
@@ -65,24 +61,25 @@ def main(context: StageContext) -> None:
         tracker.log_params({"data_prompts_seen": found.seen, "data_prompts_overlong": found.overlong})
         if start is not None:
             with logs.phase("writing of the checkpoint's policy"):
-                _write_checkpoint(context, start, ranks, base_dir, policy_dir)
+                dtype = getattr(torch, config.model.dtype)
+                write_policy_folder(start.checkpoint_dir, base_dir, policy_dir, dtype, ranks)
         elif warm:
             with logs.phase("warm start"):
-                first, last = _warm_start(context, ranks, source, tracker, base_dir, policy_dir)
+                first, last = _warm_start(context, ranks, source, tracker, progress, base_dir)
+        if ranks.is_first and base_dir != policy_dir:
+            shutil.rmtree(base_dir)
         drafter_dir = _adopt_drafter(context, ranks, policy_dir)
-    if ranks.is_first:
-        seconds = time.monotonic() - started
-        result = PrepareResult(
-            policy_dir=policy_dir,
-            warm_start_loss_first=first,
-            warm_start_loss_last=last,
-            prompts_seen=found.seen,
-            prompts_overlong=found.overlong,
-            drafter_dir=drafter_dir,
-            seconds=seconds,
-        )
-        write_result(context.stage_dir, result)
-    leave()
+        if ranks.is_first:
+            result = PrepareResult(
+                policy_dir=policy_dir,
+                warm_start_loss_first=first,
+                warm_start_loss_last=last,
+                prompts_seen=found.seen,
+                prompts_overlong=found.overlong,
+                drafter_dir=drafter_dir,
+                seconds=time.monotonic() - started,
+            )
+            write_result(context.stage_dir, result)
 
 
 def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
@@ -104,17 +101,8 @@ def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Pat
     return directory
 
 
-def _write_checkpoint(
-    context: StageContext, start: Continuation, ranks: Ranks, base_dir: Path, policy_dir: Path
-) -> None:
-    dtype = getattr(torch, context.config.model.dtype)
-    write_policy_folder(start.checkpoint_dir, base_dir, policy_dir, dtype, ranks)
-    if ranks.is_first:
-        shutil.rmtree(base_dir)
-
-
 def _warm_start(
-    context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, base_dir: Path, policy_dir: Path
+    context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, progress: Progress, base_dir: Path
 ) -> tuple[float, float]:
     """Train the base model on demonstrations and write it; return the losses of `warm_start` (collective)."""
     # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
@@ -123,16 +111,12 @@ def _warm_start(
 
     config = context.config
     policy = Policy(base_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
-    with Progress(context.stage_dir, enabled=ranks.is_first) as progress:
 
-        def on_step(step: int, steps: int, metrics: dict[str, float]) -> None:
-            loss = f"loss {metrics['loss']:.3f}"
-            progress.update(step + 1, steps, message=loss, unit="step", phase="warm start")
-            tracker.log_metrics({f"warm_start/{name}": value for name, value in metrics.items()}, step)
+    def on_step(step: int, steps: int, metrics: dict[str, float]) -> None:
+        progress.update(step + 1, steps, message=f"loss {metrics['loss']:.3f}", unit="step", phase="warm start")
+        tracker.log_metrics({f"warm_start/{name}": value for name, value in metrics.items()}, step)
 
-        losses = warm_start(policy, source, config, on_step)
-    policy.save_pretrained(policy_dir)
+    losses = warm_start(policy, source, config, on_step)
+    policy.save_pretrained(context.stage_dir / "policy")
     ranks.barrier()
-    if ranks.is_first:
-        shutil.rmtree(base_dir)
     return losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -10,14 +11,14 @@ from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
 from specrl.config import Config
 from specrl.context import StageContext
-from specrl.data.problems import derive_seed
+from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.pool import FailureTally, refuse_failure, start_rewards
+from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure, start_rewards
 from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.rank import stage_rank
@@ -88,33 +89,40 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
 
 
 def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Rollout]:
-    """The responses of this rank's engine to its share of the prompts, with rewards on its first rank."""
+    """The responses of this rank's engine to its share of the prompts, with rewards on its first rank.
+
+    So are those to the prompts of `drafter.data`, which earn no rewards and are written at once.
+    """
     config = context.config
     rewards = start_rewards(config, ranks.rank)
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir)
     size = config.engine.tensor_parallel
     engines, own = ranks.world_size // size, ranks.rank // size
-    prompts = source.pretraining(config.drafter.num_prompts)[own::engines]
+    prompts = source.pretraining(config.drafter.num_prompts)
     with logs.phase("start of the engine"):
         # It never sleeps, and sleep mode's allocator could keep memory that the drafter needs once the engine is gone.
         awake = {"enable_sleep_mode": False}
         engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True, overrides=awake)
-    with logs.phase("generation"):
-        unscored = collect(
-            engine,
-            prompts,
-            config.drafter.samples_per_prompt,
-            config,
-            rewards,
-            Origin(derive_seed(config.seed, "pretrain"), step=0, rank=ranks.rank),
-            on_progress=lambda done, total: progress.update(
-                done, total, unit="response", phase="answering task prompts"
-            ),
+
+    def answer(prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
+        origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
+        count = config.drafter.samples_per_prompt
+        return collect(
+            engine, prompts[own::engines], count, config, rewards, origin, on_progress=partial(report, phase)
         )
-        rollouts, scores = unscored.scored()
+
+    def report(phase: str, done: int, total: int) -> None:
+        progress.update(done, total, unit="response", phase=phase)
+
+    with logs.phase("generation"):
+        rollouts, scores = answer(prompts, rewards, "pretrain", "answering task prompts").scored()
         if config.drafter.data is not None and config.speculation.draft_method.has_weights:
-            _answer_data(context, ranks, engine, source, progress)
+            others = answer(
+                source.drafter_data(config.drafter.data_prompts), None, "drafter-data", "answering drafter.data"
+            )
+            if ranks.rank == own * size:
+                write_rollouts(rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank), others.scored()[0])
     tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one for each engine
     failures = FailureTally.merge(tally for tally, _ in tallies)
     refuse_failure(failures, sum(count for _, count in tallies), config.data)
@@ -122,23 +130,6 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         rewards.close()
     engine.shutdown()
     return rollouts
-
-
-def _answer_data(context: StageContext, ranks: Ranks, engine: Engine, source: PromptSource, progress: Progress) -> None:
-    """Answer this engine's share of the prompts of `drafter.data`, and write the responses, which earn no rewards."""
-    config, size = context.config, context.config.engine.tensor_parallel
-    engines, own = ranks.world_size // size, ranks.rank // size
-    unscored = collect(
-        engine,
-        source.drafter_data(config.drafter.data_prompts)[own::engines],
-        config.drafter.samples_per_prompt,
-        config,
-        None,
-        Origin(derive_seed(config.seed, "drafter-data"), step=0, rank=ranks.rank),
-        on_progress=lambda done, total: progress.update(done, total, unit="response", phase="answering drafter.data"),
-    )
-    if ranks.rank == own * size:
-        write_rollouts(rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank), unscored.scored()[0])
 
 
 def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from slurm.ranks.supervisor import WALLTIME_SIGNAL, WARNING_SECONDS
+from slurm.supervisor import WALLTIME_SIGNAL, WARNING_SECONDS
 from specrl.lifetime.segments import Segment, read_segments
 
 SECONDS = 600

@@ -17,8 +17,8 @@ from specrl.artifacts import (
     write_text,
 )
 from specrl.config import Config, dump_config
+from specrl.report.results import read_config
 from specrl.tracking import start_parent_run, tracking_uri
-from tasks.run import read_run_config
 from tests.integration.finished_run import write_finished_run
 from tests.integration.pipeline_runs import finish, kill, specrl
 
@@ -119,7 +119,7 @@ PLAIN = "plain: speculation.method=none, speculation.k=0, bubbles.use=none"
 
 def test_whole_trainings_take_their_steps_in_turn_and_sample_the_same_tokens(run_dir: Path) -> None:
     """In FP32, EAGLE-3 with replay and online training leaves every token as it is."""
-    values = json.loads(dump_config(read_run_config(run_dir))) | {"name": "whole"}
+    values = json.loads(dump_config(read_config(run_dir))) | {"name": "whole"}
     values["speculation"]["method"], values["bubbles"]["use"] = "eagle3+replay", "both"
     values["train"] |= {"prompts_per_step": 4, "samples_per_prompt": 2, "correction": "none"}
     values["train"]["drop_zero_signal_groups"] = False  # or a step may train on nothing, and measure no mismatch

@@ -50,7 +50,7 @@ def inject(fault: Fault, run_dir: Path, folder: Path) -> dict[str, Any]:
     """What was said of the fault, in a process of its own."""
     stages = find_stages(run_dir)
     before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
-    inputs = {stage: stages[stage].stage_dir for stage in before}
+    inputs = {stage: stages[stage] for stage in before}
     if fault.damage_drafter is not None:
         values = json.loads((inputs["pretrain"] / RESULT_FILE).read_text())
         shutil.copytree(values["drafter_dir"], folder / "drafter")

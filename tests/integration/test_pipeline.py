@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from flows.cli import EXIT_STOPPED
 from slurm.backend import JobKey
 from specrl.config import STAGES
-from tasks.run import ask_to_stop, read_run_config
+from specrl.report.results import read_config
+from tasks.run import ask_to_stop
 from tests.integration.disturbances import Disturbed, held, ranks_of
 from tests.integration.pipeline_runs import (
     assert_same_result,
@@ -262,7 +263,7 @@ def copy_without_train(source: Path, target: Path) -> Path:
 
 def jobs_per_stage(run_dir: Path) -> dict[str, int]:
     """The number of jobs that Slurm's accounting has for each stage of this run."""
-    own = JobKey(read_run_config(run_dir), "").job_name
+    own = JobKey(read_config(run_dir), "").job_name
     text = subprocess.run(["sacct", "-nPX", "-o", "JobName"], capture_output=True, text=True, check=True).stdout
     names = [line.partition("-")[0] for line in text.splitlines() if line.endswith(own)]
     return {stage: names.count(stage) for stage in STAGES}

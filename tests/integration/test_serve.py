@@ -18,7 +18,7 @@ from flows.server import PrefectServer
 from slurm.backend import JobKey
 from slurm.submit import find, live_jobs
 from specrl.config import Config
-from tasks.run import read_run_config
+from specrl.report.results import read_config
 from tests.integration.pipeline_runs import SMOKE, finish, specrl, wait_for
 from tests.prefect_api import request
 
@@ -72,7 +72,7 @@ class Served:
     def trigger_until_a_job_runs(self) -> Config:
         """Let Prefect run it now, and return the run's configuration once its first job is there."""
         self.trigger()
-        return read_run_config(wait_for(self.runs, "*/jobs/prepare-*.json").parents[1])
+        return read_config(wait_for(self.runs, "*/jobs/prepare-*.json").parents[1])
 
     def end(self, number: signal.Signals) -> str:
         """What it printed until it ended by itself after one signal to it alone."""

@@ -13,13 +13,13 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 
-from flows.display import PlainReporter
 from flows.pipeline import cancel
 from flows.server import mark_crashed_flows
 from slurm.backend import JobError, StoppedError
 from specrl.config import StageName
 from specrl.context import StageContext
 from tasks.detached import EXIT_STOPPED, IN_JOB, run_flow
+from tasks.display import Reporter
 from tasks.run import Finished, Run, open_run, run_stage
 
 ENTRY = "tests.slurm.dummy_stage:main"
@@ -32,7 +32,7 @@ def stage_task(run: Run, stage: StageName, *inputs: Finished) -> Finished:
 
 @flow(name="dummy", flow_run_name="{run_dir}", validate_parameters=False, on_cancellation=[cancel])
 def dummy(run_dir: str) -> None:
-    run = open_run(Path(run_dir), PlainReporter(Console(soft_wrap=True)))
+    run = open_run(Path(run_dir), Reporter(Console(soft_wrap=True)))
     policy = stage_task(run, "prepare")
     drafter = stage_task(run, "pretrain", policy)
     stage_task(run, "calibrate", policy, drafter)
@@ -44,7 +44,7 @@ def detached(context: StageContext) -> None:
 
 def one_stage(run_dir: Path) -> None:
     try:
-        run_stage(open_run(run_dir, PlainReporter(Console(soft_wrap=True))), "prepare", entry=ENTRY)
+        run_stage(open_run(run_dir, Reporter(Console(soft_wrap=True))), "prepare", entry=ENTRY)
     except StoppedError:
         sys.exit(EXIT_STOPPED)
 

@@ -19,10 +19,10 @@ from rich.console import Console
 from flows.change import ChangeRequest, change_run
 from flows.folder import write_config
 from flows.server import PrefectServer
+from slurm import local as local_backend
 from slurm.backend import Failure, JobError, JobKey, State
 from slurm.environment import snapshot_code
-from slurm.local import backend as local_backend
-from slurm.local.backend import LocalJob
+from slurm.local import LocalJob
 from slurm.submit import attach_or_submit, find
 from slurm.watch import wait
 from specrl.config import Config, ConfigError, change_config

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.benchmark import join_rows
+from flows.benchmark import CellJob, Size, cell_key, job_config, join_rows, make_cell
 from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
 from specrl.config import Config
 from specrl.tracking.runs import row_metrics
-from tasks.cells import CellJob, Size, cell_key, job_config, make_cell
 
 CONFIG = Config(name="r", resources={"memory_gib_per_rank": 2.0, "minutes": 7}, cluster={"partition": "cpu"})
 JOB = BenchJob("run", {}, "specrl bench run", Path(), Path("a.md"))

@@ -16,8 +16,7 @@ from flows.folder import anchor
 from flows.preflight import check_cluster
 from slurm.backend import Job, JobError, State
 from slurm.environment import snapshot_code
-from slurm.registry import BACKENDS, backend_of
-from slurm.submit import attach_or_submit, live_jobs
+from slurm.submit import BACKENDS, attach_or_submit, backend_of, live_jobs
 from slurm.watch import wait
 from specrl.config import ClusterConfig, load_config
 from specrl.context import StageContext

@@ -10,7 +10,7 @@ import torch
 
 from flows.preflight import check_gpu_packages
 from slurm.backend import StageRequest
-from slurm.ranks.preflight import PreflightError, check_rank, line_of, needs_of
+from slurm.supervisor import PreflightError, check_rank, line_of, needs_of
 from specrl.checks.gpu import (
     GpuFacts,
     GpuNeeds,

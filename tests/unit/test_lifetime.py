@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurm.ranks.heartbeats import Heartbeats
+from slurm.supervisor import Heartbeats
 from specrl.config import ClusterConfig
 from specrl.lifetime import Lifetime, Stop
 

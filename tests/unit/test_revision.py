@@ -12,10 +12,9 @@ from specrl.artifacts import PrepareResult, read_result, write_json, write_text
 from specrl.config import STAGES, Config, ConfigError, StageName, change_config, dump_config, parse_config
 from specrl.events import read_events, record_event
 from specrl.keys import run_keys
-from specrl.lineage.changes import adjustable_keys, config_changes
 from specrl.lineage.history import adopt_history, begin_continuation
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
-from specrl.lineage.revision import Revision, revise
+from specrl.lineage.revision import Revision, adjustable_keys, config_changes, revise
 
 CONFIG = parse_config({"name": "run", "train": {"num_steps": 4}})
 

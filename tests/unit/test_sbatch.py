@@ -16,12 +16,12 @@ from submitit.slurm.slurm import _make_sbatch_string
 from flows.cli import invoke
 from flows.preflight import check_cluster
 from slurm.backend import JobKey, StageRequest, State
-from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, interface_towards
+from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
 from slurm.failures import explain
-from slurm.local.backend import visible_devices
-from slurm.registry import backend_of, backends_of
+from slurm.local import visible_devices
 from slurm.sbatch import describe, parameters, python_command
-from slurm.slurm_backend import ONE_HOST, SlurmJob
+from slurm.slurm_backend import ONE_HOST, SlurmJob, interface_towards
+from slurm.submit import backend_of, backends_of
 from specrl.config import STAGES, Config, ConfigError, Resources, StageName, parse_config
 from specrl.context import StageContext
 

@@ -240,7 +240,7 @@ def test_a_list_of_the_future_is_none_since_the_clock_was_set_back(
     queue.listed(60)
     program(programs, "squeue", 'echo "8|RUNNING|None|x"')
     now = time.time()
-    monkeypatch.setattr("slurm.queue.time.time", lambda: now - 3600)
+    monkeypatch.setattr("slurm.sbatch.time.time", lambda: now - 3600)
     assert [job.job_id for job in queue.listed(60)] == ["8"]
 
 

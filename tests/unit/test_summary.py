@@ -36,7 +36,7 @@ from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
 from specrl.report.description import describe
 from specrl.report.html import read_columns, write_report
-from specrl.report.results import StageRecord, find_stages
+from specrl.report.results import find_stages
 from specrl.report.summary import render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.scores import SetResponses, score_set
@@ -59,7 +59,7 @@ SPEED = [
 TRAIN_KEY = "train-0123456789ab"
 
 
-def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, dict[str, StageRecord]]:
+def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, dict[str, Path]]:
     """A run's folder as the stages leave it, with the given stages finished."""
     config = parse_config({"name": "demo", "runs_dir": str(tmp_path)})
     run_dir = config.run_dir
@@ -118,7 +118,7 @@ def make_run(tmp_path: Path, finished: tuple[str, ...] = STAGES) -> tuple[Path, 
     for stage in finished:
         folder = run_dir / "stages" / f"{stage}-0123456789ab"
         write_result(folder, results[stage])
-        stages[stage] = StageRecord(folder.name, folder)
+        stages[stage] = folder
     return run_dir, stages
 
 
@@ -157,7 +157,7 @@ def shown(run_dir: Path) -> str:
 
 def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
-    record_event(stages["train"].stage_dir, "settings", "policy.lr = 1e-05 -> 2e-05", 3)
+    record_event(stages["train"], "settings", "policy.lr = 1e-05 -> 2e-05", 3)
     summary = json.loads(write_summary(run_dir, stages, "abc").read_text())
     [event] = summary.pop("events")
     assert [event[name] for name in ("stage", "step", "kind", "text")] == [
@@ -199,7 +199,7 @@ def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: 
         found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), [1, 2], 1.0, 2.0, 1.0)
         write_scores(run_dir / "stages" / TRAIN_KEY, step, [found])
     assert "25.0% -> 75.0% at step 4 (50.0% to 100.0%; best 75.0% at step 4), pass@2 50.0% -> 100.0%" in shown(run_dir)
-    stages["train"] = StageRecord(TRAIN_KEY, run_dir / "stages" / TRAIN_KEY)
+    stages["train"] = run_dir / "stages" / TRAIN_KEY
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["validation"]["accuracy_after"] is None
     first, last = summary["validation"]["curve"]
@@ -228,9 +228,9 @@ def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
         score_set(8, name, SetResponses(np.array([[1.0], [reward]]), lengths, lengths < 0), [1], 1.0, 2.0, 1.0)
         for name, reward in (("first", 0.0), ("second", 0.0), ("second", 1.0))
     ]
-    result = read_result(stages["validate"].stage_dir, ValidateResult)
+    result = read_result(stages["validate"], ValidateResult)
     sets = {"before": found[:2], "after": [found[0], found[2]]}
-    write_result(stages["validate"].stage_dir, result.model_copy(update=sets))
+    write_result(stages["validate"], result.model_copy(update=sets))
     text = shown(run_dir)
     assert "50.0% -> 100.0% (2 prompts)" in text
     assert "accuracy, second" in text and "accuracy, first" not in text
@@ -239,11 +239,11 @@ def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
 def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
     assert "accepted drafts" not in shown(run_dir)
-    result = read_result(stages["validate"].stage_dir, ValidateResult)
+    result = read_result(stages["validate"], ValidateResult)
     shares = {"drafter": 0.1, "replay": 0.45, "my source": 0.02}
     text = NextStepText(step=8, num_responses=128, num_stored=1, stored_tokens=9, num_recent=50, recent_tokens=700)
     changed = {"speed": [SPEED[0].model_copy(update={"token_share": shares})], "text": text}
-    write_result(stages["validate"].stage_dir, result.model_copy(update=changed))
+    write_result(stages["validate"], result.model_copy(update=changed))
     found = shown(run_dir)
     assert "of all tokens, 45% pre-generated, 10% the drafter's, 2% my source" in found
     assert "text that step 8 would find" in found
@@ -256,9 +256,9 @@ def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp
 def test_the_estimated_speedup_of_training_is_marked_as_such(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path, ("prepare", "pretrain", "calibrate", "train"))
     assert "estimate" not in shown(run_dir)
-    result = read_result(stages["train"].stage_dir, TrainResult)
+    result = read_result(stages["train"], TrainResult)
     estimate = SpeedupEstimate(generation=1.7, step=1.31, steps=6)
-    write_result(stages["train"].stage_dir, result.model_copy(update={"speedup_estimate": estimate}))
+    write_result(stages["train"], result.model_copy(update={"speedup_estimate": estimate}))
     assert "generation 1.70x, step 1.31x (medians of 6 steps, against expected times of plain decoding" in shown(
         run_dir
     )
@@ -267,10 +267,12 @@ def test_the_estimated_speedup_of_training_is_marked_as_such(tmp_path: Path) -> 
     assert "speedup, estimate generation 1.70x, step 1.31x" in describe(run_dir)
 
 
-def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Path) -> None:
+def test_job_ids_and_seconds_come_from_the_folder(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
-    write_json(run_dir / "jobs" / f"{stages['train'].key}.json", {"job_id": 42})
-    stages["export"] = StageRecord("export-0123456789ab", stages["export"].stage_dir, seconds=99.0, job_id="7")
+    write_json(run_dir / "jobs" / f"{stages['train'].name}.json", {"job_id": 42})
+    write_json(run_dir / "jobs" / f"{stages['export'].name}.json", {"job_id": "7"})
+    exported = read_result(stages["export"], ExportResult)
+    write_result(stages["export"], exported.model_copy(update={"seconds": 99.0}))
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["stages"]["train"]["job_id"] == "42"
     assert (summary["stages"]["export"]["seconds"], summary["stages"]["export"]["job_id"]) == (99.0, "7")
@@ -279,8 +281,8 @@ def test_job_ids_and_seconds_come_from_the_flow_or_from_the_folder(tmp_path: Pat
 def test_the_jobs_of_a_stage_are_counted_with_their_reasons(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
     for reason in ("preempted", "hang", "finished"):
-        number = begin_segment(stages["train"].stage_dir, "42", "node1").number
-        add_to_segment(stages["train"].stage_dir, number, reason=reason)
+        number = begin_segment(stages["train"], "42", "node1").number
+        add_to_segment(stages["train"], number, reason=reason)
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["segments"]["train"] == {"number": 3, "reasons": ["preempted", "hang", "finished"]}
     assert summary["segments"]["export"] == {"number": 0, "reasons": []}
@@ -353,7 +355,7 @@ def test_the_newest_folder_of_a_stage_counts(tmp_path: Path) -> None:
     import os
 
     os.utime(newer, (stamp, stamp))
-    assert find_stages(run_dir)["train"].key == "train-ffffffffffff"
+    assert find_stages(run_dir)["train"].name == "train-ffffffffffff"
 
 
 def rollout(step: int, reward: float, length: int) -> Rollout:

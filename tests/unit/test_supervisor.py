@@ -10,9 +10,8 @@ import pytest
 
 from slurm.backend import JobPlace, StageRequest
 from slurm.failures import first_error
-from slurm.local.backend import LocalBackend
-from slurm.local.controller import END_AT, JOB_ID
-from slurm.ranks.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
+from slurm.local import END_AT, JOB_ID, LocalBackend
+from slurm.supervisor import AGAIN_CODE, ATTEMPT, Supervisor
 from specrl.config import parse_config
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError, Stop
@@ -106,7 +105,7 @@ def test_a_clock_that_is_set_ends_no_job_and_no_step(job: Job) -> None:
 
 
 def test_a_file_system_that_fails_has_the_stage_go_on_in_another_job_until_it_gets_no_further(job: Job) -> None:
-    job.patch.setattr("slurm.ranks.supervisor.CAUSE_SECONDS", 0)
+    job.patch.setattr("slurm.supervisor.CAUSE_SECONDS", 0)
     error = OSError(errno.ESTALE, "Stale file handle", "/scratch/model.safetensors")
     for attempt, code in ((0, AGAIN_CODE), (1, 1)):
         first = job.rank(0, "7", attempt)

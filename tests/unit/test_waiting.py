@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from flows import execute
-from flows.display import PlainReporter
 from flows.folder import write_config
 from slurm import watch
 from slurm.backend import (
@@ -27,13 +26,15 @@ from slurm.backend import (
     State,
     StoppedError,
     UnseenError,
+    stop_asked,
 )
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
-from tasks.run import cancel_jobs, end_jobs, stop_asked, work
+from tasks.display import Reporter
+from tasks.run import cancel_jobs, end_jobs, work
 
 MINUTE = 60.0
 
@@ -176,7 +177,7 @@ def test_a_job_that_is_submitted_while_all_are_cancelled_is_cancelled_and_the_la
     config.run_dir.mkdir()
     write_config(config)
     contexts = [StageContext(config, "prepare", f"prepare-{n}", tmp_path / str(n), {}, "") for n in range(2)]
-    reporter = PlainReporter(Console(quiet=True))
+    reporter = Reporter(Console(quiet=True))
     with ThreadPoolExecutor() as threads:
         cells = [threads.submit(work, context, "", tmp_path, reporter, context.key) for context in contexts]
         assert SlowScheduler.submitting.wait(60)

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
-from tasks.run import Finished, Reporter
 
 LINE_SECONDS = 10
 """The least number of seconds between two plain lines about the same stage."""
@@ -28,14 +27,14 @@ def make_reporter() -> Iterator[Reporter]:
     """Yield the reporter that suits standard error, where progress goes: standard output is for results."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield PlainReporter(console)
+        yield Reporter(console)
         return
     columns = TextColumn(f"{{task.description:{WIDTH}}}"), BarColumn(24), TextColumn("{task.fields[words]}")
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        yield PlainReporter(console, bars)
+        yield Reporter(console, bars)
 
 
-class PlainReporter:
+class Reporter:
     """Prints a line per event and, for the stage that runs, a bar or a line every `LINE_SECONDS` while it moves."""
 
     def __init__(self, console: Console, bars: Progress | None = None) -> None:
@@ -66,14 +65,13 @@ class PlainReporter:
             self._said, self._said_at = what, time.monotonic()
             self._line(stage, text)
 
-    def finished(self, stage: str, done: Finished) -> None:
+    def finished(self, stage: str, seconds: float, job_id: str | None, *, before: bool) -> None:
         self._artifact = None
         if self._bars is not None and self._bar is not None:
             self._bars.remove_task(self._bar)
             self._bar = None
-        how = "finished before" if done.cached else "done"
-        job = f", job {done.job_id}" if done.job_id else ""
-        self._line(stage, f"{how}: {clock(done.seconds)}{job}")
+        job = f", job {job_id}" if job_id else ""
+        self._line(stage, f"{'finished before' if before else 'done'}: {clock(seconds)}{job}")
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False)

@@ -12,21 +12,24 @@ import faulthandler
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from slurm.backend import Backend, JobPlace, StageRequest
+from slurm.backend import Backend, JobPlace, StageRequest, stop_asked
 from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
-from slurm.ranks.heartbeats import Heartbeats, node_name
-from slurm.ranks.preflight import check_rank
 from specrl import lifetime, logs
 from specrl.artifacts import is_passing
-from specrl.config import Resources
+from specrl.checks import Check
+from specrl.checks.gpu import GIB, GpuNeeds, gather_facts, gpu_checks
+from specrl.config import Config, Resources, StageName
 from specrl.events import record_event
 from specrl.lifetime import LeftJobError, Lifetime, Stop
 from specrl.lifetime.segments import (
@@ -55,6 +58,7 @@ AGAIN_CODE, STOPPED_CODE = 144, 143
 in the middle of something. They are not 0, which would leave the other ranks waiting."""
 ATTEMPT = "SPECRL_ATTEMPT"
 """A variable in which a backend that starts a job of the same id again says how many times it has done so."""
+HANG_FILE = "hang"
 
 
 def warning_seconds(resources: Resources) -> int:
@@ -196,7 +200,7 @@ class Supervisor:
         if not self._first_step_said and self.segment is not None and life.first_step is not None:
             add_to_segment(self.stage_dir, self.segment, first_step=life.first_step)
             self._first_step_said = True
-        if life.stop is None and self.request.stop_path.exists():
+        if life.stop is None and stop_asked(self.request.context.run_dir):
             self._ask_to_leave(Stop("stopped", "specrl stop"))
         if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
@@ -310,3 +314,108 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def node_name() -> str:
+    """The name of this node, for Slurm where it is Slurm's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+class Heartbeats:
+    """Writes this rank's heartbeat into a folder of this job alone, and watches those of others.
+
+    The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
+    the clocks of hosts differ.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        self._folder, self._rank, self._clock = folder, rank, clock
+        self._beats = 0
+        self.silent_node = ""
+        """The node of the rank that has stopped, where that rank has ever given a sign."""
+        watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
+        self._seen = {other: ("", clock()) for other in watched}
+
+    def beat(self) -> None:
+        self._beats += 1
+        self._path(self._rank).write_text(f"{self._beats} {node_name()}")
+
+    def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
+        """Say in one line which watched rank is silent for too long (`start_seconds` until its first sign), or None."""
+        now = self._clock()
+        for rank, (text, since) in self._seen.items():
+            found = self._read(rank)
+            if found and found != text:  # a rank whose disk no longer answers stops in the midst of writing: no sign
+                self._seen[rank] = (found, now)
+            elif now - since > (hang_seconds if text else start_seconds):
+                self.silent_node = text.partition(" ")[2]
+                return f"rank {rank} has given no sign of life for {now - since:.0f} s"
+        return None
+
+    def look_anew(self) -> None:
+        """Count from now on, because this process could not look for a while, and the others may have been held too."""
+        now = self._clock()
+        self._seen = {rank: (text, now) for rank, (text, _) in self._seen.items()}
+
+    def report_hang(self, text: str) -> None:
+        (self._folder / HANG_FILE).write_text(text)
+
+    def reported_hang(self) -> bool:
+        return (self._folder / HANG_FILE).exists()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
+
+    def _read(self, rank: int) -> str:
+        try:
+            return self._path(rank).read_text()  # opening a file makes NFS look again, asking for its times does not
+        except FileNotFoundError:
+            return ""
+
+
+MEGATRON_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
+"""The stages whose jobs compute with Megatron."""
+ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
+"""The stages whose jobs start an engine."""
+
+
+class PreflightError(RuntimeError):
+    """This machine's GPU cannot do what the stage asks of it; the message has a line for each reason."""
+
+
+def check_rank(request: StageRequest) -> None:
+    """Check the GPU of this rank, if its stage has one; a PreflightError says that the stage would fail later."""
+    config, stage = request.context.config, request.context.stage
+    if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith("specrl.stages."):
+        return  # what another function needs is not known
+    found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage, request.context.device_bytes))
+    for check in found:
+        if check.status == "warn":
+            logger.warning("%s", line_of(check))
+    failed = [line_of(check) for check in found if check.status == "fail"]
+    if failed:
+        raise PreflightError("\n".join(failed))
+
+
+def line_of(check: Check) -> str:
+    """A finding as one line: what was found, and what mends it."""
+    return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
+
+
+def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
+    """Say what a stage asks of the GPU of each of its ranks, for which the plan counts so many bytes."""
+    resources = config.resources_of(stage)
+    has_engine = stage in ENGINE_STAGES
+    return GpuNeeds(
+        engine_fraction=config.engine.gpu_memory_fraction if has_engine else 0.0,
+        planned_gib=planned_bytes / GIB,
+        given_gib=resources.gpu_memory_gib,
+        transformer_engine=stage in MEGATRON_STAGES,
+        fp8_generation=has_engine and stage != "pretrain" and config.precision.generation == "fp8",
+        several_ranks=resources.ranks > 1,
+    )
