@@ -49,8 +49,9 @@ def _short(name: str) -> str:
 
 def install() -> None:
     """Put the functions in the place of the kernels; to be called before an engine starts."""
-    # Otherwise torch.compile would take the backend for one that compiles.
-    importlib.import_module("torch._inductor.config").triton_disable_device_detection = True
+    from torch._inductor import config
+
+    config.triton_disable_device_detection = True  # else torch.compile takes the backend for one that compiles
     for name, function in STAND_INS.items():
         module, kernel = name.rsplit(".", 1)
         owner = importlib.import_module(f"{RUNNER}.{module}")
