@@ -92,7 +92,7 @@ def test_both_engines_give_the_same_log_probs_after_a_refit(pair: Pair, director
 
 @pytest.mark.engine
 def test_every_expert_computes_what_the_trainers_does(pair: Pair) -> None:
-    layer: Any = pair.engine._vllm.policy.get_submodule(f"{EXPERTS}.routed_experts")
+    layer: Any = pair.engine.policy.get_submodule(f"{EXPERTS}.routed_experts")
     generator = torch.Generator().manual_seed(3)
     for expert in range(layer.global_num_experts):
         fc1, fc2 = (pair.precision.linears[f"layers.1.experts.{expert}.linear_fc{number}"] for number in (1, 2))
@@ -129,10 +129,10 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
     verify_policy(engine, pair.weights.items())
-    named = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
+    named = {name for name, module in engine.policy.named_modules() if "Fp8" in method_name(module)}
     assert {name.removesuffix(".routed_experts") for name in named} == set(RECIPE.engine_layers)
     assert len(named) == 3 * LAYERS - 2 and engine_name(FAMILY, "layers.2.experts") == "model.layers.2.mlp.experts"
-    assert not any("Fp8" in method_name(module) for module in engine._vllm.drafter.modules())
+    assert not any("Fp8" in method_name(module) for module in engine.drafter.modules())
     recipe, engine.precision.recipe = engine.precision.recipe, Recipe(FAMILY, LAYERS)
     with pytest.raises(NotQuantisedError, match=r"layers\.2\.mlp\.experts of the engine computes in BF16"):
         engine.assert_quantised()
@@ -142,7 +142,7 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
 @pytest.mark.engine
 def test_experts_that_are_not_quantised_or_wrong_are_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = pair.engine
-    method: Any = engine._vllm.policy.get_submodule(f"{EXPERTS}.routed_experts").quant_method
+    method: Any = engine.policy.get_submodule(f"{EXPERTS}.routed_experts").quant_method
     with monkeypatch.context() as patch:
         patch.setattr(type(method), "process_weights_after_loading", lambda self, layer: None)
         engine.refit(pair.weights.items(), None, 2)

@@ -85,7 +85,7 @@ def test_every_linear_layer_computes_what_the_trainers_does(pair: Pair) -> None:
     assert pair.engine.mode == pair.precision.mode == "emulated"
     generator = torch.Generator().manual_seed(3)
     for name, linear in pair.precision.linears.items():
-        layer: Any = pair.engine._vllm.policy.get_submodule(engine_name(LLAMA, name))
+        layer: Any = pair.engine.policy.get_submodule(engine_name(LLAMA, name))
         x = torch.randn(9, linear.module.weight.shape[1], generator=generator) * 3
         with torch.inference_mode():
             engine = layer.quant_method.apply(layer, x)
@@ -134,8 +134,8 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
     verify_policy(engine, pair.weights.items())
-    drafter = {name for name, module in engine._vllm.drafter.named_modules() if "Fp8" in method_name(module)}
-    policy = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
+    drafter = {name for name, module in engine.drafter.named_modules() if "Fp8" in method_name(module)}
+    policy = {name for name, module in engine.policy.named_modules() if "Fp8" in method_name(module)}
     assert not drafter
     assert policy == set(RECIPE.engine_layers)
     assert engine_name(LLAMA, KEPT) not in policy
@@ -148,7 +148,7 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
 ) -> None:
     """The layer's arithmetic is broken, the expectation is not."""
     engine, name = pair.engine, "model.layers.1.mlp.gate_up_proj"
-    layer: Any = engine._vllm.policy.get_submodule(name)
+    layer: Any = engine.policy.get_submodule(name)
     quantise = getattr(layer.quant_method, what)
     calls: list[bool] = []
 
@@ -193,8 +193,8 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     config = toy_config("eagle3", 3).model_copy(update={"precision": PrecisionConfig(kv_cache="fp8")})
     engine = Engine(*directories, config=config, seed=0, recipe=RECIPE)
     assert engine.mode == "off"
-    attention: Any = engine._vllm.policy.get_submodule("model.layers.3.self_attn.attn")
-    drafter: Any = engine._vllm.drafter.get_submodule("model.layers.0.self_attn.attn")
+    attention: Any = engine.policy.get_submodule("model.layers.3.self_attn.attn")
+    drafter: Any = engine.drafter.get_submodule("model.layers.0.self_attn.attn")
     assert (attention.kv_cache.dtype, drafter.kv_cache.dtype) == (torch.uint8, torch.float32)
     before = logprobs_of(engine, SEQUENCES)
     weights = policy_weights(0)

@@ -114,7 +114,7 @@ def test_the_engine_follows_the_trainer_through_refits(case: Case) -> None:
 @pytest.mark.engine
 def test_a_prefix_cache_that_cannot_be_dropped_is_an_error(case: Case) -> None:
     """The next prompts would read keys of the policy before."""
-    pool = case.engine._vllm.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool = case.engine.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     pinned = pool.get_new_blocks(1)
     with pytest.raises(RefitError, match="prefix cache cannot be dropped"):
         case.engine.refit(case.policy(1).items(), case.drafter.items(), 1)
@@ -188,7 +188,7 @@ def test_a_corrupted_head_is_an_error_with_a_name(case: Case) -> None:
 @pytest.mark.engine
 def test_a_refit_packs_each_layer_that_multiplies_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[str] = []
-    names = {layer: name for name, layer in case.engine._vllm.policy.named_modules()}
+    names = {layer: name for name, layer in case.engine.policy.named_modules()}
     for kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
 
         def pack(method: Any, layer: Any, before: Any = kind.process_weights_after_loading) -> None:

@@ -1,7 +1,6 @@
 """In-process vLLM engines: how they are used, and started and stopped without side effects on the whole process.
 
-`VllmEngine` holds every plain call that the rollout engine makes; nothing outside of this package names an attribute of
-vLLM.
+`VllmEngine` holds every plain call to vLLM; nothing outside of this package names an attribute of vLLM.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ class VllmEngine:
         self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.sampler = self.runner.sampler
+        """The sampler inside the engine, an `InvariantSampler`."""
         self.last: Iteration | None = None
         """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
@@ -159,7 +159,7 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
 
-    def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
+    def load_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `reload_weights`.
 
         Args:
@@ -170,7 +170,7 @@ class VllmEngine:
         required = names - {HEAD} if tied else names | {HEAD}
         reload_weights(self.llm.vllm_config, self.policy, weights, required, names | {HEAD}, tied=tied)
 
-    def refit_drafter(self, weights: Weights, names: frozenset[str]) -> None:
+    def load_drafter(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the drafter, whose tensors on disk have these names, in place; its embeddings are the policy's.
 
         Raises:
@@ -208,7 +208,7 @@ class VllmEngine:
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """Free the engine; the default process group stays."""
         stop(self.llm)
 
