@@ -21,6 +21,7 @@ from specrl.models.families import FAMILIES
 from specrl.precision.recipe import NotQuantisedError, Recipe, engine_name, layer_names
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import PolicyParityError
+from specrl.rollout.vllm.precision import EnginePrecision, native_flaw
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
@@ -170,11 +171,10 @@ def test_vllm_is_asked_for_native_fp8_in_the_recipes_layers_and_not_in_routers(m
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-
+    precision = EnginePrecision(PrecisionConfig(generation="fp8"), RECIPE)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        arguments = vllm_fp8.linear_arguments(RECIPE)
+        arguments = precision.arguments()
     asked = resolve_quantization_config(arguments["quantization"], arguments["quantization_config"])
     assert asked is not None
     online = OnlineQuantizationConfig(asked)
@@ -192,9 +192,6 @@ def test_vllm_is_asked_for_native_fp8_in_the_recipes_layers_and_not_in_routers(m
 def test_native_experts_are_judged_by_their_weights_and_kernel(kernel: str, dtype: torch.dtype) -> None:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-    from specrl.rollout.vllm.fp8 import native_flaw
-
     method = type("Fp8PerBlockOnlineMoEMethod", (), {"fp8_backend": Fp8MoeBackend[kernel]})()
     layer: Any = torch.nn.Module()
     layer.w13_weight = layer.w2_weight = torch.zeros(2, 2).to(dtype)
@@ -202,5 +199,5 @@ def test_native_experts_are_judged_by_their_weights_and_kernel(kernel: str, dtyp
     model = torch.nn.Module()
     model.add_module("routed_experts", layer)
     is_fp8 = (kernel, dtype) == ("TRITON", torch.float8_e4m3fn)
-    assert vllm_fp8.mode_of(model) == ("native" if is_fp8 else "off")
+    assert EnginePrecision(PrecisionConfig(generation="fp8"), RECIPE).mode(model) == ("native" if is_fp8 else "off")
     assert (native_flaw(layer) is None) == is_fp8

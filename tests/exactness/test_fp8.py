@@ -237,10 +237,9 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: torch.dtype) -> None:
     """vLLM's own method stands in both for FP8 and for what it falls back to on older devices."""
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-
     method = type("Fp8PerBlockOnlineLinearMethod", (), {"fp8_linear": type(kernel, (), {})()})()
     model, recipe = torch.nn.Module(), Recipe(LLAMA, 1)
+    precision = EnginePrecision(PrecisionConfig(generation="fp8"), recipe)
     for name in recipe.engine_layers:
         *parents, leaf = name.split(".")
         parent = model
@@ -252,12 +251,12 @@ def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: t
         layer.weight, layer.quant_method = torch.zeros(2, 2).to(dtype), method
         parent.add_module(leaf, layer)
     if dtype == torch.float8_e4m3fn and kernel.startswith("Cutlass"):
-        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
-        assert vllm_fp8.mode_of(model) == "native"
+        precision.assert_quantised(model, compiled=False)
+        assert precision.mode(model) == "native"
         return
     with pytest.raises(NotQuantisedError, match=r"^model\.layers\.0\.\S+ of the engine (computes|holds)"):
-        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
-    assert vllm_fp8.mode_of(model) == "off"
+        precision.assert_quantised(model, compiled=False)
+    assert precision.mode(model) == "off"
 
 
 def test_an_fp8_engine_without_a_recipe_is_refused(directories: tuple[Path, Path]) -> None:
