@@ -291,7 +291,6 @@ class Engine(VllmEngine):
 
         Raises:
             RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
-            PolicyParityError: A tied head differs from the embeddings.
         """
         self.load_policy(policy_weights, self._policy_names)
         self.precision.loaded(self.policy, kv_scales)
