@@ -30,7 +30,10 @@ class Drafting:
         self.k = drafter_k or replay_k
         """The longest draft that `set_length` takes, in tokens."""
         self._text = engine.runner.speculator.text
-        self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
+        self.texts: TextStore = self._text.texts
+        """The texts to draft from; what changes there counts from the next generation on."""
+        if config.speculation.draft_method.replays:
+            self.texts.recent_tokens = config.speculation.recent_tokens
         engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
         self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
@@ -41,12 +44,6 @@ class Drafting:
         self._last: tuple[float, int] | None = None
         """The end of the last iteration, and its draft length, if all requests were decoding."""
         self._drafted: list[int] = []
-
-    @property
-    def texts(self) -> TextStore:
-        """The texts to draft from; what changes there counts from the next generation on."""
-        texts: TextStore = self._text.texts
-        return texts
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -88,7 +85,7 @@ class Drafting:
     def end(self) -> None:
         """Learn from the drafts of a generation."""
         if self._learns:
-            self.costs.acceptance.learn(self._text.counts())
+            self.costs.acceptance.learn(self._text.drafts.counts())
 
     def metrics(self) -> dict[str, float]:
         """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, PROMPT, ROW, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -36,7 +36,7 @@ class KnownRequests(RequestState):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.texts = TextStore(0)
+        self.texts = TextStore()
         self.rows: dict[str, int] = {}
         """The places of the requests in this generation by vLLM's names, from 1 in the order in which they start."""
         self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
@@ -71,16 +71,9 @@ class TextSpeculator:
         self._calls = 0
         self._has_chosen = False
         """Whether the last iteration chose drafts, which are to be counted."""
-        speculator.text, speculator.propose = self, self.propose
-
-    @property
-    def texts(self) -> TextStore:
+        self.texts = requests.texts
         """The texts to draft from; what changes there counts from the next `begin` on."""
-        return self._requests.texts
-
-    def keep_recent(self, tokens: int) -> None:
-        """Keep so many tokens of the latest responses from now on, and forget all text that there is."""
-        self._requests.texts = TextStore(tokens)
+        speculator.text, speculator.propose = self, self.propose
 
     def begin(self, num_requests: int, stop_tokens: Sequence[int]) -> None:
         """Begin a generation of so many requests, which end with any of these tokens, with all counters at zero."""
@@ -91,10 +84,6 @@ class TextSpeculator:
     def refresh(self) -> None:
         """Draft from the texts that there are by now, as far as they have an index."""
         self.drafts.index = self.texts.index(self.drafts.device)
-
-    def counts(self) -> Counts:
-        """All counters since `begin`; this waits for the device."""
-        return self.drafts.counts()
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
