@@ -15,7 +15,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace as Launch
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from triton.backends import Backend, backends
 
 Array = np.ndarray[Any, Any]
+Launch = SimpleNamespace
 
 
 class StandIn:
@@ -49,9 +50,6 @@ def _short(name: str) -> str:
 
 def install() -> None:
     """Put the functions in the place of the kernels; to be called before an engine starts."""
-    from torch._inductor import config
-
-    config.triton_disable_device_detection = True  # else torch.compile takes the backend for one that compiles
     for name, function in STAND_INS.items():
         module, kernel = name.rsplit(".", 1)
         owner = importlib.import_module(f"{RUNNER}.{module}")
@@ -306,5 +304,6 @@ STAND_INS: dict[str, Callable[[Launch], None]] = {
 """The functions by the kernels' names, below `RUNNER`."""
 
 if torch.version.cuda is None:
-    # vLLM's CPU build defines Triton kernels only where Triton has a backend of this name. Nothing is compiled with it.
-    backends["cpu"] = Backend(None, None)
+    # vLLM's CPU build defines Triton kernels only where Triton has a backend of this name. Nothing is compiled with it:
+    # torch.compile takes note that it is not active.
+    backends["cpu"] = Backend(None, SimpleNamespace(is_active=lambda: False))
