@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.self_test import CraftedInputs
-from specrl.rollout.vllm.weights.comparison import Expected, assert_drafter_is
+from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
@@ -117,7 +116,8 @@ class Engine(VllmEngine):
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
-        self._directories = policy_dir, drafter_dir or policy_dir
+        self._policy_names = policy_weight_names(policy_dir)
+        self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self.drafter else frozenset[str]()
         self.drafting = Drafting(self, config) if longest else None
         """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
         self._stopped = False
@@ -127,14 +127,6 @@ class Engine(VllmEngine):
         self.self_test()
         if self.drafting is not None and config.speculation.adaptive:
             self.set_k(None)
-
-    @cached_property
-    def _policy_names(self) -> frozenset[str]:
-        return policy_weight_names(self._directories[0])
-
-    @cached_property
-    def _drafter_names(self) -> frozenset[str]:
-        return drafter_weight_names(self._directories[1]) if self.drafter else frozenset()
 
     def generate(
         self,
@@ -313,7 +305,7 @@ class Engine(VllmEngine):
         return None
 
     def expected_policy(self) -> Expected:
-        """What is to note the trainer's policy on its way to `refit`, for `assert_policy_is`."""
+        """What is to note the trainer's policy on its way to `refit`, and to check it then."""
         return Expected(self.policy, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
@@ -325,7 +317,9 @@ class Engine(VllmEngine):
         """
         if self.drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
-        assert_drafter_is(self.drafter, weights, self.policy, self._family)
+        expected = Expected(self.drafter, self._family, policy=self.policy)
+        expected.take(weights)
+        expected.check()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
@@ -400,7 +394,7 @@ class Engine(VllmEngine):
             self.drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        by_source = SpeculationStats.of(request.drafts)
+        stats = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -409,12 +403,11 @@ class Engine(VllmEngine):
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            num_drafts=by_source.num_drafts,
-            num_draft_tokens=by_source.num_draft_tokens,
-            num_accepted_tokens=by_source.num_accepted_tokens,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
-            by_source=by_source.by_source,
             drafts=request.drafts,
             routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )
