@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +54,12 @@ def collect(
     config: Config,
     rewards: RewardPool | None,
     origin: Origin,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_iteration: Callable[[], None] | None = None,
-    recall: bool = False,
-    learn: bool = True,
-    routes: bool = False,
+    **options: Any,
 ) -> Unscored:
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
     Each response is sent to its reward as soon as it is finished. The rollouts are a pure function of policy, run seed,
-    step, prompt and sample index (invariant 1). The keyword arguments are those of `Engine.generate`.
+    step, prompt and sample index (invariant 1). `options` are further arguments of `Engine.generate`.
 
     Args:
         rewards: The pool that computes the rewards; None where nobody reads them.
@@ -77,15 +72,7 @@ def collect(
         if scoring is not None:
             scoring.submit(index, wanted[index][0], rewarded_text(response, engine.tokenizer, config.data))
 
-    generation = engine.generate(
-        requests,
-        on_progress=on_progress,
-        on_iteration=on_iteration,
-        on_response=on_response,
-        recall=recall,
-        learn=learn,
-        routes=routes,
-    )
+    generation = engine.generate(requests, on_response=on_response, **options)
     asked = [(*place, request, engine.stored_for(request)) for place, request in zip(wanted, requests, strict=True)]
     return Unscored(generation, origin, asked, scoring)
 
