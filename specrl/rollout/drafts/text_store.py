@@ -24,7 +24,6 @@ class TextStore:
     """Holds the texts, and indexes them when a generation begins and now and then as siblings finish."""
 
     def __init__(self, recent_tokens: int = 0) -> None:
-        """Begin without text."""
         self.recent_tokens = recent_tokens
         """How many tokens are kept of the latest responses, and of siblings, in whole responses."""
         self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for

@@ -57,7 +57,7 @@ class Drafting:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
         self.texts.begin(request.prompt_tokens for request in requests if recall)
-        self._text.begin(len(requests), stop_tokens)
+        self._text.begin(stop_tokens)
         own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
         self.costs.acceptance.own_share = own / max(1, len(requests))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
@@ -106,11 +106,10 @@ class Drafting:
         return self.costs.take_saved_seconds() if self._is_measured else None
 
     def _measure(self) -> None:
-        """Measure how long iterations take, by batch size and draft length (collective over the engine's ranks)."""
         self._is_measured = True
         pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
         for batch in sorted({batch for batch, _ in pairs}):
-            self._text.begin(0, ())
+            self._text.begin(())
             for seed in range(batch):
                 request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
                 self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))
