@@ -15,13 +15,14 @@ from specrl.schemas import Rollout
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds."""
+    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds.
+
+    The versions of policy and drafter that a step generates with have its number.
+    """
 
     run_seed: int
     step: int
     rank: int = 0
-    policy_version: int = 0
-    drafter_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def _rollout(
         rank=origin.rank,
         prompt_id=prompt.id,
         sample=sample,
-        policy_version=origin.policy_version,
-        drafter_version=origin.drafter_version,
+        policy_version=origin.step,
+        drafter_version=origin.step,
         seed=request.seed,
         prompt_tokens=request.prompt_tokens,
         response_tokens=response.tokens,

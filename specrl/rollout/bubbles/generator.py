@@ -136,7 +136,7 @@ class RolloutGenerator:
             samples,
             config,
             self._rewards,
-            Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step),
+            Origin(config.seed, step, ranks.rank),
             on_progress=pace.on_progress,
             on_iteration=pace.on_iteration,
             recall=True,
