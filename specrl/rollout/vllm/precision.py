@@ -44,7 +44,6 @@ class EnginePrecision:
 
     @property
     def _linears(self) -> Recipe | None:
-        """The recipe if linear layers are FP8."""
         return self.recipe if self._has_fp8_linears else None
 
     def arguments(self) -> dict[str, Any]:

@@ -60,7 +60,6 @@ class CraftedInputs:
         self._sampler.sampling = self._sampling
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
-        """Pick from crafted logits, and craft the drafts that come to the rows."""
         states, following = self._sampler.sampling_states, positions.cpu() + 1
         settings = (states.temperature, states.top_k, states.top_p, states.seeds)
         temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)

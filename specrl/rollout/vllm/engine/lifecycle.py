@@ -59,29 +59,18 @@ class VllmEngine:
         self.runner = model_runner(self.llm)
         self.sampler = self.runner.sampler
         """The sampler inside the engine, an `InvariantSampler`."""
+        self.policy: nn.Module = self.runner.model
+        """The policy's module."""
+        self.drafter: nn.Module | None = self.runner.get_draft_model()
+        """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
+        self.vocab_size = int(self.llm.model_config.get_vocab_size())
+        """The number of tokens in the policy's vocabulary."""
         self.last: Iteration | None = None
         """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
         self._running: dict[str, RunningRequest] = {}
         self._num_requests = 0
-
-    @property
-    def policy(self) -> nn.Module:
-        """The policy's module."""
-        model: nn.Module = self.runner.model
-        return model
-
-    @property
-    def drafter(self) -> nn.Module | None:
-        """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
-        model: nn.Module | None = self.runner.get_draft_model()
-        return model
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens in the policy's vocabulary."""
-        return int(self.llm.model_config.get_vocab_size())
 
     @property
     def num_running(self) -> int:

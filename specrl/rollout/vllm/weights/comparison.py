@@ -122,7 +122,8 @@ class Expected:
             return torch.equal(_summed(getattr(layer, note.kind))[: len(expected)].cpu(), expected.cpu())
         if _is_in_fp8(layer):
             return torch.equal(_bits(layer), expected.to(layer.weight.device))
-        return _are_equal(linear_output(layer, probe_rows(_width(layer), self._like))[:, : expected.shape[1]], expected)
+        found = layer.quant_method.apply(layer, probe_rows(_width(layer), self._like), None)
+        return _are_equal(found[:, : expected.shape[1]], expected)
 
     def _place(self, name: str) -> tuple[str, str, list[str]]:
         family, fused = self._family, self._family.fused
@@ -239,14 +240,6 @@ def _are_equal(actual: Tensor, expected: Tensor) -> bool:
 def probe_rows(width: int, like: Tensor) -> Tensor:
     """The fixed random inputs of a matrix with `width` inputs, in a tensor's type and place: [PROBE_ROWS, width]."""
     return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
-
-
-def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
-    method: Any = layer.quant_method
-    with torch.inference_mode():
-        output: Tensor = method.apply(layer, inputs, None)
-    return output
 
 
 def _summed(tensor: Tensor) -> Tensor:
