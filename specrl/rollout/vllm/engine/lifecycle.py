@@ -172,18 +172,13 @@ class VllmEngine:
         reload_weights(self.llm.vllm_config, self.drafter, weights, names - NOT_LOADED, names | NOT_LOADED)
         check_draft_vocabulary(self.drafter, self.vocab_size)
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the engine was started on a GPU with sleep mode."""
-        return bool(self.llm.model_config.enable_sleep_mode)
-
     def sleep(self) -> None:
         """Give the engine's GPU memory back; the next call must be `wake`.
 
         Raises:
             ValueError: The engine was started on a CPU or without `engine.sleep = true`.
         """
-        if not self.can_sleep:
+        if not self.llm.model_config.enable_sleep_mode:
             raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
         assert not self._running, "sleep while generating"
         self.llm.sleep(OFFLOAD)
@@ -193,7 +188,7 @@ class VllmEngine:
 
         On an engine that is awake or cannot sleep this does nothing.
         """
-        if self.can_sleep and self.llm.is_sleeping():
+        if self.llm.is_sleeping():
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
 
