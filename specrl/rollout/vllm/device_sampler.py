@@ -51,12 +51,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         super().__init__(**arguments)
         self.compute_nans = True
         self.sampling = sampling_on(arguments["device"])
-        size, device = arguments["max_num_reqs"], arguments["device"]
-        self.sources = torch.zeros(size, dtype=torch.int32, device=device)
-        """The number of the source of each request's next draft, which the speculator writes."""
-        self.draft_lengths = torch.zeros(size, dtype=torch.int32, device=device)
-        """How many of that draft's tokens are no padding; likewise."""
-        self.stop_tokens = UvaBackedTensor((size, MOST_STOP_TOKENS), torch.int64)
+        self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Keep what the verification of drafts needs to know of a request."""
@@ -163,8 +158,9 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         width = self.num_speculative_steps + 1
         verified = self.sampler.sampling.verify(picked.tokens, drafts, starts, stops, limits, width)
         # The last token of a response is never drafted: verification itself adds it.
-        lengths = torch.minimum(self.sampler.draft_lengths[places], torch.minimum(starts.diff(), limits) - 1)
-        leaving = (self.sampler.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
+        made = self.sampler.req_states.drafts
+        lengths = torch.minimum(made.lengths[places], torch.minimum(starts.diff(), limits) - 1)
+        leaving = (made.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
         return self.sampler.output(input_batch, positions, picked, verified, leaving)
 
 

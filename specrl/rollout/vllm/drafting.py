@@ -34,7 +34,6 @@ class Drafting:
         """The texts to draft from; what changes there counts from the next generation on."""
         if config.speculation.draft_method.replays:
             self.texts.recent_tokens = config.speculation.recent_tokens
-        engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
         self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)

@@ -40,6 +40,8 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         self.texts = TextStore()
         self._numbers = count(1)
         self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
+        self.drafts: DeviceDrafts
+        """Says of each request's next draft what it is; see `TextSpeculator`."""
 
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
@@ -63,7 +65,7 @@ class TextSpeculator:
         self.drafter_k = drafter_k
         """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
-        self.drafts = drafts_on(device, requests.max_num_reqs, k)
+        self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self._calls = 0
