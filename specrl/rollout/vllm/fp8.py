@@ -25,8 +25,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows
-from specrl.rollout.vllm.precision import EMULATION
 
+EMULATION = "specrl_fp8"
 ROWS_TOGETHER = 16
 """Inputs of an expert are filled up to a multiple of this many rows: with only a few, the product of a row would take
 another kernel, whose last bits differ, and would depend on how many other tokens chose the same expert."""

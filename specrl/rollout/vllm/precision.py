@@ -14,8 +14,6 @@ from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, e
 
 FIRST_FP8_CAPABILITY = (8, 9)
 """The compute capability of the first NVIDIA devices with FP8 (Ada)."""
-EMULATION = "specrl_fp8"
-"""The name by which vLLM knows the classes of `fp8`."""
 EMULATED = ("EmulatedFp8Linear", "EmulatedFp8Experts")
 NATIVE = "fp8_per_block"
 """vLLM's online quantisation, with FP32 scales: weights in blocks of 128x128 at each load, activations of 1x128."""
@@ -60,7 +58,7 @@ class EnginePrecision:
             settings = {"linear": NATIVE, "moe": NATIVE, "ignore": kept}
             found = {"quantization": NATIVE, "quantization_config": settings}
         elif recipe is not None:
-            import specrl.rollout.vllm.fp8  # noqa: F401  (registers the emulation)
+            from specrl.rollout.vllm.fp8 import EMULATION  # imports vLLM, which gets to know it
 
             found = {"quantization": EMULATION}
         if self.recipe is not None and self._has_fp8_kv_cache:
@@ -72,6 +70,8 @@ class EnginePrecision:
         recipe = self._linears
         if recipe is None or torch.cuda.is_available():
             return {}
+        from specrl.rollout.vllm.fp8 import EMULATION
+
         settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
         return {"quantization_config": settings}
 
