@@ -64,8 +64,8 @@ CONSTANTS = {"all_blocks": 256, "bits": 16, "all_columns": 16, "all_stops": 8}
 
 
 OF_TEXT = dict.fromkeys(["num_sampled", "lengths", "prompt_lengths", "all_tokens", "text", "sources"], "*i32")
-OF_TEXT |= {"draft_lengths": "*i32", "slots": "*i32", "ended": "*i1", "expected": "*fp32"}
-OF_TEXT |= dict.fromkeys(["stride", "num_rows", "num_stops", "k", "num_tokens", "num_keys", "key_steps"], "i32")
+OF_TEXT |= {"draft_lengths": "*i32", "slots": "*i32", "expected": "*fp32"}
+OF_TEXT |= dict.fromkeys(["stride", "num_stops", "k", "num_tokens", "num_keys", "key_steps"], "i32")
 OF_TEXT |= dict.fromkeys(["num_seeds", "seed_steps", "drafter_stride", "passes", "draft_length", "offers"], "i32")
 
 

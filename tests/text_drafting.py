@@ -120,7 +120,7 @@ def last_tokens(output: list[int]) -> list[int]:
 
 
 def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor) -> tuple[Requests, Batch]:
-    """Requests as a runner has them; of each are given its slot, place in the generation, prompt, seed, the lengths of
+    """Requests as a runner has them; of each are given its slot, number, prompt, seed, the lengths of
     prompt and sequence, its limit and the tokens that it has just got."""
     device, num_slots = all_tokens.device, len(all_tokens)
     facts = torch.zeros(num_slots, 3, dtype=torch.int64)
@@ -157,7 +157,7 @@ class Run:
         self.k, self.device = k, device
         self.drafts = drafts(slots, k, device)
         self.drafts.index = TextIndex(texts, device)
-        self.drafts.begin(len(answers), [stop])
+        self.drafts.begin([stop])
         self.all_tokens = torch.zeros(slots, 80, dtype=torch.int32, device=device)
 
     def run(self, worth: list[float], ghosts: bool) -> None:
@@ -231,12 +231,12 @@ def iterate(
     """
     made = drafts(len(tokens), k)
     made.index, made.has_drafter = TextIndex(texts), True
-    made.begin(4, [3, 2])
+    made.begin([3, 2])
     made.expect(np.random.default_rng(k).random((k + 1, NOTHING)).round(1), recalls=length % 2 == 0)
     found = []
     for of_iteration in rows:
         known, batch = laid_out(of_iteration, tokens)
         made.observe(known, batch)
         found.append(made.choose(known, batch, None if drafter is None else drafter[: len(of_iteration)], length))
-    kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered, made.ended
+    kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
     return [*found, *kept]

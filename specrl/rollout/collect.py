@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ from specrl.schemas import Rollout
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds."""
+    """Where in a run rollouts come from. `run_seed` and `step`, with prompt and sample index, decide their seeds.
+
+    The versions of policy and drafter that a step generates with have its number.
+    """
 
     run_seed: int
     step: int
     rank: int = 0
-    policy_version: int = 0
-    drafter_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,12 @@ def collect(
     config: Config,
     rewards: RewardPool | None,
     origin: Origin,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_iteration: Callable[[], None] | None = None,
-    recall: bool = False,
-    learn: bool = True,
-    routes: bool = False,
+    **options: Any,
 ) -> Unscored:
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
     Each response is sent to its reward as soon as it is finished. The rollouts are a pure function of policy, run seed,
-    step, prompt and sample index (invariant 1). The keyword arguments are those of `Engine.generate`.
+    step, prompt and sample index (invariant 1). `options` are further arguments of `Engine.generate`.
 
     Args:
         rewards: The pool that computes the rewards; None where nobody reads them.
@@ -77,15 +73,7 @@ def collect(
         if scoring is not None:
             scoring.submit(index, wanted[index][0], rewarded_text(response, engine.tokenizer, config.data))
 
-    generation = engine.generate(
-        requests,
-        on_progress=on_progress,
-        on_iteration=on_iteration,
-        on_response=on_response,
-        recall=recall,
-        learn=learn,
-        routes=routes,
-    )
+    generation = engine.generate(requests, on_response=on_response, **options)
     asked = [(*place, request, engine.stored_for(request)) for place, request in zip(wanted, requests, strict=True)]
     return Unscored(generation, origin, asked, scoring)
 
@@ -125,8 +113,8 @@ def _rollout(
         rank=origin.rank,
         prompt_id=prompt.id,
         sample=sample,
-        policy_version=origin.policy_version,
-        drafter_version=origin.drafter_version,
+        policy_version=origin.step,
+        drafter_version=origin.step,
         seed=request.seed,
         prompt_tokens=request.prompt_tokens,
         response_tokens=response.tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, se
 from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.group import agreed, is_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
-from specrl.rollout.vllm.recorder import Recorder
 from specrl.rollout.vllm.self_test import CraftedInputs
-from specrl.rollout.vllm.weights.comparison import Expected, assert_drafter_is
+from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.rollout.vllm.weights.load import Weights, drafter_weight_names, policy_weight_names
 
 __all__ = ["Engine", "Generation", "Request", "Response", "response_seed"]
@@ -63,7 +61,7 @@ def start_engine(
     )
 
 
-class Engine:
+class Engine(VllmEngine):
     """In-process vLLM with the drafter-invariant sampler. The ranks of one engine call its methods together."""
 
     def __init__(
@@ -111,30 +109,24 @@ class Engine:
         )
         if not reads_policy:
             arguments = without_weights(arguments)
-        self._vllm = VllmEngine({**arguments, **(overrides or {})})
-        self.precision.loaded(self._vllm.policy, None)
+        super().__init__({**arguments, **(overrides or {})})
+        self.precision.loaded(self.policy, None)
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
-        self._directories = policy_dir, drafter_dir or policy_dir
-        self._drafting = Drafting(self._vllm, config) if longest else None
+        self._policy_names = policy_weight_names(policy_dir)
+        self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self.drafter else frozenset[str]()
+        self.drafting = Drafting(self, config) if longest else None
+        """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
         self._stopped = False
         self.version = 0
         """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
         self.set_k(self.longest_k)
         self.self_test()
-        if self._drafting is not None and config.speculation.adaptive:
+        if self.drafting is not None and config.speculation.adaptive:
             self.set_k(None)
-
-    @cached_property
-    def _policy_names(self) -> frozenset[str]:
-        return policy_weight_names(self._directories[0])
-
-    @cached_property
-    def _drafter_names(self) -> frozenset[str]:
-        return drafter_weight_names(self._directories[1]) if self._vllm.drafter else frozenset()
 
     def generate(
         self,
@@ -170,12 +162,12 @@ class Engine:
             params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
             stops = {asked.stop: StopStrings(self.tokenizer, asked.stop) for asked in requests if asked.stop}
             for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
-                running[self._vllm.add(asked.prompt_tokens, parameters, stops.get(asked.stop))] = index
-            decode_steps = self._vllm.decode_steps
+                running[self.add(asked.prompt_tokens, parameters, stops.get(asked.stop))] = index
+            decode_steps = self.decode_steps
             while running:
-                finished = self._vllm.step()
-                if self._drafting is not None:
-                    self._drafting.follow(self._vllm.last)
+                finished = self.step()
+                if self.drafting is not None:
+                    self.drafting.follow(self.last)
                 for request in finished:
                     index = running.pop(request)
                     responses[index] = self._response(requests[index], request, routes=routes)
@@ -190,7 +182,7 @@ class Engine:
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}
         ordered = [responses[index] for index in range(len(requests))]
         drafts = [draft for response in ordered for draft in response.drafts]
-        stats = SpeculationStats.of(drafts, self._vllm.decode_steps - decode_steps)
+        stats = SpeculationStats.of(drafts, self.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
@@ -207,8 +199,8 @@ class Engine:
             raise ValueError(f"k = {k} is outside 0 to {limit}, the longest draft that this engine was started for")
         k = 0 if self._stopped else k
         self.k = k
-        if self._drafting is not None:
-            self._drafting.set_length(k)
+        if self.drafting is not None:
+            self.drafting.set_length(k)
 
     def set_replay(
         self,
@@ -226,63 +218,45 @@ class Engine:
         """
         if not self.replays:
             raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        assert self._drafting is not None
-        self._drafting.texts.store(texts, seeds)
+        assert self.drafting is not None
+        self.drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:
         """Replace what is remembered of generations with `recall`: the tokens of their responses, the oldest first."""
-        assert self._drafting is not None, "an engine that does not draft"
-        self._drafting.texts.forget_recent()
+        assert self.drafting is not None, "an engine that does not draft"
+        self.drafting.texts.forget_recent()
         for responses in generations:
             for response in responses:
-                self._drafting.texts.remember(response)
+                self.drafting.texts.remember(response)
 
     def stored_for(self, request: Request) -> tuple[int, int]:
         """How many responses to the request's prompt are stored, and how many tokens the one of its seed has."""
-        return self._drafting.texts.stored(request.prompt_tokens, request.seed) if self._drafting else (0, 0)
+        return self.drafting.texts.stored(request.prompt_tokens, request.seed) if self.drafting else (0, 0)
 
     @property
     def replays(self) -> bool:
         """Whether stored responses to the same prompt are drafts."""
-        return self._drafting is not None and self.config.speculation.draft_method.replays
+        return self.drafting is not None and self.config.speculation.draft_method.replays
 
     @property
     def speculates(self) -> bool:
         """Whether anything may be drafted."""
-        return self._drafting is not None and not self._stopped
+        return self.drafting is not None and not self._stopped
 
     @property
     def longest_k(self) -> int:
         """The largest `k` that `set_k` takes."""
-        return self._drafting.k if self._drafting is not None else 0
-
-    @property
-    def drafting(self) -> Drafting | None:
-        """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
-        return self._drafting
+        return self.drafting.k if self.drafting is not None else 0
 
     def stop_speculating(self) -> None:
         """Decode plainly from now on, whatever `k` is set."""
         self._stopped = True
         self.set_k(0)
 
-    def recorder(self) -> Recorder:
-        """A context manager that records what every token is picked from."""
-        return Recorder(self._vllm.sampler)
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler inside the engine, an `InvariantSampler`."""
-        return self._vllm.sampler
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all prompts, so that the next generation prefills each anew."""
-        self._vllm.reset_prefix_cache()
-
     @property
     def mode(self) -> Mode:
         """How the policy's layers compute FP8; `off` if none does."""
-        return self.precision.mode(self._vllm.policy)
+        return self.precision.mode(self.policy)
 
     def assert_quantised(self) -> None:
         """Check, after a generation, that an FP8 engine has quantised activations and all weights.
@@ -290,7 +264,7 @@ class Engine:
         Raises:
             NotQuantisedError: A layer computes in another precision than the recipe says.
         """
-        self.precision.assert_quantised(self._vllm.policy, compiled=self.config.engine.compile)
+        self.precision.assert_quantised(self.policy, compiled=self.config.engine.compile)
 
     def refit(
         self,
@@ -309,20 +283,19 @@ class Engine:
 
         Raises:
             RefitError: A tensor is missing or unknown, or there is no drafter for the drafter's weights.
-            PolicyParityError: A tied head differs from the embeddings.
         """
-        self._vllm.refit_policy(policy_weights, self._policy_names)
-        self.precision.loaded(self._vllm.policy, kv_scales)
+        self.load_policy(policy_weights, self._policy_names)
+        self.precision.loaded(self.policy, kv_scales)
         self.refit_drafter(drafter_weights)
         self.version = version
 
     def refit_drafter(self, weights: Weights | None) -> None:
         """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""
         if weights is not None:
-            self._vllm.refit_drafter(weights, self._drafter_names)
+            self.load_drafter(weights, self._drafter_names)
         self.reset_prefix_cache()
-        if self._drafting is not None:
-            self._drafting.costs.acceptance.fade()
+        if self.drafting is not None:
+            self.drafting.costs.acceptance.fade()
 
     @property
     def cannot_verify(self) -> str | None:
@@ -332,8 +305,8 @@ class Engine:
         return None
 
     def expected_policy(self) -> Expected:
-        """What is to note the trainer's policy on its way to `refit`, for `assert_policy_is`."""
-        return Expected(self._vllm.policy, self._family)
+        """What is to note the trainer's policy on its way to `refit`, and to check it then."""
+        return Expected(self.policy, self._family)
 
     def verify_drafter(self, weights: Weights) -> None:
         """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.
@@ -342,9 +315,11 @@ class Engine:
             RefitError: The engine has no drafter.
             DrafterCollapseError: Tensors differ on this rank; it names them.
         """
-        if self._vllm.drafter is None:
+        if self.drafter is None:
             raise RefitError("the trainer has a drafter to compare with, but the engine has none")
-        assert_drafter_is(self._vllm.drafter, weights, self._vllm.policy, self._family)
+        expected = Expected(self.drafter, self._family, policy=self.policy)
+        expected.take(weights)
+        expected.check()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
         """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
@@ -357,13 +332,13 @@ class Engine:
             raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
         params = scoring_params()
         results: dict[int, SequenceScore] = {}
-        if self._drafting is not None:
-            self._drafting.set_length(0)
+        if self.drafting is not None:
+            self.drafting.set_length(0)
         with self._generation([]) as running:
             for index, tokens in enumerate(sequences):
-                running[self._vllm.add(tokens, params)] = index
+                running[self.add(tokens, params)] = index
             while running:
-                for request in self._vllm.step():
+                for request in self.step():
                     index = running.pop(request)
                     routes = request.routes(len(sequences[index]) - 1)
                     results[index] = SequenceScore(request.prompt_logprobs, routes)
@@ -386,7 +361,7 @@ class Engine:
         """
         k = self.k
         self.set_k(self.longest_k)
-        with CraftedInputs(self._vllm.sampler, self._vllm.vocab_size, self.stop_tokens) as crafted:
+        with CraftedInputs(self.sampler, self.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
             if self.replays:
                 self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
@@ -395,47 +370,31 @@ class Engine:
             self.set_replay({})
         self.set_k(k)
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
-        self._vllm.reset_prefix_cache()
+        self.reset_prefix_cache()
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check(case, response)
         crafted.check_drafts(speculates=self.speculates)
-
-    def sleep(self) -> None:
-        """Give the GPU memory of weights and KV cache back to the trainer until `wake`.
-
-        Raises:
-            ValueError: The engine was started on a CPU or without `engine.sleep = true`.
-        """
-        self._vllm.sleep()
-
-    def wake(self) -> None:
-        """Take the memory again, for a refit to fill. On an engine that is awake this does nothing."""
-        self._vllm.wake()
-
-    def shutdown(self) -> None:
-        """Free the engine; the default process group stays."""
-        self._vllm.stop()
 
     @contextmanager
     def _generation(
         self, requests: Sequence[Request], *, recall: bool = False, learn: bool = False
     ) -> Iterator[dict[RunningRequest, int]]:
         # Yields the places of the running requests, which the block keeps up to date; whatever ends it, none is left.
-        if self._drafting is not None:
-            self._drafting.begin(requests, self.stop_tokens, recall=recall, learn=learn)
+        if self.drafting is not None:
+            self.drafting.begin(requests, self.stop_tokens, recall=recall, learn=learn)
         try:
             yield {}
         finally:
-            self._vllm.end()
-        if self._drafting is not None:
-            self._drafting.end()
+            self.end()
+        if self.drafting is not None:
+            self.drafting.end()
 
     def _response(self, asked: Request, request: RunningRequest, *, routes: bool = False) -> Response:
-        if self._drafting is not None:
-            self._drafting.remember(request.tokens, asked.prompt_tokens)
+        if self.drafting is not None:
+            self.drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        by_source = SpeculationStats.of(request.drafts)
+        stats = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -444,12 +403,11 @@ class Engine:
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            num_drafts=by_source.num_drafts,
-            num_draft_tokens=by_source.num_draft_tokens,
-            num_accepted_tokens=by_source.num_accepted_tokens,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
-            by_source=by_source.by_source,
             drafts=request.drafts,
             routes=request.routes(request.prompt_length + len(request.tokens) - 1) if routes else None,
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats, VerifiedDraft
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class Response:
     """When its first token arrived, in Unix seconds."""
     finished_at: float
     """When its last token arrived, in Unix seconds."""
-    by_source: Mapping[str, SourceCounts] = field(default_factory=dict)
     drafts: Sequence[VerifiedDraft] = field(default=(), repr=False)
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None

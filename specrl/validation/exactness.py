@@ -8,6 +8,7 @@ from specrl.artifacts import ExactnessResult, ParityCounts
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
+from specrl.rollout.vllm.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8
 """The smaller of the batch sizes by which the noise of plain decoding is measured, and the requests that it takes."""
@@ -137,7 +138,7 @@ def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[
 def recorded(engine: Engine, requests: list[Request], batch: int, k: int) -> tuple[list[Trace], SpeculationStats]:
     engine.reset_prefix_cache()
     engine.set_k(k)
-    with engine.recorder() as recorder:
+    with Recorder(engine.sampler) as recorder:
         parts = [engine.generate(requests[i : i + batch]) for i in range(0, len(requests), batch)]
     responses = [response for part in parts for response in part.responses]
     found: list[Trace] = [

@@ -70,9 +70,9 @@ def calls_of_an_iteration() -> KernelCalls:
         sampler.sampling = Sampling(kernels.pick, kernels.verify)
         sampler.sampling_states = SimpleNamespace(**dict.fromkeys(names, state))
         sampler.req_states = SimpleNamespace(prefill_len=state, total_len=state)
+        sampler.req_states.facts = SimpleNamespace(gpu=torch.zeros(8, 3, dtype=torch.int64))
         sampler.stop_tokens = SimpleNamespace(gpu=torch.zeros(8, device_sampler.MOST_STOP_TOKENS, dtype=torch.int64))
-        sampler.longest = state
-        sampler.sources = sampler.draft_lengths = state.gpu
+        sampler.req_states.drafts = SimpleNamespace(sources=state.gpu, lengths=state.gpu)
         verifier = object.__new__(device_sampler.InvariantVerifier)
         verifier.sampler, verifier.num_speculative_steps = sampler, 3
         batch = SimpleNamespace(

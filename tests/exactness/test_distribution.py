@@ -94,23 +94,23 @@ def test_typical_acceptance_is_rejected(engine_of: Start) -> None:
 
 def test_an_engine_with_another_sampler_does_not_start(engine_of: Start) -> None:
     engine = engine_of("eagle3")
-    sampling = engine._vllm.sampler.sampling
+    sampling = engine.sampler.sampling
     one_further = sampling._replace(pick=lambda *arguments: sampling.pick(*arguments[:-1], arguments[-1] + 1))
     every_draft = sampling._replace(
         verify=lambda picked, drafts, *others: sampling.verify(drafts.roll(-1), drafts, *others)
     )
     for wrong in (one_further, every_draft):
-        engine._vllm.sampler.sampling = wrong
+        engine.sampler.sampling = wrong
         with pytest.raises(SamplerError, match="the sampler"):
             engine.self_test()
-    engine._vllm.sampler.sampling = sampling
+    engine.sampler.sampling = sampling
     engine.self_test()
 
 
 @contextmanager
 def accepting_what_is_likely(engine: Engine) -> Iterator[None]:
     """The engine accepts a draft where the policy gives it more than `THRESHOLD`; the rest is as it should be."""
-    sampler, sampling = engine._vllm.sampler, engine._vllm.sampler.sampling
+    sampler, sampling = engine.sampler, engine.sampler.sampling
     probs: list[Tensor] = []
 
     def pick(logits: Tensor, *settings: Tensor) -> Picked:

@@ -21,6 +21,7 @@ from specrl.models.families import FAMILIES
 from specrl.precision.recipe import NotQuantisedError, Recipe, engine_name, layer_names
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import PolicyParityError
+from specrl.rollout.vllm.precision import EnginePrecision, native_flaw
 from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
@@ -92,7 +93,7 @@ def test_both_engines_give_the_same_log_probs_after_a_refit(pair: Pair, director
 
 @pytest.mark.engine
 def test_every_expert_computes_what_the_trainers_does(pair: Pair) -> None:
-    layer: Any = pair.engine._vllm.policy.get_submodule(f"{EXPERTS}.routed_experts")
+    layer: Any = pair.engine.policy.get_submodule(f"{EXPERTS}.routed_experts")
     generator = torch.Generator().manual_seed(3)
     for expert in range(layer.global_num_experts):
         fc1, fc2 = (pair.precision.linears[f"layers.1.experts.{expert}.linear_fc{number}"] for number in (1, 2))
@@ -129,10 +130,10 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
     verify_policy(engine, pair.weights.items())
-    named = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
+    named = {name for name, module in engine.policy.named_modules() if "Fp8" in method_name(module)}
     assert {name.removesuffix(".routed_experts") for name in named} == set(RECIPE.engine_layers)
     assert len(named) == 3 * LAYERS - 2 and engine_name(FAMILY, "layers.2.experts") == "model.layers.2.mlp.experts"
-    assert not any("Fp8" in method_name(module) for module in engine._vllm.drafter.modules())
+    assert not any("Fp8" in method_name(module) for module in engine.drafter.modules())
     recipe, engine.precision.recipe = engine.precision.recipe, Recipe(FAMILY, LAYERS)
     with pytest.raises(NotQuantisedError, match=r"layers\.2\.mlp\.experts of the engine computes in BF16"):
         engine.assert_quantised()
@@ -142,7 +143,7 @@ def test_the_recipes_layers_are_quantised_and_the_router_is_not(pair: Pair, dire
 @pytest.mark.engine
 def test_experts_that_are_not_quantised_or_wrong_are_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = pair.engine
-    method: Any = engine._vllm.policy.get_submodule(f"{EXPERTS}.routed_experts").quant_method
+    method: Any = engine.policy.get_submodule(f"{EXPERTS}.routed_experts").quant_method
     with monkeypatch.context() as patch:
         patch.setattr(type(method), "process_weights_after_loading", lambda self, layer: None)
         engine.refit(pair.weights.items(), None, 2)
@@ -170,11 +171,10 @@ def test_vllm_is_asked_for_native_fp8_in_the_recipes_layers_and_not_in_routers(m
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-
+    precision = EnginePrecision(PrecisionConfig(generation="fp8"), RECIPE)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        arguments = vllm_fp8.linear_arguments(RECIPE)
+        arguments = precision.arguments()
     asked = resolve_quantization_config(arguments["quantization"], arguments["quantization_config"])
     assert asked is not None
     online = OnlineQuantizationConfig(asked)
@@ -192,9 +192,6 @@ def test_vllm_is_asked_for_native_fp8_in_the_recipes_layers_and_not_in_routers(m
 def test_native_experts_are_judged_by_their_weights_and_kernel(kernel: str, dtype: torch.dtype) -> None:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-    from specrl.rollout.vllm.fp8 import native_flaw
-
     method = type("Fp8PerBlockOnlineMoEMethod", (), {"fp8_backend": Fp8MoeBackend[kernel]})()
     layer: Any = torch.nn.Module()
     layer.w13_weight = layer.w2_weight = torch.zeros(2, 2).to(dtype)
@@ -202,5 +199,5 @@ def test_native_experts_are_judged_by_their_weights_and_kernel(kernel: str, dtyp
     model = torch.nn.Module()
     model.add_module("routed_experts", layer)
     is_fp8 = (kernel, dtype) == ("TRITON", torch.float8_e4m3fn)
-    assert vllm_fp8.mode_of(model) == ("native" if is_fp8 else "off")
+    assert EnginePrecision(PrecisionConfig(generation="fp8"), RECIPE).mode(model) == ("native" if is_fp8 else "off")
     assert (native_flaw(layer) is None) == is_fp8

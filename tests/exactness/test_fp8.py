@@ -85,7 +85,7 @@ def test_every_linear_layer_computes_what_the_trainers_does(pair: Pair) -> None:
     assert pair.engine.mode == pair.precision.mode == "emulated"
     generator = torch.Generator().manual_seed(3)
     for name, linear in pair.precision.linears.items():
-        layer: Any = pair.engine._vllm.policy.get_submodule(engine_name(LLAMA, name))
+        layer: Any = pair.engine.policy.get_submodule(engine_name(LLAMA, name))
         x = torch.randn(9, linear.module.weight.shape[1], generator=generator) * 3
         with torch.inference_mode():
             engine = layer.quant_method.apply(layer, x)
@@ -134,8 +134,8 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
     engine.generate(REQUESTS[:2])
     engine.assert_quantised()
     verify_policy(engine, pair.weights.items())
-    drafter = {name for name, module in engine._vllm.drafter.named_modules() if "Fp8" in method_name(module)}
-    policy = {name for name, module in engine._vllm.policy.named_modules() if "Fp8" in method_name(module)}
+    drafter = {name for name, module in engine.drafter.named_modules() if "Fp8" in method_name(module)}
+    policy = {name for name, module in engine.policy.named_modules() if "Fp8" in method_name(module)}
     assert not drafter
     assert policy == set(RECIPE.engine_layers)
     assert engine_name(LLAMA, KEPT) not in policy
@@ -148,7 +148,7 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
 ) -> None:
     """The layer's arithmetic is broken, the expectation is not."""
     engine, name = pair.engine, "model.layers.1.mlp.gate_up_proj"
-    layer: Any = engine._vllm.policy.get_submodule(name)
+    layer: Any = engine.policy.get_submodule(name)
     quantise = getattr(layer.quant_method, what)
     calls: list[bool] = []
 
@@ -193,8 +193,8 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     config = toy_config("eagle3", 3).model_copy(update={"precision": PrecisionConfig(kv_cache="fp8")})
     engine = Engine(*directories, config=config, seed=0, recipe=RECIPE)
     assert engine.mode == "off"
-    attention: Any = engine._vllm.policy.get_submodule("model.layers.3.self_attn.attn")
-    drafter: Any = engine._vllm.drafter.get_submodule("model.layers.0.self_attn.attn")
+    attention: Any = engine.policy.get_submodule("model.layers.3.self_attn.attn")
+    drafter: Any = engine.drafter.get_submodule("model.layers.0.self_attn.attn")
     assert (attention.kv_cache.dtype, drafter.kv_cache.dtype) == (torch.uint8, torch.float32)
     before = logprobs_of(engine, SEQUENCES)
     weights = policy_weights(0)
@@ -237,10 +237,9 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: torch.dtype) -> None:
     """vLLM's own method stands in both for FP8 and for what it falls back to on older devices."""
-    from specrl.rollout.vllm import fp8 as vllm_fp8
-
     method = type("Fp8PerBlockOnlineLinearMethod", (), {"fp8_linear": type(kernel, (), {})()})()
     model, recipe = torch.nn.Module(), Recipe(LLAMA, 1)
+    precision = EnginePrecision(PrecisionConfig(generation="fp8"), recipe)
     for name in recipe.engine_layers:
         *parents, leaf = name.split(".")
         parent = model
@@ -252,12 +251,12 @@ def test_a_native_layer_is_judged_by_its_weight_and_kernel(kernel: str, dtype: t
         layer.weight, layer.quant_method = torch.zeros(2, 2).to(dtype), method
         parent.add_module(leaf, layer)
     if dtype == torch.float8_e4m3fn and kernel.startswith("Cutlass"):
-        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
-        assert vllm_fp8.mode_of(model) == "native"
+        precision.assert_quantised(model, compiled=False)
+        assert precision.mode(model) == "native"
         return
     with pytest.raises(NotQuantisedError, match=r"^model\.layers\.0\.\S+ of the engine (computes|holds)"):
-        vllm_fp8.assert_quantised(model, recipe, 1, counts_activations=True)
-    assert vllm_fp8.mode_of(model) == "off"
+        precision.assert_quantised(model, compiled=False)
+    assert precision.mode(model) == "off"
 
 
 def test_an_fp8_engine_without_a_recipe_is_refused(directories: tuple[Path, Path]) -> None:

@@ -100,7 +100,7 @@ def test_vllm_drafts_what_the_module_drafts(case: Case, monkeypatch: pytest.Monk
     case.refit(case.layer)
     case.engine.verify_drafter(case.layer.items())
     case.engine.set_k(K)
-    runner, proposals = case.engine._vllm.runner, list[dict[int, list[int]]]()
+    runner, proposals = case.engine.runner, list[dict[int, list[int]]]()
     text = runner.speculator.text
     propose = text._propose  # before padding takes the place of what lies beyond a response's end
 
@@ -227,8 +227,8 @@ def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
     case.engine.refit(policy.items(), case.layer.items(), 2)
     verify_policy(case.engine, policy.items())
     case.engine.verify_drafter(case.layer.items())
-    drafter = case.engine._vllm.drafter
-    assert drafter is not None and drafter.lm_head is case.engine._vllm.policy.lm_head
+    drafter = case.engine.drafter
+    assert drafter is not None and drafter.lm_head is case.engine.policy.lm_head
     with pytest.raises(PolicyParityError, match=r"lm_head\.weight"):
         verify_policy(case.engine, read_weights(case.policy_dir))
 

@@ -10,7 +10,7 @@ import pytest
 NAMES = ["model.layers.0.self_attn.q_proj.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")]
 
 
-def differing_after(change: str) -> list[str]:
+def error_after(change: str) -> str:
     """Load three fused matrices as vLLM does on a GPU, change something, and compare."""
     import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
 
@@ -22,6 +22,7 @@ def differing_after(change: str) -> list[str]:
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 
     from specrl.models.families import LLAMA
+    from specrl.rollout.errors import PolicyParityError
     from specrl.rollout.vllm.weights.comparison import Expected
 
     torch.manual_seed(0)
@@ -53,11 +54,16 @@ def differing_after(change: str) -> list[str]:
     expected = Expected(model, LLAMA)
     expected.take(zip(NAMES, parts, strict=True))
     assert before == (layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr())  # graphs read from there
-    return expected.differing()
+    try:
+        expected.check()
+    except PolicyParityError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.engine
 def test_every_bit_of_weights_and_scales_counts() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        found = [pool.submit(differing_after, change).result() for change in ("nothing", "weight", "scale", "stale")]
-    assert found == [[], NAMES, NAMES, NAMES]
+        found = [pool.submit(error_after, change).result() for change in ("nothing", "weight", "scale", "stale")]
+    wrong = f"the engine's policy differs from the trainer's in {', '.join(NAMES)}"
+    assert found == ["", wrong, wrong, wrong]

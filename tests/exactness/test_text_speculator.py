@@ -75,7 +75,7 @@ def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tupl
     engine.set_recent([stored.recent])
     drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (K + 1, 1))
     generation = engine.generate(list(requests), recall=True)
-    return [response.tokens for response in generation.responses], drafting._text.counts()
+    return [response.tokens for response in generation.responses], drafting._text.drafts.counts()
 
 
 def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:

@@ -136,13 +136,13 @@ def test_synchronous_scheduling_and_a_schedule_change_no_token(
 ) -> None:
     config = toy_config("eagle3", 3, max_num_seqs=32)
     with running(*directories, config, async_scheduling=False) as engine:
-        assert engine._vllm.llm.engine_core.engine_core.batch_queue is None
+        assert engine.llm.engine_core.engine_core.batch_queue is None
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
-        engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
+        engine.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
     with running(*directories, config) as engine:
-        assert engine._vllm.llm.engine_core.engine_core.batch_queue is not None
-        engine._vllm.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
+        assert engine.llm.engine_core.engine_core.batch_queue is not None
+        engine.draft_up_to([0] + [3] * 2 + [2] * 6 + [1] * 8 + [0] * 16)
         assert_same(engine.generate(REQUESTS[:48]).responses, plain)
 
 
@@ -154,7 +154,7 @@ def test_cached_prefixes_and_the_order_of_requests_change_no_token(engine_of: St
 
 def test_prompts_that_begin_alike_share_blocks(engine_of: Start) -> None:
     engine = engine_of("none")
-    scheduler = engine._vllm.llm.engine_core.engine_core.scheduler
+    scheduler = engine.llm.engine_core.engine_core.scheduler
     first, *others = likely_tokens()
     prompts = [[first] * 64 + [other] * 5 for other in others[:4]]
     counted: list[int] = []
@@ -237,7 +237,7 @@ def two_digits(tensor: Tensor) -> Tensor:
 
 
 def count_preemptions(engine: Engine) -> list[str]:
-    scheduler = engine._vllm.llm.engine_core.engine_core.scheduler
+    scheduler = engine.llm.engine_core.engine_core.scheduler
     preempt, counted = scheduler._preempt_request, []
 
     def preempt_and_count(request: Request, *args: object, **kwargs: object) -> object:

@@ -127,7 +127,6 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
     """The products agree with few tokens and with many, for which kernels may differ."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from specrl.rollout.engine import Engine
-    from specrl.rollout.vllm.weights.comparison import linear_output
 
     config = Config.model_validate(
         {
@@ -150,8 +149,9 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
         x = torch.randn(num_tokens, weight.shape[1], device="cuda", generator=generator)
         x[:, ::97] *= 50
         x = x.bfloat16()
-        layer = engine._vllm.policy.get_submodule(engine_name(FAMILIES["qwen3"], f"layers.0.{linear}"))
-        found = linear_output(layer, x).float()
+        layer = engine.policy.get_submodule(engine_name(FAMILIES["qwen3"], f"layers.0.{linear}"))
+        with torch.inference_mode():
+            found = layer.quant_method.apply(layer, x, None).float()
         expected = fake_quantise(x, ALONG_ROWS).float() @ fake_quantise(weight, SQUARE).float().t()
         assert float((found - expected).norm() / expected.norm()) < PRODUCT_ERROR
     engine.shutdown()
@@ -182,7 +182,7 @@ def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp
     assert engine.mode == "native"
     engine.assert_quantised()
     weights = load_file(directory / "model.safetensors", device="cuda")
-    layer = engine._vllm.policy.get_submodule("model.layers.0.mlp.experts.routed_experts")
+    layer = engine.policy.get_submodule("model.layers.0.mlp.experts.routed_experts")
     x = torch.randn(40, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     outputs = outputs_of_experts(layer, x.cuda()).float().cpu()
     for expert in (0, 5):

@@ -198,7 +198,7 @@ def test_the_engine_works_on_after_an_error_in_the_middle(engine: Engine) -> Non
 @pytest.mark.engine
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_logits_that_are_not_finite_are_an_error_with_the_request(engine: Engine, top_p: float) -> None:
-    norm = engine._vllm.policy.model.norm.weight.data
+    norm = engine.policy.model.norm.weight.data
     request = Request(prompt_tokens=[5, 6, 7], seed=1, max_tokens=4, temperature=1.0, top_p=top_p)
     kept, norm[0] = norm[0].item(), float("nan")
     try:

@@ -88,7 +88,7 @@ def test_what_was_not_drafted_is_compared_as_well() -> None:
 def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     drafts = DeviceDrafts(4, K)
     drafts.index = TextIndex([Text([5, 6, 7, 8, 9], 0, 7)])
-    drafts.begin(2, [])
+    drafts.begin([])
     expected = np.ones((K + 1, NOTHING))
     expected[:, 0] = 2
     expected[2, DRAFTERS] = 3
@@ -185,7 +185,7 @@ def without_values(mode: FakeTensorMode, holder: Any) -> None:
 def test_neither_choice_nor_count_waits_for_the_device() -> None:
     drafts = DeviceDrafts(4, K)
     drafts.index = TextIndex([Text([1, 2, 3], 0, 7)])
-    drafts.begin(2, [3])
+    drafts.begin([3])
     mode = FakeTensorMode()
     without_values(mode, drafts)
     without_values(mode, drafts.index)

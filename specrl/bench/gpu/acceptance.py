@@ -25,7 +25,7 @@ class SyntheticAcceptance:
         """
         self._sampler, self._sampling, self._vocab_size = sampler, sampler.sampling, vocab_size
         self._rate = rate_for(acceptance_length, k)
-        self._generator = torch.Generator(sampler.longest.gpu.device).manual_seed(0)
+        self._generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
 
     def __enter__(self) -> SyntheticAcceptance:
         self._sampler.sampling = self._sampling._replace(verify=self._verify)

@@ -41,7 +41,6 @@ class Bubbles:
     def __init__(
         self, config: Config, ranks: Ranks, engine: Engine, source: PromptSource, training: Activity | None
     ) -> None:
-        """Prepare what `bubbles.use` asks for."""
         self._ranks, self._engine, self._training = ranks, engine, training
         self._coordinator: BubbleCoordinator | None = None
         self._pregeneration: Pregeneration | None = None

@@ -44,14 +44,6 @@ class StepRollouts:
         return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s}
 
 
-@dataclass(frozen=True)
-class _Counters:
-    stats: SpeculationStats
-    bubble: Bubble
-    failures: FailureTally
-    reward_s: float
-
-
 class RolloutGenerator:
     """Generates the rollouts of one step after another. All methods are collective over the ranks."""
 
@@ -96,18 +88,15 @@ class RolloutGenerator:
         own, texts, counted = self._own_share(prompts, step)
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
         rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
-        counters = self._ranks.gather(counted)
-        engines = counters[::size]  # the ranks of one engine count the same
-        stats = over_engines([engine.stats for engine in engines])
-        failures = FailureTally.merge(engine.failures for engine in engines)
+        of_ranks, bubbles, failed, waited_s = zip(*self._ranks.gather(counted), strict=True)
+        stats = over_engines(of_ranks[::size])  # the ranks of one engine count the same
+        failures = FailureTally.merge(failed[::size])
         refuse_failure(failures, len(rollouts), self._config.data)
         rollouts.assign_advantages(self._config.train)
         if self._earlier is not None:
             self._earlier.add(places, own)
         self._exchange(texts, step + 1)
-        return StepRollouts(
-            rollouts, stats, [rank.bubble for rank in counters], failures, max(rank.reward_s for rank in counters)
-        )
+        return StepRollouts(rollouts, stats, list(bubbles), failures, max(waited_s))
 
     @property
     def next_texts(self) -> list[PregeneratedText]:
@@ -131,7 +120,7 @@ class RolloutGenerator:
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
-    ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
+    ) -> tuple[list[Rollout], list[PregeneratedText], tuple[SpeculationStats, Bubble, FailureTally, float]]:
         config, ranks = self._config, self._ranks
         samples = config.train.samples_per_prompt
         own = prompts[self._place.engine :: self._place.num_engines]
@@ -147,7 +136,7 @@ class RolloutGenerator:
             samples,
             config,
             self._rewards,
-            Origin(config.seed, step, ranks.rank, policy_version=step, drafter_version=step),
+            Origin(config.seed, step, ranks.rank),
             on_progress=pace.on_progress,
             on_iteration=pace.on_iteration,
             recall=True,
@@ -156,5 +145,5 @@ class RolloutGenerator:
         saved_s = self._take_saved_seconds()
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
         rollouts, scores = unscored.scored()
-        counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
-        return rollouts, texts, counters
+        counted = unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s
+        return rollouts, texts, counted

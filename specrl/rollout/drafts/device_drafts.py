@@ -30,7 +30,7 @@ CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
 KINDS = NOTHING + 1
 FACTS = 3
-PROMPT, ROW, LIMIT = range(FACTS)
+PROMPT, NUMBER, LIMIT = range(FACTS)
 """The columns of `Requests.facts`."""
 
 
@@ -38,8 +38,8 @@ class Requests(NamedTuple):
     """What is known of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 3] int64: the number of the prompt, see `TextIndex.find`; the place in this generation, from 1, and any
-    other number for a request that is in none; the length, prompt included, at which it ends at the latest."""
+    """[slots, 3] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    length, prompt included, at which it ends at the latest."""
     seeds: Tensor
     """[slots] int64."""
     prompt_lengths: Tensor
@@ -93,13 +93,12 @@ class DeviceDrafts:
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The number of tokens of that draft, padding not counted."""
-        self.begin(0)
+        self.begin(())
 
-    def begin(self, num_requests: int, stop_tokens: Sequence[int] = ()) -> None:
-        """Set all counters to zero, for a generation of so many requests, which end with any of these tokens."""
+    def begin(self, stop_tokens: Sequence[int]) -> None:
+        """Set all counters to zero, for a generation whose responses end with any of these tokens."""
         self.by_kind = torch.zeros(KINDS, 2, self.k, dtype=torch.int64, device=self.device)
         self.offered = torch.zeros(KINDS, dtype=torch.int64, device=self.device)
-        self.ended = torch.zeros(num_requests + 1, dtype=torch.bool, device=self.device)
         self.stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
     def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
@@ -123,23 +122,17 @@ class DeviceDrafts:
     def observe(self, requests: Requests, batch: Batch) -> None:
         """Count what became of the predictions that were made for these requests in their last iteration."""
         column, slots, num_sampled = self._column, batch.slots.long(), batch.num_sampled.long()
-        rows, lengths = self._rows(requests, slots), requests.lengths[slots].long()
-        before = lengths - num_sampled
+        before = requests.lengths[slots].long() - num_sampled
         at = (before[:, None] + column).clamp(max=requests.tokens.shape[1] - 1)
         sampled = requests.tokens[slots[:, None], at].long()
         made_at, predicted = self.made_at[slots], self.tokens[slots]
-        counts = (made_at[:, 0] == rows) & (made_at[:, 1] == before) & ~self.ended[rows]
+        counts = (made_at[:, 0] == requests.facts[slots, NUMBER]) & (made_at[:, 1] == before)
         # [requests, candidates, k] from here on
         shown = (predicted != END) & (counts[:, None] & (column < num_sampled[:, None]))[:, None]
         right = (shown & (predicted == sampled[:, None])).long().cumprod(2)
         seen = shown & torch.cat((torch.ones_like(right[:, :, :1]), right[:, :, :-1]), 2).bool()
         both = torch.stack((seen, right), 2).flatten(0, 1)
         self.by_kind.index_add_(0, self.kinds[slots].flatten(), both)
-        # A response may be computed for one more iteration before vLLM learns that it has ended.
-        last = requests.tokens[slots, lengths - 1].long()
-        stops = (last[:, None] == self.stop_tokens).any(1) & (num_sampled > 0)
-        self.ended[rows] |= stops | (lengths >= requests.facts[slots, LIMIT])
-        self.ended[0].fill_(False)
 
     def choose(self, requests: Requests, batch: Batch, drafter: Tensor | None, length: int) -> Tensor:
         """Choose the next draft of each request, int64 [requests, k], of which `length` tokens will be verified.
@@ -161,18 +154,20 @@ class DeviceDrafts:
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         if drafter is not None:
             candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
-        # Verification adds a token after a draft, and that one must fit.
-        room = (facts[:, LIMIT] - lengths - 1)[:, None, None]
-        candidates = torch.where(self._column < room, candidates, END)
+        # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
+        # iteration before vLLM learns that it has ended: nothing is predicted for it.
+        has_ended = (last[:, :1] == self.stop_tokens).any(1)
+        room = torch.where(has_ended, 0, facts[:, LIMIT] - lengths - 1)
+        candidates = torch.where(self._column < room[:, None, None], candidates, END)
         kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
         kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
         chosen = self.expected[max(length, 1)][kinds].argmax(1)
 
-        self.made_at[slots] = torch.stack((self._rows(requests, slots), lengths.long()), 1)
+        self.made_at[slots] = torch.stack((facts[:, NUMBER], lengths.long()), 1)
         self.tokens[slots], self.kinds[slots] = candidates, kinds
         kind = kinds.gather(1, chosen[:, None])[:, 0]
         if self.offers(drafter):
-            self.offered.index_add_(0, kind, torch.ones_like(kind))
+            self.offered.index_add_(0, kind, (~has_ended).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         self.sources[slots] = self.source_of[kind].int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
@@ -181,7 +176,3 @@ class DeviceDrafts:
     def offers(self, drafter: Tensor | None) -> bool:
         """Whether an iteration counts in `Counts.offered`: a drafter that made no drafts might have had some."""
         return drafter is not None or not self.has_drafter
-
-    def _rows(self, requests: Requests, slots: Tensor) -> Tensor:
-        rows = requests.facts[slots, ROW]
-        return torch.where(rows < len(self.ended), rows, 0)

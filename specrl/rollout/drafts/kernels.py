@@ -24,7 +24,7 @@ DRAFTERS = tl.constexpr(text_index.DRAFTERS)
 NOTHING = tl.constexpr(text_index.NOTHING)
 KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
-ROW = tl.constexpr(device_drafts.ROW)
+NUMBER = tl.constexpr(device_drafts.NUMBER)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
 FACTS = tl.constexpr(device_drafts.FACTS)
 
@@ -36,9 +36,8 @@ class TritonDrafts(DeviceDrafts):
         """Count what became of the predictions, as `DeviceDrafts.observe` does."""
         asked = *batch, requests.facts, requests.lengths, requests.tokens, requests.tokens.stride(0)
         made = self.made_at, self.tokens, self.kinds
-        counted = self.by_kind, self.ended, len(self.ended), self.stop_tokens, len(self.stop_tokens)
-        widths = triton.next_power_of_2(max(len(self.stop_tokens), 1)), triton.next_power_of_2(self.k)
-        compare[(len(batch.slots),)](*asked, *made, *counted, self.k, *widths, num_warps=1)
+        columns = triton.next_power_of_2(self.k)
+        compare[(len(batch.slots),)](*asked, *made, self.by_kind, self.k, columns, num_warps=1)
 
     def choose(self, requests: Requests, batch: Batch, drafter: Tensor | None, length: int) -> Tensor:
         """Choose the next drafts, as `DeviceDrafts.choose` does."""
@@ -46,11 +45,12 @@ class TritonDrafts(DeviceDrafts):
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
         decides = self.expected, max(length, 1), self.source_of
-        noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter)), len(self.ended)
+        noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter))
         chosen = self.sources, self.lengths, drafts, self.k
-        columns = triton.next_power_of_2(self.k)
+        stops = self.stop_tokens, len(self.stop_tokens)
+        widths = triton.next_power_of_2(max(stops[1], 1)), triton.next_power_of_2(self.k)
         find_drafts[(len(drafts),)](
-            *asked, *_searched(self.index), *made, *decides, *noted, *chosen, columns, num_warps=1
+            *asked, *_searched(self.index), *made, *decides, *noted, *chosen, *stops, *widths, num_warps=1
         )
         return drafts
 
@@ -64,7 +64,7 @@ def _searched(index: TextIndex) -> tuple[Tensor | int, ...]:
     )
 
 
-@triton.jit(do_not_specialize=["stride", "num_rows", "num_stops"])
+@triton.jit(do_not_specialize=["stride"])
 def compare(
     slots,
     num_sampled,
@@ -76,22 +76,16 @@ def compare(
     predictions,
     kinds,
     by_kind,
-    ended,
-    num_rows,
-    stop_tokens,
-    num_stops,
     k,
-    all_stops: tl.constexpr,
     columns: tl.constexpr,
 ):
     """Count what became of the predictions for a request."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
-    new, length = tl.load(num_sampled + request).to(tl.int64), tl.load(lengths + slot).to(tl.int64)
-    before = length - new
-    row = _row(facts, slot, num_rows)
-    has_ended = tl.load(ended + row).to(tl.int32) != 0
-    is_next = (tl.load(made_at + 2 * slot) == row) & (tl.load(made_at + 2 * slot + 1) == before) & (not has_ended)
+    new = tl.load(num_sampled + request).to(tl.int64)
+    before = tl.load(lengths + slot).to(tl.int64) - new
+    number = tl.load(facts + slot * FACTS + NUMBER)
+    is_next = (tl.load(made_at + 2 * slot) == number) & (tl.load(made_at + 2 * slot + 1) == before)
 
     candidate, column = tl.arange(0, CANDIDATES), tl.arange(0, columns)
     came = is_next & (column < k) & (column < new)
@@ -104,19 +98,11 @@ def compare(
     tl.atomic_add(counted, one, mask=(predicted != END) & (column[None, :] <= first_wrong[:, None]))
     tl.atomic_add(counted + k, one, mask=column[None, :] < first_wrong[:, None])
 
-    # A response may be computed for one more iteration before vLLM learns that it has ended.
-    stop = tl.arange(0, all_stops)
-    last = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
-    is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == last)
-    stops = (tl.max(is_stop.to(tl.int32)) > 0) & (new > 0)
-    ends = has_ended | stops | (length >= tl.load(facts + slot * FACTS + LIMIT))
-    tl.store(ended + row, ends, mask=row > 0)
-
 
 @triton.jit(
     do_not_specialize=[
         *("stride", "num_tokens", "num_keys", "key_steps", "num_seeds", "seed_steps"),
-        *("drafter_stride", "passes", "draft_length", "offers", "num_rows"),
+        *("drafter_stride", "passes", "draft_length", "offers", "num_stops"),
     ]
 )
 def find_drafts(
@@ -150,11 +136,13 @@ def find_drafts(
     kinds,
     offered,
     offers,
-    num_rows,
     sources,
     draft_lengths,
     drafts,
     k,
+    stop_tokens,
+    num_stops,
+    all_stops: tl.constexpr,
     columns: tl.constexpr,
 ):
     """Find all candidates of a request, write them down to be compared, and choose one."""
@@ -181,26 +169,29 @@ def find_drafts(
     from_text = tl.load(text + ahead).to(tl.int64)
     from_drafter = tl.load(drafter + request * drafter_stride + column, mask=column < passes, other=END)
     tokens = tl.where(candidate[:, None] == CANDIDATES - 1, from_drafter[None, :], from_text)
-    # Verification adds a token after a draft, and that one must fit.
-    room = tl.minimum(tl.load(facts + slot * FACTS + LIMIT) - length - 1, k)
+    # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
+    # iteration before vLLM learns that it has ended: nothing is predicted for it.
+    latest, stop = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64), tl.arange(0, all_stops)
+    is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == latest)
+    has_ended = (tl.max(is_stop.to(tl.int32)) > 0) & (length > first)
+    room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + slot * FACTS + LIMIT) - length - 1, k))
     ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
     ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
     tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
     chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
 
-    tl.store(made_at + 2 * slot, _row(facts, slot, num_rows))
+    tl.store(made_at + 2 * slot, tl.load(facts + slot * FACTS + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
     noted = slot * CANDIDATES + candidate
     tl.store(predictions + noted[:, None] * k + column[None, :], tokens, mask=(column < k)[None, :])
     tl.store(kinds + noted, kind)
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
-    tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=offers != 0)
+    tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
     tl.store(sources + slot, tl.load(source_of + of_kind).to(tl.int32))
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
-    latest = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
 
 
@@ -227,13 +218,6 @@ def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, non
     best = tl.min(tl.where(tl.load(keys + at) == wanted, size[None, :], SIZES), 1)
     found = tl.sum(tl.where(size[None, :] == best[:, None], tl.load(places + at), 0), 1)
     return tl.where(best < SIZES, found, none), best
-
-
-@triton.jit
-def _row(facts, slot, num_rows):
-    """The place of a request in the generation; 0 for one that is in none."""
-    row = tl.load(facts + slot * FACTS + ROW)
-    return tl.where(row < num_rows, row, 0)
 
 
 @triton.jit

@@ -23,9 +23,9 @@ Tokens = tuple[int, ...]
 class TextStore:
     """Holds the texts, and indexes them when a generation begins and now and then as siblings finish."""
 
-    def __init__(self, recent_tokens: int) -> None:
-        """Begin without text; of the latest responses, and of siblings, keep so many tokens, in whole responses."""
-        self._most = recent_tokens
+    def __init__(self, recent_tokens: int = 0) -> None:
+        self.recent_tokens = recent_tokens
+        """How many tokens are kept of the latest responses, and of siblings, in whole responses."""
         self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
         self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
         self._next_number = 0  # no number is used again while an index may hold its texts
@@ -53,7 +53,7 @@ class TextStore:
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
-        counts = Counter(map(tuple, prompts)) if self._most else {}
+        counts = Counter(map(tuple, prompts)) if self.recent_tokens else {}
         self._groups = Counter({prompt: count for prompt, count in counts.items() if count > 1})
         self._prompts, self._siblings = dict(self._with_text), []
         for prompt in self._groups.keys() - self._prompts.keys():
@@ -61,7 +61,7 @@ class TextStore:
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int] = ()) -> None:
         """Add a response, which may be drafted from in the next generation, and in this one by its siblings."""
-        if not self._most:
+        if not self.recent_tokens:
             return
         tokens, prompt = np.asarray(response, np.int32), tuple(prompt_tokens)
         self._recent.append(Text(tokens))
@@ -104,4 +104,4 @@ class TextStore:
 
     def _latest(self, texts: list[Text]) -> list[Text]:
         totals = np.cumsum([len(text.tokens) for text in reversed(texts)])
-        return texts[len(texts) - int(np.searchsorted(totals, self._most, side="right")) :]
+        return texts[len(texts) - int(np.searchsorted(totals, self.recent_tokens, side="right")) :]

@@ -18,7 +18,7 @@ from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
 from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
 from specrl.rollout.refit.policy_probe import ParityReport, RefitProbe
-from specrl.rollout.vllm.weights.comparison import Expected, assert_policy_is
+from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
@@ -114,7 +114,7 @@ class Refit:
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
         engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
         if expected is not None:
-            assert_policy_is(expected)
+            expected.check()
 
     def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
         weights = self._policy.hf_weights()

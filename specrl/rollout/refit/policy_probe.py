@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -49,17 +49,12 @@ def check_policy(
     """
     if [len(row) for row in engine_logprobs] != [len(row) for row in trainer_logprobs]:
         raise ValueError("the log-probs of engine and trainer must be of the same sequences, without their first token")
-    differences = [
-        abs(engine - trainer)
-        for engine_row, trainer_row in zip(engine_logprobs, trainer_logprobs, strict=True)
-        for engine, trainer in zip(engine_row, trainer_row, strict=True)
-    ]
-    if not differences:
+    if not any(engine_logprobs):
         raise ValueError("the parity probe has no tokens")
-    # NaN would slip through comparisons and through max().
-    worst = max(difference if math.isfinite(difference) else math.inf for difference in differences)
-    report = ParityReport(math.fsum(differences) / len(differences), worst, len(differences))
-    if not math.isfinite(report.maximum) or report.mean > tolerance:
+    differences = np.abs(np.concatenate(engine_logprobs) - np.concatenate(trainer_logprobs))
+    differences[~np.isfinite(differences)] = np.inf
+    report = ParityReport(float(differences.mean()), float(differences.max()), len(differences))
+    if not report.mean <= tolerance:
         raise PolicyParityError(
             f"engine and trainer disagree after the refit: mean |difference| of log-probs {report.mean:.4f} nats, "
             f"maximum {report.maximum:.4f}, over {report.num_tokens} tokens; the mean may be at most {tolerance:g} "
@@ -80,23 +75,19 @@ def check_moved_on(
     Raises:
         PolicyParityError: The engine still computes with the earlier policy.
     """
-    to_new, to_old = _mean_distance(engine, trainer), _mean_distance(engine, earlier)
-    if _mean_distance(trainer, earlier) <= 2 * min(to_new, to_old):
+    held, new, old = (np.concatenate(logprobs) for logprobs in (engine, trainer, earlier))
+    to_new, to_old = np.abs(held - new), np.abs(held - old)
+    if np.abs(new - old).mean() <= 2 * min(to_new.mean(), to_old.mean()):
         return False
-    rows = zip(engine, earlier, trainer, strict=True)
-    gaps = [abs(e - old) - abs(e - new) for row in rows for e, old, new in zip(*row, strict=True)]
-    nearer_to_old = [gap < 0 for gap in gaps if gap]
-    share = fmean(nearer_to_old) if nearer_to_old else 0.5
-    if to_old < to_new and share > DECIDED:
+    apart = to_old != to_new
+    share = (to_old < to_new)[apart].mean() if apart.any() else 0.5
+    if to_old.mean() < to_new.mean() and share > DECIDED:
         raise PolicyParityError(
-            f"the engine still computes with an earlier policy: on average its log-probs are {to_old:.2g} nats from "
-            f"that policy's and {to_new:.2g} from the trainer's; {share:.0%} of tokens are nearer to the earlier one"
+            f"the engine still computes with an earlier policy: on average its log-probs are {to_old.mean():.2g} nats "
+            f"from that policy's and {to_new.mean():.2g} from the trainer's; {share:.0%} of tokens are nearer to the "
+            "earlier one"
         )
-    return to_new < to_old and share < 1 - DECIDED
-
-
-def _mean_distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    return fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
+    return bool(to_new.mean() < to_old.mean() and share < 1 - DECIDED)
 
 
 def probe_sequences(rollouts_dir: Path, longest: int) -> list[list[int]]:

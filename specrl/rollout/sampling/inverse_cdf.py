@@ -69,15 +69,6 @@ class Picked(NamedTuple):
     """[rows] bool: false where a logit is NaN or +inf, or all are -inf. The row's token, 0, then means nothing."""
 
 
-class BlockSums(NamedTuple):
-    """The sums of the weights of each block."""
-
-    sums: Tensor
-    """[rows, blocks] FP64, integers."""
-    references: Tensor
-    """[rows, blocks] FP32, the logits whose weight is `UNIT`."""
-
-
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
 
@@ -125,10 +116,10 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     """
     assert logits.shape[1] <= MAX_VOCAB, logits.shape
     scales = _scales(temperature)
-    found = block_sums(logits, scales)
-    largest = found.references.amax(-1, keepdim=True)  # [rows, 1], NaN if any logit is
-    factors = _factors(found, largest, scales)
-    sums, references = (found.sums * factors).floor_(), found.references
+    sums, references = _block_sums(logits, scales)
+    largest = references.amax(-1, keepdim=True)  # [rows, 1], NaN if any logit is
+    factors = _powers((_bounded(references) - _bounded(largest)) * scales).div_(UNIT).double()
+    sums.mul_(factors).floor_()
     least, whole = torch.full_like(largest, -torch.inf), sums
     is_finite = largest[:, 0].isfinite()
     limited = is_finite & (temperature > 0) & is_limited(top_k, top_p, logits.shape[1])
@@ -138,7 +129,7 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         settings = largest[rows], scales[rows], top_k[rows], top_p[rows]
         sums[rows], whole[rows], least[rows] = _kept_sums(logits[rows], *settings)
         references[rows], factors[rows] = largest[rows], 1
-    tokens = _invert(logits, scales, BlockSums(sums, references), factors, least, u)
+    tokens = _invert(logits, scales, sums, references, factors, least, u)
     totals = sums.sum(-1)
     exponents = (logits.gather(1, tokens) - largest).float() * scales
     logprobs = (exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)
@@ -178,16 +169,12 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
         logits: [rows, vocab], any floating type.
         tokens: [rows] int64.
     """
-    scales = torch.full((len(logits), 1), LOG2_E, device=logits.device)
-    found = block_sums(logits, scales)
-    largest = found.references.amax(-1, keepdim=True)
-    totals = (found.sums * _factors(found, largest, scales)).sum(-1)
-    exponents = (logits.gather(1, tokens[:, None]) - largest).float() * scales
-    return ((exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)).float()
+    parts = [logits[part].float().log_softmax(-1).gather(1, tokens[part, None]) for part in _chunks(logits)]
+    return torch.cat(parts)[:, 0]
 
 
-def block_sums(logits: Tensor, scales: Tensor) -> BlockSums:
-    """Sum the weights of every block of `logits` [rows, vocab], with `scales` FP32 [rows, 1]."""
+def _block_sums(logits: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    # The sums of the weights of each block, FP64 [rows, blocks], and the logits whose weight there is `UNIT`.
     rows, vocab = logits.shape
     num_blocks = -(-vocab // BLOCK)
     sums = torch.empty(rows, num_blocks, dtype=torch.float64, device=logits.device)
@@ -197,7 +184,7 @@ def block_sums(logits: Tensor, scales: Tensor) -> BlockSums:
         references[part] = split.amax(-1)
         distances = split.float() - _bounded(references[part])[:, :, None]
         sums[part] = _weights(distances, scales[part, :, None]).sum(-1, dtype=torch.float64)
-    return BlockSums(sums, references)
+    return sums, references
 
 
 def _kept_sums(
@@ -212,23 +199,21 @@ def _kept_sums(
     return kept, whole, least
 
 
-def _invert(logits: Tensor, scales: Tensor, found: BlockSums, factors: Tensor, least: Tensor, u: Tensor) -> Tensor:
-    # The tokens [rows, 1] at `u`; `found.sums` are the blocks' sums times `factors`, rounded down.
-    across = found.sums.cumsum(-1)
+def _invert(
+    logits: Tensor, scales: Tensor, sums: Tensor, references: Tensor, factors: Tensor, least: Tensor, u: Tensor
+) -> Tensor:
+    # The tokens [rows, 1] at `u`; `sums` are the blocks' sums times `factors`, rounded down.
+    across = sums.cumsum(-1)
     totals = across[:, -1:]
     target = torch.minimum((u[:, None] * totals).floor_(), totals - 1)
     block = torch.searchsorted(across, target, right=True).clamp_(max=across.shape[1] - 1)
-    inside = target - (across.gather(1, block) - found.sums.gather(1, block))
+    inside = target - (across.gather(1, block) - sums.gather(1, block))
     chosen = _block(logits, block).float()
-    found_weights = _weights(chosen - _bounded(found.references.gather(1, block)), scales)
+    found_weights = _weights(chosen - _bounded(references.gather(1, block)), scales)
     found_weights.masked_fill_(chosen < least, 0)
     within = (found_weights.cumsum(-1, dtype=torch.float64) * factors.gather(1, block)).floor_()
     token = torch.searchsorted(within, inside, right=True)
     return (block * BLOCK + token).clamp_(max=logits.shape[1] - 1)
-
-
-def _factors(found: BlockSums, largest: Tensor, scales: Tensor) -> Tensor:
-    return _powers((_bounded(found.references) - _bounded(largest)) * scales).div_(UNIT).double()
 
 
 def _weights(distances: Tensor, scales: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace as Launch
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from triton.backends import Backend, backends
 
 Array = np.ndarray[Any, Any]
+Launch = SimpleNamespace
 
 
 class StandIn:
@@ -47,50 +49,12 @@ def _short(name: str) -> str:
 
 
 def install() -> None:
-    """Put the functions in the place of the kernels; to be called after `register_backend`, before an engine starts."""
+    """Put the functions in the place of the kernels; to be called before an engine starts."""
     for name, function in STAND_INS.items():
         module, kernel = name.rsplit(".", 1)
         owner = importlib.import_module(f"{RUNNER}.{module}")
         if not isinstance(original := getattr(owner, kernel), StandIn):
             setattr(owner, kernel, StandIn(original, function))
-
-
-def register_backend() -> None:
-    """Let vLLM's CPU build define Triton kernels, which it does only where Triton has a backend named "cpu".
-
-    Importing this module does it, so that must come before vLLM. Nothing is ever compiled with the backend.
-    """
-    from triton.backends import Backend, backends
-
-    backends["cpu"] = Backend(_NoCompiler, _NoDriver)
-
-
-class _NoDriver:
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cpu", 0, 1)
-
-
-class _NoCompiler:
-    """Only asked for a hash, by the cache of torch.compile."""
-
-    def __init__(self, target: Any) -> None:
-        del target
-
-    @staticmethod
-    def supports_target(target: Any) -> bool:
-        return bool(target.backend == "cpu")
-
-    def hash(self) -> str:
-        return "no compiler"
 
 
 def _array(value: Any) -> Any:
@@ -340,4 +304,6 @@ STAND_INS: dict[str, Callable[[Launch], None]] = {
 """The functions by the kernels' names, below `RUNNER`."""
 
 if torch.version.cuda is None:
-    register_backend()
+    # vLLM's CPU build defines Triton kernels only where Triton has a backend of this name. Nothing is compiled with it:
+    # torch.compile takes note that it is not active.
+    backends["cpu"] = Backend(None, SimpleNamespace(is_active=lambda: False))

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
+from specrl.rollout.drafts.device_drafts import LIMIT
 from specrl.rollout.sampling.devices import sampling_on
 from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of
 from specrl.rollout.sampling.verification import Verified
@@ -50,14 +51,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         super().__init__(**arguments)
         self.compute_nans = True
         self.sampling = sampling_on(arguments["device"])
-        size, device = arguments["max_num_reqs"], arguments["device"]
-        self.sources = torch.zeros(size, dtype=torch.int32, device=device)
-        """The number of the source of each request's next draft, which the speculator writes."""
-        self.draft_lengths = torch.zeros(size, dtype=torch.int32, device=device)
-        """How many of that draft's tokens are no padding; likewise."""
-        self.stop_tokens = UvaBackedTensor((size, MOST_STOP_TOKENS), torch.int64)
-        self.longest = UvaBackedTensor(size, torch.int32)
-        """The length of each sequence, prompt included, at which it ends."""
+        self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Keep what the verification of drafts needs to know of a request."""
@@ -66,13 +60,11 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         if len(stops) > MOST_STOP_TOKENS:
             raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
         self.stop_tokens.np[req_idx] = stops + [-1] * (MOST_STOP_TOKENS - len(stops))
-        self.longest.np[req_idx] = self.req_states.max_seq_len[req_idx]
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` kept to the device."""
         super().apply_staged_writes()
         self.stop_tokens.copy_to_uva()
-        self.longest.copy_to_uva()
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Pick the next token of each request; drafts are left to `InvariantVerifier`."""
@@ -90,7 +82,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
     def remaining(self, requests: Tensor) -> Tensor:
         """How many tokens each request may still get, at least 1: of one that has ended they are thrown away."""
-        found: Tensor = self.longest.gpu[requests] - self.req_states.total_len.gpu[requests]
+        found: Tensor = self.req_states.facts.gpu[requests, LIMIT] - self.req_states.total_len.gpu[requests]
         return found.clamp(min=1)
 
     def output(
@@ -166,8 +158,9 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         width = self.num_speculative_steps + 1
         verified = self.sampler.sampling.verify(picked.tokens, drafts, starts, stops, limits, width)
         # The last token of a response is never drafted: verification itself adds it.
-        lengths = torch.minimum(self.sampler.draft_lengths[places], torch.minimum(starts.diff(), limits) - 1)
-        leaving = (self.sampler.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
+        made = self.sampler.req_states.drafts
+        lengths = torch.minimum(made.lengths[places], torch.minimum(starts.diff(), limits) - 1)
+        leaving = (made.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
         return self.sampler.output(input_batch, positions, picked, verified, leaving)
 
 

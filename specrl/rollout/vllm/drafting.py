@@ -30,8 +30,10 @@ class Drafting:
         self.k = drafter_k or replay_k
         """The longest draft that `set_length` takes, in tokens."""
         self._text = engine.runner.speculator.text
-        self._text.keep_recent(config.speculation.recent_tokens if config.speculation.draft_method.replays else 0)
-        engine.sampler.sources, engine.sampler.draft_lengths = self._text.drafts.sources, self._text.drafts.lengths
+        self.texts: TextStore = self._text.texts
+        """The texts to draft from; what changes there counts from the next generation on."""
+        if config.speculation.draft_method.replays:
+            self.texts.recent_tokens = config.speculation.recent_tokens
         self.costs = CostModel(self._max_batch, max(drafter_k, replay_k), drafter_k, engine.graph_sizes)
         self._fixed: int | None = self.k
         self._lengths = [0] * (self._max_batch + 1)
@@ -41,12 +43,6 @@ class Drafting:
         self._last: tuple[float, int] | None = None
         """The end of the last iteration, and its draft length, if all requests were decoding."""
         self._drafted: list[int] = []
-
-    @property
-    def texts(self) -> TextStore:
-        """The texts to draft from; what changes there counts from the next generation on."""
-        texts: TextStore = self._text.texts
-        return texts
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -60,7 +56,7 @@ class Drafting:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
         self.texts.begin(request.prompt_tokens for request in requests if recall)
-        self._text.begin(len(requests), stop_tokens)
+        self._text.begin(stop_tokens)
         own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
         self.costs.acceptance.own_share = own / max(1, len(requests))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
@@ -88,7 +84,7 @@ class Drafting:
     def end(self) -> None:
         """Learn from the drafts of a generation."""
         if self._learns:
-            self.costs.acceptance.learn(self._text.counts())
+            self.costs.acceptance.learn(self._text.drafts.counts())
 
     def metrics(self) -> dict[str, float]:
         """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
@@ -109,11 +105,10 @@ class Drafting:
         return self.costs.take_saved_seconds() if self._is_measured else None
 
     def _measure(self) -> None:
-        """Measure how long iterations take, by batch size and draft length (collective over the engine's ranks)."""
         self._is_measured = True
         pairs = [(batch, k) for batch, k in self.costs.to_measure() if batch == 1 or batch * (k + 1) <= MOST_ROWS]
         for batch in sorted({batch for batch, _ in pairs}):
-            self._text.begin(0, ())
+            self._text.begin(())
             for seed in range(batch):
                 request = Request([0], seed, max_tokens=self._max_length, temperature=1.0)
                 self._engine.add(request.prompt_tokens, generation_params(request, self._max_length, []))

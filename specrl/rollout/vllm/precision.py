@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,14 +10,24 @@ from torch import nn
 
 from specrl.config import PrecisionConfig
 from specrl.precision import native
-from specrl.precision.recipe import KvScales, Mode, Recipe
+from specrl.precision.recipe import KvScales, Mode, NotQuantisedError, Recipe, engine_name
 
 FIRST_FP8_CAPABILITY = (8, 9)
 """The compute capability of the first NVIDIA devices with FP8 (Ada)."""
+EMULATED = ("EmulatedFp8Linear", "EmulatedFp8Experts")
+NATIVE = "fp8_per_block"
+"""vLLM's online quantisation, with FP32 scales: weights in blocks of 128x128 at each load, activations of 1x128."""
+NATIVE_EXPERTS = "Fp8PerBlockOnlineMoEMethod"
+NATIVE_METHODS = ("Fp8PerBlockOnlineLinearMethod", NATIVE_EXPERTS)
+WEIGHT_ONLY = ("MARLIN", "HUMMING", "CPU", "EMULATION")
+"""The kernels for experts, as vLLM names them, that keep activations in BF16 or may do so."""
 
 
 class EnginePrecision:
-    """The FP8 of one engine. Without a recipe, or if `precision` asks for BF16, its methods do nothing."""
+    """The FP8 of one engine. Without a recipe, or if `precision` asks for BF16, its methods do nothing.
+
+    Linear layers are native on GPUs, else emulated.
+    """
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
@@ -31,22 +42,38 @@ class EnginePrecision:
 
     @property
     def _linears(self) -> Recipe | None:
-        """The recipe if linear layers are FP8."""
         return self.recipe if self._has_fp8_linears else None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's `EngineArgs` for this precision.
 
-        The layer of a drafter keeps its KV cache in the compute type.
+        To vLLM a router is a linear layer like any other, so that those of the policy must be left out by name. The
+        layer of a drafter keeps its KV cache in the compute type.
         """
-        found: dict[str, Any] = {} if self._linears is None else _fp8().linear_arguments(self._linears)
+        found: dict[str, Any] = {}
+        if (recipe := self._linears) is not None and torch.cuda.is_available():
+            kept = [engine_name(recipe.family, name) for name in recipe.kept_layers]
+            if recipe.family.router is not None:
+                kept += [f"model.layers.{layer}.{recipe.family.router.hf}" for layer in range(recipe.num_layers)]
+            settings = {"linear": NATIVE, "moe": NATIVE, "ignore": kept}
+            found = {"quantization": NATIVE, "quantization_config": settings}
+        elif recipe is not None:
+            from specrl.rollout.vllm.fp8 import EMULATION  # imports vLLM, which gets to know it
+
+            found = {"quantization": EMULATION}
         if self.recipe is not None and self._has_fp8_kv_cache:
             found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
         return found
 
     def hf_updates(self) -> dict[str, Any]:
-        """The entries that the model's configuration needs for this precision."""
-        return {} if self._linears is None else dict(_fp8().hf_updates(self._linears))
+        """The entries of the model's configuration from which vLLM makes `EmulatedFp8Config`; none on GPUs."""
+        recipe = self._linears
+        if recipe is None or torch.cuda.is_available():
+            return {}
+        from specrl.rollout.vllm.fp8 import EMULATION
+
+        settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
+        return {"quantization_config": settings}
 
     @property
     def kv_scales(self) -> KvScales | None:
@@ -60,11 +87,17 @@ class EnginePrecision:
 
     def mode(self, model: nn.Module) -> Mode:
         """How the policy's module computes FP8; "off" if no layer does."""
-        mode: Mode = "off" if self._linears is None else _fp8().mode_of(model)
-        return mode
+        layers = dict(_layers(model)).values() if self._has_fp8_linears else ()
+        if any(_method(layer) in EMULATED for layer in layers):
+            return "emulated"
+        is_native = any(_method(layer) in NATIVE_METHODS and native_flaw(layer) is None for layer in layers)
+        return "native" if is_native else "off"
 
+    @torch.inference_mode()
     def loaded(self, model: nn.Module, kv_scales: KvScales | None) -> None:
         """Put the KV scales in place after weights were loaded, because loading resets them to vLLM's own.
+
+        The caller must drop cached prefixes, which were stored with the old scales.
 
         Args:
             model: The policy's module inside the engine.
@@ -79,25 +112,95 @@ class EnginePrecision:
         self.restore(kv_scales)
         if self.kv_scales is None:
             raise ValueError('precision.kv_cache = "fp8" needs scales of queries, keys and values: calibrate first')
-        _fp8().set_kv_scales(model, self.kv_scales)
+        for _, attention, letter, value in _places(model, self.kv_scales):
+            getattr(attention, f"_{letter}_scale").fill_(value)
+            setattr(attention, f"_{letter}_scale_float", value)
+            if letter != "q":
+                getattr(attention, f"_{letter}_scale_cpu").fill_(value)
 
     def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
         """Check, after a generation, that the engine has quantised activations and all weights that it was given.
+
+        Args:
+            model: The policy's module inside the engine.
+            compiled: Whether it is compiled: then quantised activations are not counted.
 
         Raises:
             NotQuantisedError: A layer computes in another precision than the recipe says, or stores keys and values
                 with other scales; it names the first.
         """
         if self._linears is not None:
-            _fp8().assert_quantised(model, self._linears, self.num_loads, counts_activations=not compiled)
-        if self.kv_scales is not None:
-            _fp8().assert_kv_scales(model, self.kv_scales)
+            self._assert_linears(model, set(self._linears.engine_layers), compiled=compiled)
+        for layer, attention, letter, value in _places(model, self.kv_scales) if self.kv_scales is not None else ():
+            stored = torch.tensor(value, dtype=torch.float32).item()
+            found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
+            if not found <= {stored, value}:
+                raise NotQuantisedError(
+                    f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
+                )
+
+    def _assert_linears(self, model: nn.Module, expected: set[str], *, compiled: bool) -> None:
+        layers = dict(_layers(model))
+        for name, layer in layers.items():
+            is_native, is_emulated = _method(layer) in NATIVE_METHODS, _method(layer) in EMULATED
+            if (is_native or is_emulated) != (name in expected):
+                precision = "BF16" if name in expected else "FP8"
+                raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
+            if is_native and (flaw := native_flaw(layer)):
+                raise NotQuantisedError(f"{name} of the engine {flaw}")
+            if not is_emulated:
+                continue
+            if (times := layer.quant_method.num_weight_quantisations) < self.num_loads:
+                raise NotQuantisedError(
+                    f"{name} of the engine holds weights that were not quantised: {self.num_loads} loads, "
+                    f"{times} quantisations"
+                )
+            if not compiled and not layer.quant_method.num_activation_quantisations:
+                raise NotQuantisedError(f"{name} of the engine has quantised no activations")
+        if missing := expected - layers.keys():
+            raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
 
 
-def _fp8() -> Any:
-    from specrl.rollout.vllm import fp8  # imports vLLM
+def native_flaw(layer: Any) -> str | None:
+    """Why a layer for which vLLM was asked for native FP8 does not compute in it; None if it does.
 
-    return fp8
+    Kernels for older devices keep only the weights in FP8.
+    """
+    if _method(layer) == NATIVE_EXPERTS:
+        backend = layer.quant_method.fp8_backend.name
+        kernel, weights = backend if backend in WEIGHT_ONLY else None, [layer.w13_weight, layer.w2_weight]
+    else:
+        name = type(getattr(layer.quant_method, "fp8_linear", None)).__name__
+        kernel, weights = name if "Marlin" in name else None, [layer.weight]
+    if kernel is not None:
+        return f"computes with {kernel}: its activations are not in FP8"
+    if wrong := [weight.dtype for weight in weights if weight.dtype != torch.float8_e4m3fn]:
+        return f"holds weights of {wrong[0]}, not in FP8"
+    scales = getattr(layer, "weight_scale_inv", None)
+    if scales is not None and scales.dtype == torch.float32 and not bool((scales > 0).all()):  # false for NaN, too
+        return "has weight scales that are not above 0"
+    return None
+
+
+def _method(layer: Any) -> str:
+    return type(layer.quant_method).__name__
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that have a quantisation method, by the names that vLLM knows them by when it chooses one.
+
+    The experts of a layer are in a module of their own inside the one of that name.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "quant_method", None) is not None:
+            yield name.removesuffix(".routed_experts"), module
+
+
+def _places(model: nn.Module, scales: KvScales) -> Iterator[tuple[int, Any, str, float]]:
+    for layer, values in enumerate(zip(scales.q, scales.k, scales.v, strict=True)):
+        attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
+        for letter, value in zip("qkv", values, strict=True):
+            yield layer, attention, letter, value
 
 
 def _check_linears(config: PrecisionConfig) -> None:

@@ -14,9 +14,7 @@ RUNNER = cpu_kernels.RUNNER
 SAMPLER = "specrl.rollout.vllm.device_sampler"
 SPECULATOR = "specrl.rollout.vllm.text_speculator"
 PATCHES = "specrl.rollout.vllm.engine.patches"
-COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed"
 SAME_TOKENS = "tests/exactness/test_token_for_token.py::test_every_source_and_k_gives_the_tokens_of_plain_decoding"
-SHARED_MEMORY = "tests/integration/test_tensor_parallel.py::test_tokens_are_those_of_one_rank_before_and_after_a_refit"
 _original: dict[str, Any] = {}
 """What has been replaced in this process, by its name."""
 
@@ -85,18 +83,10 @@ REPLACEMENTS = (
         on_cpus=True,
     ),
     Replacement(
-        f"{COMMUNICATOR}.make_group_name",
-        f"{PATCHES}.make_group_name",
-        "vLLM names the memory that ranks share by their numbers alone: two jobs on a machine would collide",
-        SHARED_MEMORY,
-        on_cpus=True,
-    ),
-    Replacement(
-        f"{COMMUNICATOR}._init_cpu_shm",
-        f"{PATCHES}.unlinked",
-        "that memory stays behind when a rank is killed, and then no engine starts; here it loses its name at once",
-        SHARED_MEMORY,
-        wraps=True,
+        "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name",
+        f"{PATCHES}.no_shared_memory",
+        "vLLM's shared memory has a name that another job on the machine takes too, and a killed rank leaves it behind",
+        "tests/integration/test_tensor_parallel.py::test_tokens_are_those_of_one_rank_before_and_after_a_refit",
         on_cpus=True,
     ),
     Replacement(

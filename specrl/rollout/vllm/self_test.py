@@ -60,7 +60,6 @@ class CraftedInputs:
         self._sampler.sampling = self._sampling
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
-        """Pick from crafted logits, and craft the drafts that come to the rows."""
         states, following = self._sampler.sampling_states, positions.cpu() + 1
         settings = (states.temperature, states.top_k, states.top_p, states.seeds)
         temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)
@@ -89,24 +88,19 @@ class CraftedInputs:
         Raises:
             SamplerError: Something is not what the reference says.
         """
-        if len(response.tokens) != NUM_TOKENS:
-            raise SamplerError(f"the sampler gave {len(response.tokens)} tokens instead of {NUM_TOKENS}")
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
         settings = (case.temperature, case.top_k, case.top_p, case.seed)
         temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in settings)
         right = pick_at(self._logits(positions, self._vocab_size), temperature, top_k, top_p, seeds, positions)
+        if response.tokens != right.tokens.tolist():
+            raise SamplerError(
+                f"the sampler installed in the engine gave the tokens {response.tokens} where {right.tokens.tolist()} "
+                "were right: not starting; is another patch of vLLM active?"
+            )
         masses = response.log_kept_mass or [0.0] * NUM_TOKENS
-        found = zip(response.tokens, response.logprobs, masses, strict=True)
-        wanted = zip(*(column.tolist() for column in right[:3]), strict=True)
-        for index, ((token, *values), (right_token, *right_values)) in enumerate(zip(found, wanted, strict=True)):
-            if token != right_token:
-                raise SamplerError(
-                    f"the sampler installed in the engine gave token {token} where {right_token} was right: not "
-                    "starting; is another patch of vLLM active?"
-                )
-            for name, given, expected in zip(("log-prob", "log kept mass"), values, right_values, strict=True):
-                if not abs(given - expected) <= LOGPROB_TOLERANCE:
-                    raise SamplerError(f"the sampler gave token {index} a {name} of {given}, not {expected}")
+        for found, wanted in ((response.logprobs, right.logprobs), (masses, right.log_kept_mass)):
+            if not torch.allclose(torch.tensor(found), wanted, rtol=0, atol=LOGPROB_TOLERANCE):
+                raise SamplerError(f"the sampler gave log-probs or logs of kept masses of {found}, not {wanted}")
         for _, context, drafted, accepted, _ in response.drafts:
             right_ones = [bool(is_right(context + place)) for place in range(drafted)]
             if accepted != [*right_ones, False].index(False):

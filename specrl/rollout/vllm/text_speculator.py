@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, PROMPT, ROW, Batch, Counts, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, NUMBER, PROMPT, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -32,14 +33,15 @@ LOOKED_AT = 8
 
 
 class KnownRequests(RequestState):  # type: ignore[misc]
-    """The runner's requests, with the number of each one's prompt, its place in the generation, and its limit."""
+    """The runner's requests, with the number of each one's prompt, one of its own, and its limit."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.texts = TextStore(0)
-        self.rows: dict[str, int] = {}
-        """The places of the requests in this generation by vLLM's names, from 1 in the order in which they start."""
+        self.texts = TextStore()
+        self._numbers = count(1)
         self.facts = UvaBackedTensor((self.max_num_reqs, FACTS), torch.int64)
+        self.drafts: DeviceDrafts
+        """Says of each request's next draft what it is; see `TextSpeculator`."""
 
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
@@ -47,9 +49,8 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         """Add a request, or one that was preempted."""
         super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         slot = self.req_id_to_index[req_id]
-        row = self.rows.setdefault(req_id, len(self.rows) + 1)
-        limit = min(prompt_len + max_tokens, self.max_model_len)
-        self.facts.np[slot, [PROMPT, ROW, LIMIT]] = self.texts.number_of(all_token_ids[:prompt_len]), row, limit
+        prompt, limit = self.texts.number_of(all_token_ids[:prompt_len]), prompt_len + max_tokens
+        self.facts.np[slot, [PROMPT, NUMBER, LIMIT]] = prompt, next(self._numbers), min(limit, self.max_model_len)
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
@@ -61,40 +62,27 @@ class TextSpeculator:
     """Drafts from text where that is expected to bring more than what vLLM's speculator drafts."""
 
     def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
-        """Take the place of `speculator.propose`."""
         self.drafter_k = drafter_k
         """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
-        self.drafts = drafts_on(device, requests.max_num_reqs, k)
+        self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self._calls = 0
         self._has_chosen = False
         """Whether the last iteration chose drafts, which are to be counted."""
+        self.texts = requests.texts
+        """The texts to draft from; what changes there counts from the next `begin` on."""
         speculator.text, speculator.propose = self, self.propose
 
-    @property
-    def texts(self) -> TextStore:
-        """The texts to draft from; what changes there counts from the next `begin` on."""
-        return self._requests.texts
-
-    def keep_recent(self, tokens: int) -> None:
-        """Keep so many tokens of the latest responses from now on, and forget all text that there is."""
-        self._requests.texts = TextStore(tokens)
-
-    def begin(self, num_requests: int, stop_tokens: Sequence[int]) -> None:
-        """Begin a generation of so many requests, which end with any of these tokens, with all counters at zero."""
-        self._requests.rows.clear()
+    def begin(self, stop_tokens: Sequence[int]) -> None:
+        """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
         self.refresh()
-        self.drafts.begin(num_requests, stop_tokens)
+        self.drafts.begin(stop_tokens)
 
     def refresh(self) -> None:
         """Draft from the texts that there are by now, as far as they have an index."""
         self.drafts.index = self.texts.index(self.drafts.device)
-
-    def counts(self) -> Counts:
-        """All counters since `begin`; this waits for the device."""
-        return self.drafts.counts()
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:

@@ -1,7 +1,6 @@
 """In-process vLLM engines: how they are used, and started and stopped without side effects on the whole process.
 
-`VllmEngine` holds every plain call that the rollout engine makes; nothing outside of this package names an attribute of
-vLLM.
+`VllmEngine` holds every plain call to vLLM; nothing outside of this package names an attribute of vLLM.
 """
 
 from __future__ import annotations
@@ -60,29 +59,19 @@ class VllmEngine:
         self.llm = start(arguments)
         self.runner = model_runner(self.llm)
         self.sampler = self.runner.sampler
+        """The sampler inside the engine, an `InvariantSampler`."""
+        self.policy: nn.Module = self.runner.model
+        """The policy's module."""
+        self.drafter: nn.Module | None = self.runner.get_draft_model()
+        """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
+        self.vocab_size = int(self.llm.model_config.get_vocab_size())
+        """The number of tokens in the policy's vocabulary."""
         self.last: Iteration | None = None
         """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
         self._running: dict[str, RunningRequest] = {}
         self._num_requests = 0
-
-    @property
-    def policy(self) -> nn.Module:
-        """The policy's module."""
-        model: nn.Module = self.runner.model
-        return model
-
-    @property
-    def drafter(self) -> nn.Module | None:
-        """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
-        model: nn.Module | None = self.runner.get_draft_model()
-        return model
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens in the policy's vocabulary."""
-        return int(self.llm.model_config.get_vocab_size())
 
     @property
     def num_running(self) -> int:
@@ -160,7 +149,7 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RefitError("the engine's prefix cache cannot be dropped: something still holds blocks of it")
 
-    def refit_policy(self, weights: Weights, names: frozenset[str]) -> None:
+    def load_policy(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the policy in place; errors are those of `reload_weights`.
 
         Args:
@@ -171,7 +160,7 @@ class VllmEngine:
         required = names - {HEAD} if tied else names | {HEAD}
         reload_weights(self.llm.vllm_config, self.policy, weights, required, names | {HEAD}, tied=tied)
 
-    def refit_drafter(self, weights: Weights, names: frozenset[str]) -> None:
+    def load_drafter(self, weights: Weights, names: frozenset[str]) -> None:
         """Load the drafter, whose tensors on disk have these names, in place; its embeddings are the policy's.
 
         Raises:
@@ -184,18 +173,13 @@ class VllmEngine:
         reload_weights(self.llm.vllm_config, self.drafter, weights, names - NOT_LOADED, names | NOT_LOADED)
         check_draft_vocabulary(self.drafter, self.vocab_size)
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the engine was started on a GPU with sleep mode."""
-        return bool(self.llm.model_config.enable_sleep_mode)
-
     def sleep(self) -> None:
         """Give the engine's GPU memory back; the next call must be `wake`.
 
         Raises:
             ValueError: The engine was started on a CPU or without `engine.sleep = true`.
         """
-        if not self.can_sleep:
+        if not self.llm.model_config.enable_sleep_mode:
             raise ValueError("the engine cannot sleep: it was started on a CPU or without engine.sleep = true")
         assert not self._running, "sleep while generating"
         self.llm.sleep(OFFLOAD)
@@ -205,11 +189,11 @@ class VllmEngine:
 
         On an engine that is awake or cannot sleep this does nothing.
         """
-        if self.can_sleep and self.llm.is_sleeping():
+        if self.llm.is_sleeping():
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
 
-    def stop(self) -> None:
+    def shutdown(self) -> None:
         """Free the engine; the default process group stays."""
         stop(self.llm)
 

@@ -8,18 +8,11 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
-from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
 
 from specrl.artifacts import digest
 
 COMPILE_SECONDS = 1800
 """How long the ranks of a node wait for the first one, before they compile too."""
-
-_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The name of the memory that the ranks of a communicator share."""
 
 
 def called(inspect: Callable[[], Any]) -> Any:
@@ -87,21 +80,6 @@ def first_on_its_node(warm_up: Callable[..., None]) -> Callable[..., None]:
     return warm_up_in_turn
 
 
-def make_group_name(communicator: Any) -> str:
-    """A name for the memory that the ranks of a communicator share, which nobody else uses (collective)."""
-    if communicator not in _names:
-        name = [f"specrl-{uuid4().hex}"]
-        dist.broadcast_object_list(name, src=communicator.ranks[0], group=communicator.cpu_group)
-        _names[communicator] = name[0]
-    return _names[communicator]
-
-
-def unlinked(init_shared_memory: Callable[[Any], int]) -> Callable[[Any], int]:
-    """A function that makes the shared memory, which then has no name and ends with its last rank."""
-
-    def init_and_unlink(communicator: Any) -> int:
-        handle = int(init_shared_memory(communicator))
-        Path("/dev/shm", f"{communicator.group_name}_{communicator.communicator.rank}").unlink(missing_ok=True)
-        return handle
-
-    return init_and_unlink
+def no_shared_memory(_: Any) -> bool:
+    """Have the ranks of an engine on CPUs talk by gloo, as they do on several machines."""
+    return False

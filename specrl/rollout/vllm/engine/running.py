@@ -75,7 +75,6 @@ class RunningRequest:
             self._stop(self.stops, context - self.prompt_length)
 
     def _stop(self, stops: StopStrings, before: int) -> None:
-        """End with the first of the tokens after `before` that completes a stop string, if one does."""
         if (length := stops.length(self.tokens, before)) is None:
             return
         del self.tokens[length:], self.logprobs[length:], self.log_kept_mass[length:]

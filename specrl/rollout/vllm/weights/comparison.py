@@ -56,15 +56,16 @@ class Expected:
     No tensor is kept for longer than it takes until the fused layer or expert that it belongs to is complete.
     """
 
-    def __init__(self, model: nn.Module, family: Family, *, drafter: bool = False) -> None:
+    def __init__(self, model: nn.Module, family: Family, *, policy: nn.Module | None = None) -> None:
         """Begin with no notes.
 
         Args:
             family: The policy's family, which says what the engine fuses. An EAGLE-3 drafter is a Llama with any
                 policy.
-            drafter: Whether `model` is the drafter: EAGLE-3, or the policy's multi-token-prediction layer.
+            policy: The policy inside the engine if `model` is its drafter, which must have the same embeddings:
+                EAGLE-3, or the policy's multi-token-prediction layer.
         """
-        self._model, self._family, self._drafter = model, family, drafter
+        self._model, self._family, self._policy = model, family, policy
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._notes: list[Note] = []
         self._experts: tuple[nn.Module, Tensor] | None = None
@@ -90,10 +91,24 @@ class Expected:
             pass
 
     @torch.inference_mode()
-    def differing(self) -> list[str]:
-        """The names of those of the trainer's tensors that the model does not compute with."""
+    def check(self) -> None:
+        """Check that the model computes with the trainer's tensors.
+
+        Raises:
+            PolicyParityError: Some of the policy's differ; the error names them.
+            DrafterCollapseError: Some of the drafter's do.
+        """
         self._experts = None
-        return [name for note in self._notes if not self._is_held(note) for name in note.names]
+        wrong = [name for note in self._notes if not self._is_held(note) for name in note.names]
+        if self._policy is not None:
+            models: tuple[Any, Any] = self._model, self._policy
+            own, shared = (model.get_submodule("model.embed_tokens").weight for model in models)
+            if own is not shared and not torch.equal(own, shared):
+                wrong.append("embed_tokens.weight")
+        if wrong:
+            error, name = (PolicyParityError, "policy") if self._policy is None else (DrafterCollapseError, "drafter")
+            more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+            raise error(f"the engine's {name} differs from the trainer's in {', '.join(wrong[:MOST_NAMED])}{more}")
 
     def _is_held(self, note: Note) -> bool:
         layer, expected = note.layer, note.expected
@@ -107,14 +122,16 @@ class Expected:
             return torch.equal(_summed(getattr(layer, note.kind))[: len(expected)].cpu(), expected.cpu())
         if _is_in_fp8(layer):
             return torch.equal(_bits(layer), expected.to(layer.weight.device))
-        return _are_equal(linear_output(layer, probe_rows(_width(layer), self._like))[:, : expected.shape[1]], expected)
+        found = layer.quant_method.apply(layer, probe_rows(_width(layer), self._like), None)
+        return _are_equal(found[:, : expected.shape[1]], expected)
 
     def _place(self, name: str) -> tuple[str, str, list[str]]:
         family, fused = self._family, self._family.fused
         if family.mtp is not None and name.startswith(family.mtp.prefix):
             config: Any = self._model.config
             return _engine_place(family.mtp.name_in_engine(name, config.num_hidden_layers), fused)
-        return _engine_place(_eagle3_engine_name(name), LLAMA.fused) if self._drafter else _engine_place(name, fused)
+        is_drafter = self._policy is not None
+        return _engine_place(_eagle3_engine_name(name), LLAMA.fused) if is_drafter else _engine_place(name, fused)
 
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
@@ -127,38 +144,6 @@ class Expected:
         else:
             expected = _expected(layer, kind, tensors, self._like.dtype, is_expert=expert is not None)
         self._notes.append(Note(names, layer, kind, expert, expected))
-
-
-def assert_policy_is(expected: Expected) -> None:
-    """Check that the policy inside the engine has the weights that were noted.
-
-    Raises:
-        PolicyParityError: Some tensors differ; the error names them.
-    """
-    if wrong := expected.differing():
-        raise PolicyParityError(f"the engine's policy differs from the trainer's in {_listed(wrong)}")
-
-
-def assert_drafter_is(drafter: nn.Module, weights: Weights, policy: nn.Module, family: Family) -> None:
-    """Check that the drafter inside the engine has these weights and the embeddings of the policy there.
-
-    Raises:
-        DrafterCollapseError: Some tensors differ; the error names them.
-    """
-    expected = Expected(drafter, family, drafter=True)
-    expected.take(weights)
-    wrong = expected.differing()
-    own: Any = drafter.get_submodule("model.embed_tokens")
-    shared: Any = policy.get_submodule("model.embed_tokens")
-    if own.weight is not shared.weight and not torch.equal(own.weight, shared.weight):
-        wrong.append("embed_tokens.weight")
-    if wrong:
-        raise DrafterCollapseError(f"the engine's drafter differs from the trainer's in {_listed(wrong)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
@@ -255,14 +240,6 @@ def _are_equal(actual: Tensor, expected: Tensor) -> bool:
 def probe_rows(width: int, like: Tensor) -> Tensor:
     """The fixed random inputs of a matrix with `width` inputs, in a tensor's type and place: [PROBE_ROWS, width]."""
     return torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(like)
-
-
-def linear_output(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What a linear layer or head of the engine computes with its weight, without bias: [n, in] -> [n, out]."""
-    method: Any = layer.quant_method
-    with torch.inference_mode():
-        output: Tensor = method.apply(layer, inputs, None)
-    return output
 
 
 def _summed(tensor: Tensor) -> Tensor:

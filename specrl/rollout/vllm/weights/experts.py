@@ -28,9 +28,8 @@ def pack_anew(model: nn.Module) -> None:
     and the kernel would read them as packed ones, without any error.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if torch.cuda.is_available():
         return
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specrl.models.families import FAMILIES
 from specrl.models.hf_io import TensorReader
-from specrl.rollout.errors import PolicyParityError, RefitError
+from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm.weights.experts import pack_anew
 from specrl.training.drafter.io import check_offsets
 
@@ -57,50 +57,6 @@ def check_own_head(drafter: nn.Module, policy: nn.Module, names: frozenset[str])
         )
 
 
-class Delivery:
-    """Passes weights on and notes what is wrong with them.
-
-    Errors are raised after loading: a reload that breaks off in the middle leaves layers which cannot be loaded again.
-    """
-
-    def __init__(self, required: frozenset[str], known: frozenset[str], tied: bool) -> None:
-        self.missing = set(required)
-        self.known = known
-        self.tied = tied
-        self.unknown: list[str] = []
-        self._first: Tensor | None = None
-        """The first that came of a tied head and the embeddings, until the other one is compared with it."""
-        self._heads_differ = False
-
-    def through(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that are to be loaded."""
-        for name, tensor in weights:
-            self.missing.discard(name)
-            if self.tied and name in {HEAD, EMBEDDINGS}:
-                self._compare(tensor)
-            if name not in self.known:
-                self.unknown.append(name)
-            elif not (self.tied and name == HEAD):
-                yield name, tensor
-
-    def _compare(self, tensor: Tensor) -> None:
-        if self._first is None:
-            self._first = tensor
-        else:
-            same = tensor is self._first or torch.equal(self._first, tensor)  # comparing takes longer than loading
-            self._heads_differ, self._first = not same, None
-
-    def check(self) -> None:
-        """Raise RefitError for missing or unknown tensors, PolicyParityError for a tied head that differs."""
-        if self.unknown:
-            raise RefitError(f"refit was sent {', '.join(self.unknown)}, which the model on disk does not have")
-        if self.missing:
-            missing = ", ".join(sorted(self.missing))
-            raise RefitError(f"refit was not sent {missing}; until one sends all, the engine's weights are incomplete")
-        if self._heads_differ:
-            raise PolicyParityError(f"the policy ties {HEAD} to {EMBEDDINGS}, but refit was sent different tensors")
-
-
 def reload_weights(
     vllm_config: Any,
     model: nn.Module,
@@ -118,29 +74,42 @@ def reload_weights(
     Args:
         required: The names of the tensors that must come.
         known: Those that may.
-        tied: Whether the head is tied to the embeddings: an explicit one is compared with them and not loaded.
+        tied: Whether the head is tied to the embeddings: an explicit one is not loaded, but compared as all are.
 
     Raises:
         RefitError: A tensor is missing or unknown.
-        PolicyParityError: The head of a tied policy differs from its embeddings.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
-    delivery = Delivery(required, known, tied)
+    missing, unknown = set(required), list[str]()
+
+    def loaded() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            missing.discard(name)
+            if name not in known:
+                unknown.append(name)
+            elif not (tied and name == HEAD):
+                yield name, tensor
+
     with torch.inference_mode(), set_current_vllm_config(vllm_config):
         pack_anew(model)
         inplace.reload_weights(
             vllm_config,
             model,
-            weights_iterator=delivery.through(weights),
+            weights_iterator=loaded(),
             weights_path=None,
             is_checkpoint_format=True,
         )
         head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
         if head is not None and embeddings is not None and head.weight is embeddings.weight:
             head.quant_method.process_weights_after_loading(head)
-    delivery.check()
+    # Only now: a reload that breaks off in the middle leaves layers which cannot be loaded again.
+    if unknown:
+        raise RefitError(f"refit was sent {', '.join(unknown)}, which the model on disk does not have")
+    if missing:
+        named = ", ".join(sorted(missing))
+        raise RefitError(f"refit was not sent {named}; until one sends all, the engine's weights are incomplete")
 
 
 def check_draft_vocabulary(drafter: nn.Module, vocab_size: int) -> None:
