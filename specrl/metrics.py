@@ -114,7 +114,7 @@ _DEFINITIONS = (
         "bubble/idle_s",
         "s",
         "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used "
-        "or not.",
+        "or not; without that in refills.",
     ),
     Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
     Metric(
@@ -176,6 +176,13 @@ _DEFINITIONS = (
         "responses",
         "Responses of the step on which the reward failed, and which count as data.reward_on_failure.",
     ),
+    Metric(
+        "reward/overlong_penalty",
+        "",
+        "Mean of what train.overlong_window adds to the responses' rewards; reward/mean is without it.",
+    ),
+    Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
+    Metric("rollout/dropped_groups", "groups", "Groups of the step that were sampled and are not in the update."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric(

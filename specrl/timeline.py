@@ -108,11 +108,14 @@ class Bubble:
     saved_s: float | None = None
     """An estimate of the seconds that drafts saved in its own share, by the cost model's plain iterations; None
     where there is none."""
+    refills: list[Span] = field(default_factory=list)
+    """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
 
     @property
     def own_s(self) -> float:
-        """The seconds of its own share."""
-        return self.generated_at - self.started_at
+        """The seconds of its own share, of refills too."""
+        refills = sum(span.ended_at - span.started_at for span in self.refills)
+        return self.generated_at - self.started_at + refills
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,13 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
         timer: The spans of the step's parts on that rank.
     """
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
-    return [own, *bubble.spans, *(span for span in timer if span.name not in (GENERATION, "step"))]
+    return [own, *bubble.spans, *bubble.refills, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
     """A timeline, given what `json` reads of its `asdict` form."""
     bubble = data["bubble"]
     spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
-    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})
+    refills = [Span(**span) for span in bubble.get("refills", ())]
+    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace, "refills": refills})
     return RankTimeline(bubble, [Span(**span) for span in data["spans"]])

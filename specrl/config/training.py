@@ -183,8 +183,8 @@ class TrainConfig(Section):
     """Number of optimizer steps on the rollouts of a step, each on other groups; 1 is strictly on-policy and needs no
     separate pass for log-probs."""
     algorithm: str | None = None
-    """A preset for `loss`, `advantage` and `loss_mean`, which take its place in the run's own configuration: `dr-grpo`,
-    `gspo`, `cispo`, `rloo` or `reinforce++`."""
+    """A preset for other settings of this section, which take its place in the run's own configuration: `dapo`,
+    `dr-grpo`, `gspo`, `cispo`, `rloo` or `reinforce++`."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
@@ -197,6 +197,17 @@ class TrainConfig(Section):
     """What the loss is a mean over: all response `token`s of the step (DAPO), responses, each with the mean of its own
     tokens (`response`, as in GRPO and GSPO), or responses, each with the sum of its tokens over
     `sampling.max_response_tokens` (`constant`, as in Dr. GRPO)."""
+    refill_rounds: Adjustable[NonNegativeInt] = 0
+    """How many times in a step groups whose rewards are all equal are dropped and as many other prompts asked in their
+    place (DAPO's dynamic sampling); 0 asks none. Groups that are still missing after that are made up for by dropped
+    ones, which teach nothing and count in the mean of the loss."""
+    overlong_filter: Adjustable[bool] = False
+    """Whether responses that were cut off at `sampling.max_response_tokens` are left out of the update, and of the mean
+    of the loss. Their rewards count for the advantages of their groups."""
+    overlong_window: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.0
+    """The last part of `sampling.max_response_tokens`, as a share, in which a response is punished for its length: what
+    is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards are
+    without it, and so are those that `refill_rounds` looks at."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
     in memory."""

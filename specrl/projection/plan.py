@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from specrl.config import Config, ConfigError, StageName
@@ -16,6 +17,8 @@ from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
 
 BF16 = 2
+SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window")
+"""The settings of `[train]` beside the functions that decide what the update is, which a preset may stand for."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
@@ -66,7 +69,7 @@ def plan(config: Config) -> Plan:
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
-            f"train.loss_mean = {config.train.loss_mean}",
+            *(f"train.{name} = {json.dumps(getattr(config.train, name))}" for name in SHAPING),
         ),
         notes=tuple(fit.notes),
     )

@@ -56,13 +56,13 @@ class LossInputRows:
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows
     """Log-probs under the reference policy; empty without a KL penalty."""
-    weights: list[float] | None = None
+    weights: NDArray[np.float64] | None = None
     """Those of `response_weights`."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
 
-        def spread(values: Sequence[float] | NDArray[np.float64]) -> Tensor:
+        def spread(values: NDArray[np.float64]) -> Tensor:
             found = [np.full(len(row), values[number]) for number, row in zip(batch.indices, rows, strict=True)]
             return align(found, batch.mask, batch.num_tokens)
 
@@ -95,8 +95,7 @@ def update_policy(
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
-    lengths, most = rollouts.response_lengths.tolist(), config.sampling.max_response_tokens
-    weights = response_weights(lengths, config.train.loss_mean, most)
+    weights = _response_weights(rollouts, config)
     rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config), weights)
     logprob_s = time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []
@@ -116,6 +115,16 @@ def update_policy(
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
+
+
+def _response_weights(rollouts: RolloutBatch, config: Config) -> NDArray[np.float64] | None:
+    lengths = rollouts.response_lengths[rollouts.in_loss].tolist()
+    found = response_weights(lengths, config.train.loss_mean, config.sampling.max_response_tokens)
+    if found is None:
+        return None
+    weights = np.zeros(len(rollouts))
+    weights[rollouts.in_loss] = found
+    return weights
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
@@ -160,16 +169,16 @@ def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
 
 
 def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
-    """Choose the rollouts to train on: those of whole groups, without the groups in which all advantages are 0.
+    """Choose the rollouts to train on: those in the loss, without the groups in which all advantages are 0.
 
     A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
     mismatch is measured on, and the drafter learns from. A KL penalty acts on every response, so that all stay.
     """
-    if config.kl_coef or not config.drop_zero_signal_groups:
-        return list(range(len(rollouts)))
-    with_signal = np.unique(rollouts.prompt_ids[rollouts.advantages != 0])
-    chosen: list[int] = np.flatnonzero(np.isin(rollouts.prompt_ids, with_signal)).tolist()
-    return chosen
+    chosen = rollouts.in_loss
+    if not config.kl_coef and config.drop_zero_signal_groups:
+        chosen = chosen & np.isin(rollouts.prompt_ids, rollouts.prompt_ids[chosen & (rollouts.advantages != 0)])
+    numbers: list[int] = np.flatnonzero(chosen).tolist()
+    return numbers
 
 
 def learning_rate(config: Config, step: int, update: int) -> float:
@@ -214,9 +223,9 @@ def _run_updates(
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
-    # Groups that are left out count too, or the few groups of a step with little signal would move the policy as far
-    # as many: leaving them out saves time, and changes nothing.
-    scale = int(rollouts.response_lengths.sum()) / config.train.updates_per_step
+    # Groups without signal count too, or the few groups of a step with little signal would move the policy as far as
+    # many: leaving them out saves time, and changes nothing.
+    scale = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
     trained = [int(rollouts.response_lengths[part].sum()) for part in parts]
     for update, own in enumerate(batches):
         result, kept = policy.train_step(

@@ -298,7 +298,15 @@ def test_a_preset_stands_for_its_settings_and_for_nothing_beside_them() -> None:
     assert (config.train.algorithm, config.train.loss_mean) == (None, "constant")
     assert config.train.advantage.options == {"normalize_by_std": False}
     assert parse_config(json.loads(dump_config(config))) == config
-    with pytest.raises(ConfigError, match=r'train.algorithm = "dapo": allowed: dr-grpo, gspo, cispo, rloo, reinforce'):
-        parse_config({"name": "a", "train": {"algorithm": "dapo"}})
+    with pytest.raises(ConfigError, match=r'train.algorithm = "ppo": allowed: dapo, dr-grpo, gspo, cispo, rloo, reinf'):
+        parse_config({"name": "a", "train": {"algorithm": "ppo"}})
     with pytest.raises(ConfigError, match=r'train.algorithm = "rloo" sets train.advantage, too: leave it out'):
         parse_config({"name": "a", "train": {"algorithm": "rloo", "advantage": "grpo"}})
+
+
+def test_dapo_is_all_of_its_techniques() -> None:
+    train = parse_config({"name": "a", "train": {"algorithm": "dapo", "updates_per_step": 2}}).train
+    assert train.loss.options == {"clip_low": 0.2, "clip_high": 0.28} and train.loss_mean == "token"
+    assert (train.refill_rounds, train.overlong_filter, train.overlong_window, train.kl_coef) == (9, True, 0.2, 0.0)
+    with pytest.raises(ConfigError, match=r'train.algorithm = "dapo" sets train.refill_rounds, too'):
+        parse_config({"name": "a", "train": {"algorithm": "dapo", "refill_rounds": 2}})
