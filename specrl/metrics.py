@@ -200,7 +200,7 @@ _DEFINITIONS = (
         "",
         "Share of the trained tokens that train.correction truncated or masked.",
     ),
-    Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
+    Metric("policy/kl", "nats/token", "KL(policy || reference), train.kl_estimator; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric(
         "policy/real_token_share",

@@ -25,7 +25,7 @@ from torch import Tensor
 from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
 from specrl.config import TrainConfig
 from specrl.config.algorithms import CORRECTIONS, LOSSES
-from specrl.config.training import LossMean
+from specrl.config.training import KlEstimator, LossMean
 
 
 def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float] | None:
@@ -39,6 +39,21 @@ def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -
         return None
     average = sum(lengths) / max(1, len(lengths))
     return [average / (length if mean == "response" else most_tokens) if length else 0.0 for length in lengths]
+
+
+def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL(policy || reference) by each token of the policy's (Schulman 2020, "Approximating KL divergence").
+
+    With l = log p - log p_reference, k1 = l and k3 = exp(-l) - 1 + l have the divergence as their mean; k2 = l^2 / 2 is
+    biased, and its gradient is that of the divergence. The gradient of k1 is 0 on average.
+    """
+    log_ratio = logprobs - reference
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    back = (-log_ratio).clamp(max=LARGEST_LOG_RATIO)
+    return back.exp() - back - 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class TokenTargets:
     old_logprobs: Tensor | None
     """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
     reference_logprobs: Tensor | None
-    """Log-probs under the reference policy; None without a KL penalty."""
+    """Log-probs under the reference policy; None without a KL penalty in the loss."""
     weights: Tensor | None = None
     """The factors of `response_weights`; None where all are 1."""
 
@@ -65,8 +80,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
-    The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
-    k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference) over the tokens that are kept.
+    The objective of a token is w * loss + kl_coef * kl, where w is the correction's weight, and kl is that of
+    `kl_estimates` (with k3 the objective of GRPO, arXiv 2402.03300, equation 4).
 
     Args:
         logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.
@@ -87,8 +102,7 @@ def policy_loss(
     per_token = weights * loss
     shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
-        log_ratio = (targets.reference_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
-        shared["kl"] = log_ratio.exp() - log_ratio - 1
+        shared["kl"] = kl_estimates(logprobs, targets.reference_logprobs, config.kl_estimator)
         per_token = per_token + config.kl_coef * shared["kl"]
     if targets.weights is not None:
         per_token = targets.weights * per_token

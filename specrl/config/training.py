@@ -168,6 +168,7 @@ class DrafterConfig(Section):
 
 
 LossMean = Literal["token", "response", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class TrainConfig(Section):
@@ -209,12 +210,21 @@ class TrainConfig(Section):
     is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards are
     without it, and so are those that `refill_rounds` looks at."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
-    """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
-    in memory."""
+    """Weight of the KL penalty towards the reference policy, the one before RL unless `reference_every` renews it; with
+    0 no reference is kept in memory."""
+    kl_estimator: Adjustable[KlEstimator] = "k3"
+    """The estimate of the KL divergence at a token: with l = log p - log p_reference, `k1` is l, `k2` is l^2 / 2, and
+    `k3` is exp(-l) - 1 + l."""
+    kl_in: Adjustable[Literal["loss", "reward"]] = "loss"
+    """What the penalty is a part of: the loss of each token, or the reward of a response, from which the sum over its
+    tokens is subtracted before the advantages."""
+    reference_every: Adjustable[PositiveInt | None] = None
+    """Number of steps after each of which the policy becomes the reference; None leaves it the policy before RL.
+    Checkpoints hold the reference with it, and not without it."""
     drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
-    gradient: the loss is divided by the tokens of all groups of the step. With `kl_coef` above 0, which acts on all of
-    them, none is left out."""
+    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss, which acts on
+    all of them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
@@ -234,6 +244,16 @@ class TrainConfig(Section):
     @classmethod
     def _preset(cls, data: Any) -> Any:
         return expand_preset(data) if isinstance(data, dict) else data
+
+    @property
+    def penalises_tokens(self) -> bool:
+        """Whether every token has a loss, whatever its advantage."""
+        return bool(self.kl_coef) and self.kl_in == "loss"
+
+    @property
+    def renews_reference(self) -> bool:
+        """Whether there is a reference that changes, and so is a part of checkpoints."""
+        return bool(self.kl_coef) and self.reference_every is not None
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:

@@ -31,6 +31,8 @@ class RolloutBatch:
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
+    kl: NDArray[np.float64]
+    """The sum of the estimates of KL(policy || reference) over each response; 0 unless `train.kl_in` is `reward`."""
     in_loss: NDArray[np.bool_]
     """Whether the loss is a mean over the rollout's tokens, too; `assign_advantages` leaves some out."""
     engine_size: int
@@ -64,6 +66,7 @@ class RolloutBatch:
         held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
         return cls(
             **{name: column[order] for name, column in columns.items()},
+            kl=np.zeros(len(order)),
             in_loss=np.ones(len(order), np.bool_),
             engines=engines,
             engine_size=engine_size,
@@ -101,7 +104,7 @@ class RolloutBatch:
         first ones that were dropped, which stay without signal. Other rollouts have an advantage of 0.
         """
         train, in_batch = config.train, np.ones(len(self), np.bool_)
-        rewards = self.rewards + self.penalties(config)
+        rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
         if train.refill_rounds:
             has_signal = np.isin(self.prompt_ids, self.with_signal)
             dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(train)]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from specrl.algorithms.objective import TokenTargets, policy_loss, response_weights
+from specrl.algorithms.objective import TokenTargets, kl_estimates, policy_loss, response_weights
 from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
@@ -55,7 +55,7 @@ class LossInputRows:
     old: Rows
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows
-    """Log-probs under the reference policy; empty without a KL penalty."""
+    """Log-probs under the reference policy; empty without a KL penalty in the loss."""
     weights: NDArray[np.float64] | None = None
     """Those of `response_weights`."""
 
@@ -83,6 +83,10 @@ def update_policy(
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
     their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
     """
+    started = time.perf_counter()
+    if config.train.kl_coef and config.train.kl_in == "reward":
+        _penalise_rewards(policy, rollouts, config)
+    penalty_s = time.perf_counter() - started
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
     experts = expert_shape_of_model(policy.hf_config)
@@ -96,8 +100,9 @@ def update_policy(
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
     weights = _response_weights(rollouts, config)
-    rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config), weights)
-    logprob_s = time.perf_counter() - started
+    reference = _reference_logprobs(policy, batches, config) if config.train.penalises_tokens else {}
+    rows = LossInputRows(rollouts.advantages, own, old, reference, weights)
+    logprob_s = penalty_s + time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
     metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
@@ -113,8 +118,29 @@ def update_policy(
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    if parts and not config.train.penalises_tokens:
+        metrics["kl"] = float(rollouts.kl.sum()) / int(rollouts.response_lengths[rollouts.in_loss].sum())
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
+
+
+def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> None:
+    """Assign advantages by rewards without `train.kl_coef` times each response's KL divergence (collective).
+
+    The policy's log-probs are the engine's, of the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
+    """
+    numbers = np.flatnonzero(rollouts.in_loss).tolist()
+    shares = TrainingShares.of(policy, rollouts, [numbers])
+    own = shares.deliver(rollouts)
+    reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
+    found: dict[int, float] = {}
+    for number, row in reference.items() if shares.reports else ():
+        logprobs, others = torch.tensor(own.row("generation_logprobs", number)), torch.tensor(row)
+        estimates = kl_estimates(logprobs, others, config.train.kl_estimator)
+        found[number] = float(estimates.double().sum())
+    for sums in policy.ranks.gather(found):
+        rollouts.kl[list(sums)] = list(sums.values())
+    rollouts.assign_advantages(config)
 
 
 def _response_weights(rollouts: RolloutBatch, config: Config) -> NDArray[np.float64] | None:
@@ -172,10 +198,10 @@ def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
     """Choose the rollouts to train on: those in the loss, without the groups in which all advantages are 0.
 
     A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
-    mismatch is measured on, and the drafter learns from. A KL penalty acts on every response, so that all stay.
+    mismatch is measured on, and the drafter learns from. A KL penalty in the loss acts on every response: all stay.
     """
     chosen = rollouts.in_loss
-    if not config.kl_coef and config.drop_zero_signal_groups:
+    if not config.penalises_tokens and config.drop_zero_signal_groups:
         chosen = chosen & np.isin(rollouts.prompt_ids, rollouts.prompt_ids[chosen & (rollouts.advantages != 0)])
     numbers: list[int] = np.flatnonzero(chosen).tolist()
     return numbers
@@ -269,8 +295,6 @@ def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Confi
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
-    if not config.train.kl_coef:
-        return {}
     # The reference is another policy: its tokens go to the experts that it chooses.
     unrouted = [[replace(batch, routes=None) for batch in part] for part in batches]
     with policy.reference_weights():

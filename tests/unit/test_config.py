@@ -133,6 +133,9 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
         ),
         (["train.loss=gspo"], ['train.loss = "gspo"', "train.updates_per_step = 1", '"grpo"']),
         (["train.loss.clip_high=0.4"], ["train.loss.clip_high = 0.4", "train.updates_per_step = 1", "0.28"]),
+        (["train.kl_in=reward"], ['train.kl_in = "reward"', "train.kl_coef = 0", "above 0"]),
+        (["train.reference_every=5"], ["train.reference_every = 5", "train.kl_coef = 0", "above 0"]),
+        (["train.kl_coef=0.1", "train.kl_estimator=k1"], ['train.kl_estimator = "k1"', '"loss"', '"k2"', '"reward"']),
         (["train.stop_when={metric='reward/mena', above=1}"], ['"reward/mena"', "did you mean reward/mean?"]),
     ],
 )

@@ -16,6 +16,8 @@ from specrl.distributed import Ranks, join, leave
 from specrl.precision.mismatch import MismatchSums
 from specrl.schemas import Rollout
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares, deal_groups
@@ -251,6 +253,34 @@ def test_the_preset_dapo_is_the_objective_of_the_paper(ranks: Ranks, model_dir: 
     assert metrics["num_tokens"] == 3 * sum(range(6, 12)) and any(tensor.any() for tensor in moved.values())
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: Path, estimator: str) -> None:
+    """As TRL's RLOO has it for k1, rewards - beta * sum(log p - log p_reference), the reference's by transformers."""
+    settings: dict[str, Any] = {"kl_in": "reward", "kl_estimator": estimator, "advantage": "rloo"}
+    metrics, moved, rollouts = updated(model_dir, [SIGNAL, FLAT], kl_coef=0.1, **settings)
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    sums = []
+    for rollout in rollouts.held.values():
+        tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
+        with torch.no_grad():
+            scores = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        reference = scores.gather(1, tokens[1:, None])[len(rollout.prompt_tokens) - 1 :, 0]
+        ratio = torch.tensor(rollout.generation_logprobs) - reference
+        sums.append(float({"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}[estimator].sum()))
+    assert rollouts.kl.tolist() == pytest.approx(sums, abs=1e-4)
+    rewards = [reward - 0.1 * found for reward, found in zip([*SIGNAL, *FLAT], sums, strict=True)]
+    expected = [
+        rewards[i] - (sum(rewards[start : start + 3]) - rewards[i]) / 2
+        for start in (0, 3)
+        for i in range(start, start + 3)
+    ]
+    assert rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-4)
+    assert [rollout.advantage for rollout in rollouts.held.values()] == pytest.approx(expected, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(sum(sums) / rollouts.response_lengths.sum(), abs=1e-5)
+    assert metrics["num_tokens"] == 42 and any(tensor.any() for tensor in moved.values())
+    assert rollouts.rewards.tolist() == [*SIGNAL, *FLAT]
+
+
 def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Path) -> None:
     """Mutation: a mean over updates without tokens, of which there would be three here."""
     once, _, _ = updated(model_dir, [SIGNAL, FLAT, FLAT, FLAT], {"lr": 1e-9})
@@ -294,6 +324,35 @@ def test_every_algorithm_takes_a_step_of_several_updates(
     assert 0 <= metrics["corrected_fraction"] < 1
     assert (metrics["kl"] > 0) == ("kl_coef" in algorithms)
     assert any(tensor.any() for tensor in moved.values())
+
+
+def test_a_renewed_reference_is_a_part_of_the_checkpoint(ranks: Ranks, model_dir: Path, tmp_path: Path) -> None:
+    config = parse_config({"name": "renewed", "policy": {"lr": 1e-2}, "train": {"correction": "none", "kl_coef": 0.1}})
+
+    def loaded(*, stores: bool = True) -> Policy:
+        kept = {"keep_reference": True, "stores_reference": stores}
+        return Policy(model_dir, config.policy, dtype="float32", ranks=ALONE, seed=0, **kept)
+
+    def kl(policy: Policy) -> float:
+        return update_policy(policy, scored([SIGNAL], config), config, None, step=2).metrics["kl"]
+
+    trained = loaded()
+    assert kl(trained) == 0 and kl(trained) > 0
+    trained.renew_reference()
+    assert kl(trained) == 0 and trained.model.training
+    checkpoints = Checkpoints(tmp_path, trained, Retention(2))
+    checkpoints.save(TrainState(3, trained, None))
+    checkpoints.wait()
+    expected = kl(trained)  # the reference is an update behind
+    restored, forgetful = loaded(), loaded(stores=False)
+    load(tmp_path / "step=000003", restored, None)
+    load(tmp_path / "step=000003", forgetful, None)
+    assert 0 < kl(restored) == expected < kl(forgetful)
+    checkpoints = Checkpoints(tmp_path, forgetful, Retention(2))
+    checkpoints.save(TrainState(4, forgetful, None))
+    checkpoints.wait()
+    load(tmp_path / "step=000004", restored, None)  # has none: the one before stays
+    assert kl(restored) > 0
 
 
 def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(ranks: Ranks, model_dir: Path) -> None:

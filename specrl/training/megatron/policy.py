@@ -92,11 +92,12 @@ class Policy:
         seed: int,
         fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
+        stores_reference: bool = False,
     ) -> None:
         """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
         `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
-        a copy of the parameters is kept for `reference_weights`.
+        a copy of the parameters is kept for `reference_weights`, and `stores_reference` makes it a part of `shards`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -120,6 +121,7 @@ class Policy:
         self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
+        self.stores_reference = stores_reference
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
@@ -178,7 +180,8 @@ class Policy:
         return weights.tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        return policy_shards(self.model, self._weights, self.optimizer)
+        reference = self._reference if self.stores_reference else None
+        return policy_shards(self.model, self._weights, self.optimizer, reference or ())
 
     def train_step(
         self,
@@ -242,9 +245,15 @@ class Policy:
         write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
+    @torch.no_grad()
+    def renew_reference(self) -> None:
+        """Make the parameters the reference, where one is kept."""
+        for parameter, other in zip(self.model.parameters(), self._reference or (), strict=False):
+            other.copy_(parameter)
+
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty."""
+        """Give the policy the reference's parameters inside the block; use it around `logprobs` for the KL penalty."""
         self._swap_reference()
         try:
             yield
