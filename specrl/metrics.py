@@ -191,7 +191,7 @@ _DEFINITIONS = (
         "Share of the responses that were cut off at sampling.max_response_tokens.",
         "lower",
     ),
-    Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
+    Metric("policy/loss", "", "Policy loss, with the KL penalty and the entropy bonus where there are any."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),

@@ -1,4 +1,4 @@
-"""The objective that a policy update minimises: the chosen loss, weighted by the correction, plus a KL penalty.
+"""The objective of a policy update: the chosen loss, weighted by the correction, a KL penalty, and an entropy bonus.
 
 All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
 `sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It
@@ -80,12 +80,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
-    The objective of a token is w * loss + kl_coef * kl, where w is the correction's weight, and kl is that of
-    `kl_estimates` (with k3 the objective of GRPO, arXiv 2402.03300, equation 4).
+    The objective of a token is w * loss + kl_coef * kl - entropy_coefficient * H, where w is the correction's weight,
+    kl is that of `kl_estimates` (with k3 the objective of GRPO, arXiv 2402.03300, equation 4), and H is the entropy of
+    the policy's distribution at the token (as in A3C, arXiv 1602.01783, and PPO, arXiv 1707.06347, equation 9).
 
     Args:
         logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.
-        entropy: [batch, seq] float32, in nats, detached.
+        entropy: [batch, seq] float32, in nats; it carries a gradient, too.
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
@@ -104,6 +105,8 @@ def policy_loss(
     if targets.reference_logprobs is not None:
         shared["kl"] = kl_estimates(logprobs, targets.reference_logprobs, config.kl_estimator)
         per_token = per_token + config.kl_coef * shared["kl"]
+    if config.entropy_coefficient:
+        per_token = per_token - config.entropy_coefficient * entropy
     if targets.weights is not None:
         per_token = targets.weights * per_token
     if taken := metrics.keys() & shared.keys():

@@ -221,10 +221,12 @@ class TrainConfig(Section):
     reference_every: Adjustable[PositiveInt | None] = None
     """Number of steps after each of which the policy becomes the reference; None leaves it the policy before RL.
     Checkpoints hold the reference with it, and not without it."""
+    entropy_coefficient: Adjustable[NonNegativeFloat] = 0.0
+    """Weight of the bonus for the policy's entropy at each response token, in nats; its mean is that of the loss."""
     drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
-    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss, which acts on
-    all of them, none is left out."""
+    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss or an entropy
+    bonus, which act on all of them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
@@ -247,8 +249,13 @@ class TrainConfig(Section):
 
     @property
     def penalises_tokens(self) -> bool:
-        """Whether every token has a loss, whatever its advantage."""
+        """Whether the loss of each token has a KL penalty."""
         return bool(self.kl_coef) and self.kl_in == "loss"
+
+    @property
+    def leaves_groups_out(self) -> bool:
+        """Whether groups without signal have no gradient, and are left out."""
+        return self.drop_zero_signal_groups and not (self.penalises_tokens or self.entropy_coefficient)
 
     @property
     def renews_reference(self) -> bool:

@@ -19,7 +19,7 @@ from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, 
 BF16 = 2
 SHAPING = (
     *("loss_mean", "refill_rounds", "overlong_filter", "overlong_window"),
-    *("kl_coef", "kl_estimator", "kl_in", "reference_every"),
+    *("kl_coef", "kl_estimator", "kl_in", "reference_every", "entropy_coefficient"),
 )
 """The settings of `[train]` beside the functions that decide what the update is, which a preset may stand for."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports

@@ -198,10 +198,10 @@ def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
     """Choose the rollouts to train on: those in the loss, without the groups in which all advantages are 0.
 
     A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
-    mismatch is measured on, and the drafter learns from. A KL penalty in the loss acts on every response: all stay.
+    mismatch is measured on, and the drafter learns from.
     """
     chosen = rollouts.in_loss
-    if not config.penalises_tokens and config.drop_zero_signal_groups:
+    if config.leaves_groups_out:
         chosen = chosen & np.isin(rollouts.prompt_ids, rollouts.prompt_ids[chosen & (rollouts.advantages != 0)])
     numbers: list[int] = np.flatnonzero(chosen).tolist()
     return numbers

@@ -73,6 +73,19 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
         assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_bonus_is_the_entropy_of_the_response_tokens_by_the_mean_of_the_loss(weighted: bool) -> None:
+    """Mutation: the entropy of what is outside of the mask, or a bonus that the mean of the loss does not weigh."""
+    config, entropy = TrainConfig(entropy_coefficient=0.25), ENTROPY.clone().requires_grad_()
+    base = replace(targets(0.0), weights=torch.full((1, 3), 3.0) if weighted else None)
+    loss, metrics = policy_loss(logprobs(-1.0, -1.0, -1.0), entropy, MASK, base, config)
+    loss.backward()
+    scale = 3.0 if weighted else 1.0
+    assert loss.item() == pytest.approx(-0.25 * (0.5 + 1.5) * scale)
+    assert entropy.grad is not None and entropy.grad.tolist() == [[-0.25 * scale, -0.25 * scale, 0.0]]
+    assert metrics["entropy"].item() == 2.0 and not metrics["entropy"].requires_grad
+
+
 KL_ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 
 

@@ -253,6 +253,29 @@ def test_the_preset_dapo_is_the_objective_of_the_paper(ranks: Ranks, model_dir: 
     assert metrics["num_tokens"] == 3 * sum(range(6, 12)) and any(tensor.any() for tensor in moved.values())
 
 
+def test_an_entropy_bonus_raises_the_entropy_where_there_is_no_signal(ranks: Ranks, model_dir: Path) -> None:
+    """Its mean is that over all tokens of the step, by the entropies of transformers."""
+    metrics, moved, rollouts = updated(model_dir, [FLAT], {"lr": 1e-2}, entropy_coefficient=0.5)
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+
+    def entropy() -> float:
+        found = []
+        for rollout in rollouts.held.values():
+            tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
+            with torch.no_grad():
+                scores = model(tokens[None]).logits[0, len(rollout.prompt_tokens) - 1 : -1].log_softmax(-1)
+            found += (-(scores.exp() * scores).sum(-1)).tolist()
+        return sum(found) / len(found)
+
+    before = entropy()
+    assert metrics["entropy"] == pytest.approx(before, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(-0.5 * before, rel=1e-5) and metrics["num_tokens"] == 21
+    weights = model.state_dict()
+    for name, tensor in moved.items():
+        weights[name] += tensor
+    assert entropy() > before
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: Path, estimator: str) -> None:
     """As TRL's RLOO has it for k1, rewards - beta * sum(log p - log p_reference), the reference's by transformers."""

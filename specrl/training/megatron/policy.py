@@ -53,8 +53,8 @@ from specrl.training.pieces import Shard
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
 
-Log-probs (differentiable) and entropy (detached, in nats) are [sequences, longest response] float32: one for each
-response token, as in the micro-batch's mask, and zero where that is False. The loss is a sum, already divided by the
+Log-probs and entropy (in nats, both differentiable) are [sequences, longest response] float32: one for each response
+token, as in the micro-batch's mask, and zero where that is False. The loss is a sum, already divided by the
 token count of the global batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it
 again. The same is true of the metrics.
 """
@@ -389,7 +389,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
     if loss is not None and batch.indices:
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
-    detached = HeadOutput(head.logprobs.detach(), head.entropy, head.targets, head.top1)
+    detached = HeadOutput(head.logprobs.detach(), head.entropy.detach(), head.targets, head.top1)
     sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
     kept = _Outcome(logprobs.detach(), detached, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept
