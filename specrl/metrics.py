@@ -182,7 +182,7 @@ _DEFINITIONS = (
         "Mean of what train.overlong_window adds to the responses' rewards; reward/mean is without it.",
     ),
     Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
-    Metric("rollout/dropped_groups", "groups", "Groups of the step that were sampled and are not in the update."),
+    Metric("rollout/dropped_groups", "groups", "Groups that were sampled and are not in the update, nor in its mean."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric(

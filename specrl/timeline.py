@@ -94,7 +94,7 @@ class Bubble:
     resumed_at: float
     """The time at which it was done with other work and waited for the others."""
     num_tokens: int
-    """The number of response tokens of its own share."""
+    """The number of response tokens of its own share, and of refills."""
     tail_s: float
     """The seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
@@ -106,8 +106,8 @@ class Bubble:
     pace: list[tuple[int, int, float]] = field(default_factory=list)
     """The pace of its own share, `Pace.rows`."""
     saved_s: float | None = None
-    """An estimate of the seconds that drafts saved in its own share, by the cost model's plain iterations; None
-    where there is none."""
+    """An estimate of the seconds that drafts saved in its own share, and in refills, by the cost model's plain
+    iterations; None where there is none."""
     refills: list[Span] = field(default_factory=list)
     """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specrl.config import Config, ConfigError, StageName
+from specrl.config import Config, ConfigError, StageName, TrainConfig
 from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
@@ -17,11 +18,9 @@ from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
 
 BF16 = 2
-SHAPING = (
-    *("loss_mean", "refill_rounds", "overlong_filter", "overlong_window"),
-    *("kl_coef", "kl_estimator", "kl_in", "reference_every", "entropy_coefficient"),
-)
-"""The settings of `[train]` beside the functions that decide what the update is, which a preset may stand for."""
+SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
+OF_PENALTY = ("kl_coef", "kl_estimator", "kl_in", "reference_every")
+"""The settings of `[train]` beside the functions that decide what the update is; the last with a KL penalty alone."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
@@ -72,10 +71,16 @@ def plan(config: Config) -> Plan:
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
-            *(f"train.{name} = {json.dumps(value)}" for name in SHAPING if (value := getattr(config.train, name))),
+            *_shaping(config.train),
         ),
         notes=tuple(fit.notes),
     )
+
+
+def _shaping(train: TrainConfig) -> Iterator[str]:
+    for name in (*SHAPING, *(OF_PENALTY if train.kl_coef else ())):
+        if value := getattr(train, name):
+            yield f"train.{name} = {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def device_bytes(config: Config, stage: StageName) -> int:
