@@ -45,7 +45,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advan
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
     """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
     members = _members(rewards, groups)
-    return 1 - len(groups_with_signal(rewards, groups)) / len(members) if members else 0.0
+    return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
 
 
 def groups_with_signal(rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:

@@ -84,8 +84,8 @@ def update_policy(
     their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
     """
     started = time.perf_counter()
-    if config.train.kl_coef and config.train.kl_in == "reward":
-        _penalise_rewards(policy, rollouts, config)
+    in_reward = config.train.kl_coef and config.train.kl_in == "reward"
+    kl = _penalise_rewards(policy, rollouts, config) if in_reward else None
     penalty_s = time.perf_counter() - started
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
@@ -118,19 +118,22 @@ def update_policy(
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
-    if parts and not config.train.penalises_tokens:
-        metrics["kl"] = float(rollouts.kl.sum()) / int(rollouts.response_lengths[rollouts.in_loss].sum())
+    if parts and kl is not None:
+        metrics["kl"] = kl
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
 
 
-def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> None:
+def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> float:
     """Assign advantages by rewards without `train.kl_coef` times each response's KL divergence (collective).
 
     The policy's log-probs are the engine's, of the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
+
+    Returns:
+        The mean of the estimates.
     """
-    numbers = np.flatnonzero(rollouts.in_loss).tolist()
-    shares = TrainingShares.of(policy, rollouts, [numbers])
+    of_batch = np.isin(rollouts.prompt_ids, rollouts.prompt_ids[rollouts.in_loss])  # those that were cut off, too
+    shares = TrainingShares.of(policy, rollouts, [np.flatnonzero(of_batch).tolist()])
     own = shares.deliver(rollouts)
     reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
     found: dict[int, float] = {}
@@ -141,6 +144,7 @@ def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) ->
     for sums in policy.ranks.gather(found):
         rollouts.kl[list(sums)] = list(sums.values())
     rollouts.assign_advantages(config)
+    return float(rollouts.kl.sum()) / max(1, int(rollouts.response_lengths[of_batch].sum()))
 
 
 def _response_weights(rollouts: RolloutBatch, config: Config) -> NDArray[np.float64] | None:

@@ -278,8 +278,12 @@ def test_an_entropy_bonus_raises_the_entropy_where_there_is_no_signal(ranks: Ran
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: Path, estimator: str) -> None:
-    """As TRL's RLOO has it for k1, rewards - beta * sum(log p - log p_reference), the reference's by transformers."""
+    """As TRL's RLOO has it for k1, rewards - beta * sum(log p - log p_reference), the reference's by transformers.
+
+    Mutation: no penalty for the response that was cut off, which is in the mean of its group.
+    """
     settings: dict[str, Any] = {"kl_in": "reward", "kl_estimator": estimator, "advantage": "rloo"}
+    settings |= {"cut_off": [(0, 2)], "overlong_filter": True}
     metrics, moved, rollouts = updated(model_dir, [SIGNAL, FLAT], kl_coef=0.1, **settings)
     model = LlamaForCausalLM.from_pretrained(model_dir)
     sums = []
@@ -300,7 +304,7 @@ def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: P
     assert rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-4)
     assert [rollout.advantage for rollout in rollouts.held.values()] == pytest.approx(expected, abs=1e-4)
     assert metrics["kl"] == pytest.approx(sum(sums) / rollouts.response_lengths.sum(), abs=1e-5)
-    assert metrics["num_tokens"] == 42 and any(tensor.any() for tensor in moved.values())
+    assert metrics["num_tokens"] == 42 - 8 and any(tensor.any() for tensor in moved.values())
     assert rollouts.rewards.tolist() == [*SIGNAL, *FLAT]
 
 
