@@ -105,6 +105,7 @@ class Trainer:
         found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
             return found
+        self.policy.renew_reference()  # the policy before RL is the one that was loaded
         return None
 
     def run(self, first_step: int, progress: Progress) -> int:
@@ -199,7 +200,10 @@ class Trainer:
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
         spec = self.drafter.feature_spec if self.drafter is not None else None
-        return update_policy(self.policy, rollouts, self.config, spec, step=step)
+        update = update_policy(self.policy, rollouts, self.config, spec, step=step)
+        if (every := self.config.train.reference_every) is not None and (step + 1) % every == 0:
+            self.policy.renew_reference()
+        return update
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
         """Train the drafter on features of the policy's own forward pass, which carry no gradient (invariant 3)."""

@@ -114,7 +114,7 @@ _DEFINITIONS = (
         "bubble/idle_s",
         "s",
         "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used "
-        "or not.",
+        "or not; without that in refills.",
     ),
     Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
     Metric(
@@ -176,6 +176,13 @@ _DEFINITIONS = (
         "responses",
         "Responses of the step on which the reward failed, and which count as data.reward_on_failure.",
     ),
+    Metric(
+        "reward/overlong_penalty",
+        "",
+        "Mean of what train.overlong_window adds to the responses' rewards; reward/mean is without it.",
+    ),
+    Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
+    Metric("rollout/dropped_groups", "groups", "Groups that were sampled and are not in the update, nor in its mean."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric(
@@ -184,7 +191,7 @@ _DEFINITIONS = (
         "Share of the responses that were cut off at sampling.max_response_tokens.",
         "lower",
     ),
-    Metric("policy/loss", "", "Token-level policy loss, with the KL penalty where there is one."),
+    Metric("policy/loss", "", "Policy loss, with the KL penalty and the entropy bonus where there are any."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),
@@ -193,7 +200,7 @@ _DEFINITIONS = (
         "",
         "Share of the trained tokens that train.correction truncated or masked.",
     ),
-    Metric("policy/kl", "nats/token", "KL(policy || reference), k3 estimate; only with train.kl_coef above 0."),
+    Metric("policy/kl", "nats/token", "KL(policy || reference), train.kl_estimator; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric(
         "policy/real_token_share",

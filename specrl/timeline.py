@@ -96,7 +96,7 @@ class Bubble:
     resumed_at: float
     """The time at which it was done with other work and waited for the others."""
     num_tokens: int
-    """The number of response tokens of its own share."""
+    """The number of response tokens of its own share, and of refills."""
     tail_s: float
     """The seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
@@ -108,13 +108,16 @@ class Bubble:
     pace: list[tuple[int, int, float]] = field(default_factory=list)
     """The pace of its own share, `Pace.rows`."""
     saved_s: float | None = None
-    """An estimate of the seconds that drafts saved in its own share, by the cost model's plain iterations; None
-    where there is none."""
+    """An estimate of the seconds that drafts saved in its own share, and in refills, by the cost model's plain
+    iterations; None where there is none."""
+    refills: list[Span] = field(default_factory=list)
+    """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
 
     @property
     def own_s(self) -> float:
-        """The seconds of its own share."""
-        return self.generated_at - self.started_at
+        """The seconds of its own share, of refills too."""
+        refills = sum(span.ended_at - span.started_at for span in self.refills)
+        return self.generated_at - self.started_at + refills
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,13 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
         timer: The spans of the step's parts on that rank.
     """
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
-    return [own, *bubble.spans, *(span for span in timer if span.name not in (GENERATION, "step"))]
+    return [own, *bubble.spans, *bubble.refills, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
     """A timeline, given what `json` reads of its `asdict` form."""
     bubble = data["bubble"]
     spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
-    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace})
+    refills = [Span(**span) for span in bubble.get("refills", ())]
+    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace, "refills": refills})
     return RankTimeline(bubble, [Span(**span) for span in data["spans"]])

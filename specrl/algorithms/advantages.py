@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, TypeVar
 
 from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
 
+Key = TypeVar("Key", bound=Hashable)
+"""What names a group."""
 Rewards = Sequence[Sequence[float]]
 """The rewards of the responses of each group."""
 AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
@@ -44,6 +46,11 @@ def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -
     """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
     members = _members(rewards, groups)
     return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
+
+
+def groups_with_signal(rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:
+    """The groups whose rewards differ, in their order: what dynamic sampling keeps (DAPO, arXiv 2503.14476, eq. 11)."""
+    return [group for group, values in _members(rewards, groups).items() if not _is_flat(values)]
 
 
 class GrpoAdvantageOptions(Options):
@@ -88,9 +95,9 @@ def reinforce_advantages(groups: Rewards, _: Options) -> list[list[float]]:
     ]
 
 
-def _members(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, list[float]]:
+def _members(rewards: Sequence[float], groups: Sequence[Key]) -> dict[Key, list[float]]:
     assert len(rewards) == len(groups), (len(rewards), len(groups))
-    members: dict[Hashable, list[float]] = {}
+    members: dict[Key, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         members.setdefault(group, []).append(reward)
     return members

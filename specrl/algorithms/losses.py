@@ -33,7 +33,8 @@ LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
 tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
 which those of groups without signal count with a loss of 0, whether `train.drop_zero_signal_groups` computes them or
-not. `train.loss_mean` makes it another mean. The unweighted mean of each metric over the trained tokens is logged as
+not; what `train.refill_rounds` has dropped and `train.overlong_filter` leaves out does not count. `train.loss_mean`
+makes it another mean. The unweighted mean of each metric over the trained tokens is logged as
 `policy/NAME`.
 """
 LARGEST_LOG_RATIO = 20.0

@@ -1,4 +1,4 @@
-"""The objective that a policy update minimises: the chosen loss, weighted by the correction, plus a KL penalty.
+"""The objective of a policy update: the chosen loss, weighted by the correction, a KL penalty, and an entropy bonus.
 
 All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
 `sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It
@@ -25,7 +25,7 @@ from torch import Tensor
 from specrl.algorithms.losses import LARGEST_LOG_RATIO, LossInputs
 from specrl.config import TrainConfig
 from specrl.config.algorithms import CORRECTIONS, LOSSES
-from specrl.config.training import LossMean
+from specrl.config.training import KlEstimator, LossMean
 
 
 def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -> list[float] | None:
@@ -39,6 +39,21 @@ def response_weights(lengths: Sequence[int], mean: LossMean, most_tokens: int) -
         return None
     average = sum(lengths) / max(1, len(lengths))
     return [average / (length if mean == "response" else most_tokens) if length else 0.0 for length in lengths]
+
+
+def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL(policy || reference) by each token of the policy's (Schulman 2020, "Approximating KL divergence").
+
+    With l = log p - log p_reference, k1 = l and k3 = exp(-l) - 1 + l have the divergence as their mean; k2 = l^2 / 2 is
+    biased, and its gradient is that of the divergence. The gradient of k1 is 0 on average.
+    """
+    log_ratio = logprobs - reference
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    back = (-log_ratio).clamp(max=LARGEST_LOG_RATIO)
+    return back.exp() - back - 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class TokenTargets:
     old_logprobs: Tensor | None
     """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
     reference_logprobs: Tensor | None
-    """Log-probs under the reference policy; None without a KL penalty."""
+    """Log-probs under the reference policy; None without a KL penalty in the loss."""
     weights: Tensor | None = None
     """The factors of `response_weights`; None where all are 1."""
 
@@ -65,12 +80,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of one micro-batch, summed over its tokens; the caller divides by their number.
 
-    The objective of a token is w * loss + kl_coef * k3, where w is the correction's weight, and
-    k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020) estimates KL(policy || reference) over the tokens that are kept.
+    The objective of a token is w * loss + kl_coef * kl - entropy_coefficient * H, where w is the correction's weight,
+    kl is that of `kl_estimates` (with k3 the objective of GRPO, arXiv 2402.03300, equation 4), and H is the entropy of
+    the policy's distribution at the token (as in A3C, arXiv 1602.01783, and PPO, arXiv 1707.06347, equation 9).
 
     Args:
         logprobs: [batch, seq] float32, under the policy being trained; it carries the gradient.
-        entropy: [batch, seq] float32, in nats, detached.
+        entropy: [batch, seq] float32, in nats; it carries a gradient, too.
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
@@ -87,9 +103,10 @@ def policy_loss(
     per_token = weights * loss
     shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
-        log_ratio = (targets.reference_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
-        shared["kl"] = log_ratio.exp() - log_ratio - 1
+        shared["kl"] = kl_estimates(logprobs, targets.reference_logprobs, config.kl_estimator)
         per_token = per_token + config.kl_coef * shared["kl"]
+    if config.entropy_coefficient:
+        per_token = per_token - config.entropy_coefficient * entropy
     if targets.weights is not None:
         per_token = targets.weights * per_token
     if taken := metrics.keys() & shared.keys():

@@ -184,14 +184,21 @@ DRAFT_LOSSES = Registry("drafter.loss", home="specrl.algorithms.draft_losses", d
 """The losses of the drafter."""
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "dapo": {
+        "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28},
+        "loss_mean": "token",
+        "refill_rounds": 9,
+        "overlong_filter": True,
+        "overlong_window": 0.2,
+    },
     "dr-grpo": {"advantage": {"name": "grpo", "normalize_by_std": False}, "loss_mean": "constant"},
     "gspo": {"loss": "gspo", "loss_mean": "response"},
     "cispo": {"loss": "cispo"},
     "rloo": {"advantage": "rloo", "loss_mean": "constant"},
     "reinforce++": {"advantage": "reinforce++"},
 }
-"""What `train.algorithm` stands for: Dr. GRPO (arXiv 2503.20783), GSPO (2507.18071), CISPO (2506.13585), RLOO
-(2402.14740), REINFORCE++ with the group's mean as baseline (2501.03262)."""
+"""What `train.algorithm` stands for: DAPO (arXiv 2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO
+(2506.13585), RLOO (2402.14740), REINFORCE++ with the group's mean as baseline (2501.03262)."""
 
 
 def expand_preset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,7 @@ class DrafterConfig(Section):
 
 
 LossMean = Literal["token", "response", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class TrainConfig(Section):
@@ -183,8 +184,8 @@ class TrainConfig(Section):
     """Number of optimizer steps on the rollouts of a step, each on other groups; 1 is strictly on-policy and needs no
     separate pass for log-probs."""
     algorithm: str | None = None
-    """A preset for `loss`, `advantage` and `loss_mean`, which take its place in the run's own configuration: `dr-grpo`,
-    `gspo`, `cispo`, `rloo` or `reinforce++`."""
+    """A preset for other settings of this section, which take its place in the run's own configuration: `dapo`,
+    `dr-grpo`, `gspo`, `cispo`, `rloo` or `reinforce++`."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
@@ -197,13 +198,35 @@ class TrainConfig(Section):
     """What the loss is a mean over: all response `token`s of the step (DAPO), responses, each with the mean of its own
     tokens (`response`, as in GRPO and GSPO), or responses, each with the sum of its tokens over
     `sampling.max_response_tokens` (`constant`, as in Dr. GRPO)."""
+    refill_rounds: Adjustable[NonNegativeInt] = 0
+    """How many times in a step groups whose rewards are all equal are dropped and as many other prompts asked in their
+    place (DAPO's dynamic sampling); 0 asks none. Groups that are still missing after that are made up for by dropped
+    ones, which teach nothing and count in the mean of the loss."""
+    overlong_filter: Adjustable[bool] = False
+    """Whether responses that were cut off at `sampling.max_response_tokens` are left out of the update, and of the mean
+    of the loss. Their rewards count for the advantages of their groups."""
+    overlong_window: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.0
+    """The last part of `sampling.max_response_tokens`, as a share, in which a response is punished for its length: what
+    is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards are
+    without it, and so are those that `refill_rounds` looks at."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
-    """Weight of the KL penalty towards the reference policy, which is the policy before RL; with 0 no reference is kept
-    in memory."""
+    """Weight of the KL penalty towards the reference policy, the one before RL unless `reference_every` renews it; with
+    0 no reference is kept in memory."""
+    kl_estimator: Adjustable[KlEstimator] = "k3"
+    """The estimate of the KL divergence at a token: with l = log p - log p_reference, `k1` is l, `k2` is l^2 / 2, and
+    `k3` is exp(-l) - 1 + l."""
+    kl_in: Adjustable[Literal["loss", "reward"]] = "loss"
+    """What the penalty is a part of: the loss of each token, or the reward of a response, from which the sum over its
+    tokens is subtracted before the advantages."""
+    reference_every: Adjustable[PositiveInt | None] = None
+    """Number of steps after each of which the policy becomes the reference; None leaves it the policy before RL.
+    Checkpoints hold the reference with it, and not without it."""
+    entropy_coefficient: Adjustable[NonNegativeFloat] = 0.0
+    """Weight of the bonus for the policy's entropy at each response token, in nats; its mean is that of the loss."""
     drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
-    gradient: the loss is divided by the tokens of all groups of the step. With `kl_coef` above 0, which acts on all of
-    them, none is left out."""
+    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss or an entropy
+    bonus, which act on all of them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
@@ -226,6 +249,21 @@ class TrainConfig(Section):
     @classmethod
     def _preset(cls, data: Any) -> Any:
         return expand_preset(data) if isinstance(data, dict) else data
+
+    @property
+    def penalises_tokens(self) -> bool:
+        """Whether the loss of each token has a KL penalty."""
+        return bool(self.kl_coef) and self.kl_in == "loss"
+
+    @property
+    def leaves_groups_out(self) -> bool:
+        """Whether groups without signal have no gradient, and are left out."""
+        return self.drop_zero_signal_groups and not (self.penalises_tokens or self.entropy_coefficient)
+
+    @property
+    def renews_reference(self) -> bool:
+        """Whether there is a reference that changes, and so is a part of checkpoints."""
+        return bool(self.kl_coef) and self.reference_every is not None
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:

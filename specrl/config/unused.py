@@ -94,6 +94,7 @@ def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Itera
             f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all",
         )
     yield from _clips_nothing(train)
+    yield from _penalises_nothing(train)
     metric = train.stop_when.metric if train.stop_when is not None else ""
     if found := _why_never_measured(metric, train, speculation):
         key, reason = found
@@ -113,6 +114,17 @@ def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
         if value != defaults[name]:
             line = f"train.loss.{name} = {value:g} {why}; leave it at {defaults[name]:g}, or raise that"
             yield Unused((f"train.loss.{name}", "train.updates_per_step"), line)
+
+
+def _penalises_nothing(train: TrainConfig) -> Iterator[Unused]:
+    """Yield the settings of a KL penalty that is not there, or that has no effect but noise."""
+    for name in ("kl_estimator", "kl_in", "reference_every") if not train.kl_coef else ():
+        if _is_given(train, name):
+            line = f"train.{name} = {_words(getattr(train, name))} with train.kl_coef = 0: nothing is penalised; "
+            yield Unused((f"train.{name}", "train.kl_coef"), line + "leave it out, or set kl_coef above 0")
+    if train.penalises_tokens and train.kl_estimator == "k1":
+        line = 'train.kl_estimator = "k1" with train.kl_in = "loss": its gradient is 0 on average, and noise is left; '
+        yield Unused(("train.kl_estimator", "train.kl_in"), line + 'take "k2" or "k3", or train.kl_in = "reward"')
 
 
 def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:

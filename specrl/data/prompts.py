@@ -77,6 +77,14 @@ class PromptSource:
                 del self._recent[earliest]
         return list(self._recent[step])
 
+    def refill(self, step: int, number: int) -> list[Prompt]:
+        """As many prompts for a step's refill of this number, from 1: a pure function of seed, step and number.
+
+        Their ids are unique within the step, however few prompts of each refill are asked.
+        """
+        drawn = [self._drawn(step), *(self._drawn_again(step, earlier) for earlier in range(1, number + 1))]
+        return self._prompts("train", [problem for problems in drawn for problem in problems])[-len(drawn[-1]) :]
+
     def _first(self, step: int) -> int:
         begun, before = self.begun
         return max(0, before + (step - begun) * self._config.train.prompts_per_step)
@@ -89,13 +97,28 @@ class PromptSource:
         found = self._problems.draw("train", first % size, min(count, left))
         return found + (self._problems.draw("train", 0, count - left) if count > left else [])
 
+    def _drawn_again(self, step: int, number: int) -> list[Problem]:
+        first, count = self._first(step), self._config.train.prompts_per_step
+        if (size := self._config.data.num_problems) is None:
+            return self._problems.draw(_refill(number), first, count)
+        asked = {place % size for place in range(first, first + count)}
+        order = Random(derive_seed(self._config.seed, "refill", step)).sample(range(size), size)
+        others = [place for place in order if place not in asked] or order
+        places = range((number - 1) * count, number * count)
+        return [self._problems.draw("train", others[place % len(others)], 1)[0] for place in places]
+
     def shards(self, steps: range, *, others: bool = False) -> Iterator[Shard]:
-        """Yield the shards of some steps in order; before them, with `others`, those that other stages need."""
+        """Yield the shards of some steps in order; before them, with `others`, those that other stages need.
+
+        Of refills these are the first ones: whoever needs another draws it.
+        """
         config, validate = self._config, self._config.validate_
         first, count = self._first(steps.start), len(steps) * config.train.prompts_per_step
         if config.data.num_problems is not None:
             first, count = 0, config.data.num_problems
         wanted = [("", "train", first, count)]
+        if config.train.refill_rounds and config.data.num_problems is None:
+            wanted.append(("", _refill(1), first, count))
         if others:
             streams = {"pretraining": config.drafter.num_prompts, "demonstrations": config.warm_start.num_examples}
             sets = {name: one for name, one in validate.held_out_sets.items() if one.generators}
@@ -230,3 +253,8 @@ class PromptSource:
             metadata = {"question": problem.question, "generator": problem.generator, "entry": problem.entry}
             prompts.append(Prompt(prompt_id, text, self._rendering.tokens(text), problem.answer, metadata))
         return prompts
+
+
+def _refill(number: int) -> str:
+    """The stream of the refills of this number, one in each step."""
+    return f"refill-{number}"

@@ -149,7 +149,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
             _item("masters and Adam moments", rank.optimizer_parameters * optimizer, how),
         ]
         if config.train.kl_coef:
-            items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps the first policy"))
+            items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps a reference"))
     if fp8 and rank.gpu:
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
@@ -359,10 +359,16 @@ def refit_item(rank: Rank) -> MemoryItem:
     return _item("refit buffer", max(vocabulary * (1 + 1 / layout.tensor_parallel), waiting), how, "refit")
 
 
+def policy_state_bytes(config: Config) -> int:
+    """The bytes per parameter of the policy that a checkpoint holds: with a reference that is renewed, that too."""
+    return MASTER_AND_MOMENTS + (FP32 if config.train.renews_reference else 0)
+
+
 def copy_items(rank: Rank) -> list[MemoryItem]:
     """Count what a checkpoint is written from while the next step runs, and the last good drafter, on every rank."""
-    how = f"{MASTER_AND_MOMENTS} B per parameter, this rank's part of the optimizer"
-    items = [_item("checkpoint copy", rank.optimizer_parameters * MASTER_AND_MOMENTS, how)]
+    width = policy_state_bytes(rank.config)
+    how = f"{width} B per parameter, this rank's part of the optimizer"
+    items = [_item("checkpoint copy", rank.optimizer_parameters * width, how)]
     if rank.config.speculation.draft_method.has_weights:
         size, how = rank.drafter_parameters * MASTER_AND_MOMENTS, f"{MASTER_AND_MOMENTS} B per parameter, not sharded"
         items += [_item("last good drafter", size, how), _item("checkpoint copy of the drafter", size, how)]

@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specrl.config import Config, ConfigError, StageName
+from specrl.config import Config, ConfigError, StageName, TrainConfig
 from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
 from specrl.projection.fit import Fit, what_fits
-from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank
+from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
 
 BF16 = 2
+SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
+OF_PENALTY = ("kl_coef", "kl_estimator", "kl_in", "reference_every")
+"""The settings of `[train]` beside the functions that decide what the update is; the last with a KL penalty alone."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
@@ -66,10 +71,16 @@ def plan(config: Config) -> Plan:
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
             f"data.reward = {config.data.reward}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
-            f"train.loss_mean = {config.train.loss_mean}",
+            *_shaping(config.train),
         ),
         notes=tuple(fit.notes),
     )
+
+
+def _shaping(train: TrainConfig) -> Iterator[str]:
+    for name in (*SHAPING, *(OF_PENALTY if train.kl_coef else ())):
+        if value := getattr(train, name):
+            yield f"train.{name} = {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def device_bytes(config: Config, stage: StageName) -> int:
@@ -83,9 +94,11 @@ def device_bytes(config: Config, stage: StageName) -> int:
 
 
 def checkpoint_plan(rank: Rank) -> CheckpointPlan:
-    drafter = 2 * rank.drafter_parameters if rank.config.speculation.draft_method.has_weights else 0
-    size = (rank.shape.parameters + drafter) * MASTER_AND_MOMENTS
-    copy_s = (rank.optimizer_parameters + drafter) * MASTER_AND_MOMENTS / GB / HOST_GB_PER_S
+    width = policy_state_bytes(rank.config)
+    has_drafter = rank.config.speculation.draft_method.has_weights
+    drafter = 2 * rank.drafter_parameters * MASTER_AND_MOMENTS if has_drafter else 0
+    size = rank.shape.parameters * width + drafter
+    copy_s = (rank.optimizer_parameters * width + drafter) / GB / HOST_GB_PER_S
     return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
 
 
@@ -98,4 +111,4 @@ def most_checkpoints(config: Config) -> int:
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
     """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
     parameters = shape.parameters if shape is not None else 0
-    return parameters * (3 * BF16 + most_checkpoints(config) * MASTER_AND_MOMENTS) + OTHER_BYTES
+    return parameters * (3 * BF16 + most_checkpoints(config) * policy_state_bytes(config)) + OTHER_BYTES

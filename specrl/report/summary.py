@@ -158,7 +158,7 @@ class SummaryTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def summary_tables(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[SummaryTable]:
+def summary_tables(run_dir: Path, stages: Mapping[str, Path]) -> list[SummaryTable]:
     """What a run has reached, and where its time went."""
     config, summary = readable_config(run_dir), build_summary(run_dir, stages, None)
     tables = [
@@ -172,13 +172,13 @@ def summary_tables(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[Sum
     return tables
 
 
-def event_table(stages: Mapping[str, StageRecord]) -> SummaryTable:
+def event_table(stages: Mapping[str, Path]) -> SummaryTable:
     """What happened in the stages, in its order."""
     rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in _events(stages)]
     return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
 
 
-def headlines(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
+def headlines(run_dir: Path, stages: Mapping[str, Path]) -> list[tuple[str, str]]:
     """The few figures that people look for first, each with what it is."""
     summary = build_summary(run_dir, stages, None)
     validation, speculation, train = summary["validation"], summary["speculation"], summary["train"]
@@ -195,7 +195,7 @@ def headlines(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[tuple[st
     return found
 
 
-def exported(run_dir: Path, stages: Mapping[str, StageRecord]) -> tuple[str, str] | None:
+def exported(run_dir: Path, stages: Mapping[str, Path]) -> tuple[str, str] | None:
     """The folder of the exported drafter, and the command that serves it with its policy."""
     export, config = readable(stages, "export", ExportResult), readable_config(run_dir)
     if not (export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir)))):

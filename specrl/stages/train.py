@@ -183,6 +183,7 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
         seed=config.seed,
         fp8=training,
         keep_reference=config.train.kl_coef > 0,
+        stores_reference=config.train.renews_reference,
     )
     if config.precision.kv_cache == "fp8":
         policy.kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)

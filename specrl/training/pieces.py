@@ -15,6 +15,8 @@ from torch import Tensor
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 """What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+REFERENCE = "reference"
+"""What is stored beside them of a reference that is renewed: its parameters, as FP32."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Shard:
 
     pieces: tuple[Piece, ...]
     state: Mapping[str, Tensor]
-    """Flat FP32 tensors by their name, such as `exp_avg`; their elements are those of the pieces, in order."""
+    """Flat FP32 tensors by their name in `KINDS`, and `REFERENCE` where there is one; their elements are those of the
+    pieces, in order."""
     is_written: bool
     """Whether this rank writes it to checkpoints; other ranks may have a copy of the same."""
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl.algorithms.advantages import group_advantages
-from specrl.config import TrainConfig
+from specrl.algorithms.advantages import group_advantages, groups_with_signal
+from specrl.algorithms.overlong import overlong_penalties
+from specrl.config import Config, TrainConfig
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
 from specrl.schemas import Rollout
 
@@ -30,6 +31,10 @@ class RolloutBatch:
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
+    kl: NDArray[np.float64]
+    """The sum of the estimates of KL(policy || reference) over each response; 0 unless `train.kl_in` is `reward`."""
+    in_loss: NDArray[np.bool_]
+    """Whether the loss is a mean over the rollout's tokens, too; `assign_advantages` leaves some out."""
     engine_size: int
     held: dict[int, Rollout]
     """The rollouts that this rank's engine generated, by their number, which ascends."""
@@ -61,6 +66,8 @@ class RolloutBatch:
         held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
         return cls(
             **{name: column[order] for name, column in columns.items()},
+            kl=np.zeros(len(order)),
+            in_loss=np.ones(len(order), np.bool_),
             engines=engines,
             engine_size=engine_size,
             held=dict(sorted(held.items())),
@@ -76,12 +83,39 @@ class RolloutBatch:
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
 
-    def assign_advantages(self, config: TrainConfig) -> None:
-        """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt."""
-        found = group_advantages(self.rewards.tolist(), self.prompt_ids.tolist(), config.advantage)
-        self.advantages = np.array(found, np.float64)
+    @property
+    def with_signal(self) -> NDArray[np.int64]:
+        """The prompts whose responses differ in reward."""
+        return np.array(groups_with_signal(self.rewards.tolist(), self.prompt_ids.tolist()), np.int64)
+
+    def num_missing(self, config: TrainConfig) -> int:
+        """The number of groups that dynamic sampling would drop and ask other prompts for."""
+        return config.prompts_per_step - len(self.with_signal)
+
+    def penalties(self, config: Config) -> NDArray[np.float64]:
+        """The soft overlong punishment of each rollout."""
+        longest, window = config.sampling.max_response_tokens, config.train.overlong_window
+        return np.array(overlong_penalties(self.response_lengths.tolist(), longest, window), np.float64)
+
+    def assign_advantages(self, config: Config) -> None:
+        """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt.
+
+        With dynamic sampling the step's batch is what the groups with signal are, and if there are too few of them the
+        first ones that were dropped, which stay without signal. Other rollouts have an advantage of 0.
+        """
+        train, in_batch = config.train, np.ones(len(self), np.bool_)
+        rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
+        if train.refill_rounds:
+            has_signal = np.isin(self.prompt_ids, self.with_signal)
+            dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(train)]
+            in_batch = has_signal | np.isin(self.prompt_ids, dropped)
+            rewards = np.where(has_signal, rewards, self.rewards)
+        found = group_advantages(rewards[in_batch].tolist(), self.prompt_ids[in_batch].tolist(), train.advantage)
+        self.advantages = np.zeros(len(self))
+        self.advantages[in_batch] = found
+        self.in_loss = in_batch & ~(self.truncated & train.overlong_filter)
         for number, rollout in self.held.items():
-            rollout.advantage = found[number]
+            rollout.advantage = float(self.advantages[number])
 
     def held_by(self, world_size: int) -> list[NDArray[np.int64]]:
         by_engine = [np.flatnonzero(self.engines == engine) for engine in range(world_size // self.engine_size)]

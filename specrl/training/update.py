@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from specrl.algorithms.objective import TokenTargets, policy_loss, response_weights
+from specrl.algorithms.objective import TokenTargets, kl_estimates, policy_loss, response_weights
 from specrl.config import Config, TrainConfig
 from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
@@ -55,14 +55,14 @@ class LossInputRows:
     old: Rows
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows
-    """Log-probs under the reference policy; empty without a KL penalty."""
-    weights: list[float] | None = None
+    """Log-probs under the reference policy; empty without a KL penalty in the loss."""
+    weights: NDArray[np.float64] | None = None
     """Those of `response_weights`."""
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
 
-        def spread(values: Sequence[float] | NDArray[np.float64]) -> Tensor:
+        def spread(values: NDArray[np.float64]) -> Tensor:
             found = [np.full(len(row), values[number]) for number, row in zip(batch.indices, rows, strict=True)]
             return align(found, batch.mask, batch.num_tokens)
 
@@ -83,6 +83,10 @@ def update_policy(
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
     their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
     """
+    started = time.perf_counter()
+    in_reward = config.train.kl_coef and config.train.kl_in == "reward"
+    kl = _penalise_rewards(policy, rollouts, config) if in_reward else None
+    penalty_s = time.perf_counter() - started
     parts = _split_by_group(rollouts, trained_rollouts(rollouts, config.train), config.train.updates_per_step)
     shares = TrainingShares.of(policy, rollouts, parts)
     experts = expert_shape_of_model(policy.hf_config)
@@ -95,10 +99,10 @@ def update_policy(
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
-    lengths, most = rollouts.response_lengths.tolist(), config.sampling.max_response_tokens
-    weights = response_weights(lengths, config.train.loss_mean, most)
-    rows = LossInputRows(rollouts.advantages, own, old, _reference_logprobs(policy, batches, config), weights)
-    logprob_s = time.perf_counter() - started
+    weights = _response_weights(rollouts, config)
+    reference = _reference_logprobs(policy, batches, config) if config.train.penalises_tokens else {}
+    rows = LossInputRows(rollouts.advantages, own, old, reference, weights)
+    logprob_s = penalty_s + time.perf_counter() - started
     recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
     metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
@@ -114,8 +118,43 @@ def update_policy(
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
     metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    if parts and kl is not None:
+        metrics["kl"] = kl
     metrics |= _packing(policy, batches) if parts else {}
     return PolicyUpdate(metrics, features, mismatch, routing)
+
+
+def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) -> float:
+    """Assign advantages by rewards without `train.kl_coef` times each response's KL divergence (collective).
+
+    The policy's log-probs are the engine's, of the policy that sampled. TRL's RLOO subtracts the same sum, of k1.
+
+    Returns:
+        The mean of the estimates.
+    """
+    of_batch = np.isin(rollouts.prompt_ids, rollouts.prompt_ids[rollouts.in_loss])  # those that were cut off, too
+    shares = TrainingShares.of(policy, rollouts, [np.flatnonzero(of_batch).tolist()])
+    own = shares.deliver(rollouts)
+    reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
+    found: dict[int, float] = {}
+    for number, row in reference.items() if shares.reports else ():
+        logprobs, others = torch.tensor(own.row("generation_logprobs", number)), torch.tensor(row)
+        estimates = kl_estimates(logprobs, others, config.train.kl_estimator)
+        found[number] = float(estimates.double().sum())
+    for sums in policy.ranks.gather(found):
+        rollouts.kl[list(sums)] = list(sums.values())
+    rollouts.assign_advantages(config)
+    return float(rollouts.kl.sum()) / max(1, int(rollouts.response_lengths[of_batch].sum()))
+
+
+def _response_weights(rollouts: RolloutBatch, config: Config) -> NDArray[np.float64] | None:
+    lengths = rollouts.response_lengths[rollouts.in_loss].tolist()
+    found = response_weights(lengths, config.train.loss_mean, config.sampling.max_response_tokens)
+    if found is None:
+        return None
+    weights = np.zeros(len(rollouts))
+    weights[rollouts.in_loss] = found
+    return weights
 
 
 def _packing(policy: Policy, batches: list[list[MicroBatch]]) -> dict[str, float]:
@@ -160,16 +199,16 @@ def _joined(rows: Sequence[ArrayLike]) -> NDArray[np.float32]:
 
 
 def trained_rollouts(rollouts: RolloutBatch, config: TrainConfig) -> list[int]:
-    """Choose the rollouts to train on: those of whole groups, without the groups in which all advantages are 0.
+    """Choose the rollouts to train on: those in the loss, without the groups in which all advantages are 0.
 
     A response of advantage 0 in a group with signal stays: it is one of the tokens that the loss is a mean over, the
-    mismatch is measured on, and the drafter learns from. A KL penalty acts on every response, so that all stay.
+    mismatch is measured on, and the drafter learns from.
     """
-    if config.kl_coef or not config.drop_zero_signal_groups:
-        return list(range(len(rollouts)))
-    with_signal = np.unique(rollouts.prompt_ids[rollouts.advantages != 0])
-    chosen: list[int] = np.flatnonzero(np.isin(rollouts.prompt_ids, with_signal)).tolist()
-    return chosen
+    chosen = rollouts.in_loss
+    if config.leaves_groups_out:
+        chosen = chosen & np.isin(rollouts.prompt_ids, rollouts.prompt_ids[chosen & (rollouts.advantages != 0)])
+    numbers: list[int] = np.flatnonzero(chosen).tolist()
+    return numbers
 
 
 def learning_rate(config: Config, step: int, update: int) -> float:
@@ -214,9 +253,9 @@ def _run_updates(
     metrics: dict[str, float] = {}
     features: list[Features] = []
     windows = sample.windows if sample is not None and sample.is_divided else None
-    # Groups that are left out count too, or the few groups of a step with little signal would move the policy as far
-    # as many: leaving them out saves time, and changes nothing.
-    scale = int(rollouts.response_lengths.sum()) / config.train.updates_per_step
+    # Groups without signal count too, or the few groups of a step with little signal would move the policy as far as
+    # many: leaving them out saves time, and changes nothing.
+    scale = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
     trained = [int(rollouts.response_lengths[part].sum()) for part in parts]
     for update, own in enumerate(batches):
         result, kept = policy.train_step(
@@ -260,8 +299,6 @@ def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Confi
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
-    if not config.train.kl_coef:
-        return {}
     # The reference is another policy: its tokens go to the experts that it chooses.
     unrouted = [[replace(batch, routes=None) for batch in part] for part in batches]
     with policy.reference_weights():

@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +18,8 @@ class LoopRun:
     ranks: int = 2
     kills: int = 0
     """Ranks killed at random times, one per start."""
+    dies_refilling: bool = False
+    """Whether the last rank is killed in the first refill of the second step."""
     uneven: bool = False
     """Whether the last rank begins its share only once the first one, which has ended its own, has made use of its idle
     time: otherwise a toy's ranks may be done so soon after each other that there is time for nothing."""
@@ -37,6 +40,30 @@ class LoopRun:
     """Whether it ends with the matched pairs of `validate`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """On top of the toy configuration, by section."""
+
+
+SHAPE = {"num_layers": 2, "sliding_window": 32}
+"""The shape of the drafter, which is not that of most other tests."""
+
+
+def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "name": run.name,
+        "seed": 5,
+        "runs_dir": str(runs_dir),
+        "model": {"source": "tiny", "dtype": "float32", "max_length": 192},
+        "data": {"reward": "tests.integration.loop_plan:reward"},
+        "sampling": {"max_response_tokens": 48},
+        "speculation": {"method": "eagle3", "k": 3},
+        "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
+        "policy": {"lr": 5e-6},
+        "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3, **SHAPE},
+        "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
+        "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
+    }
+    for name, value in run.settings.items():
+        sections[name] = {**sections.get(name, {}), **value} if isinstance(value, dict) else value
+    return sections
 
 
 ON_FAILURE = 0.25

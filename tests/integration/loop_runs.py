@@ -50,7 +50,7 @@ from specrl.training.drafter.trainer import Drafter
 from specrl.validation.speed import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy
 from tests.forks import import_engine
-from tests.integration.loop_plan import LoopRun
+from tests.integration.loop_plan import SHAPE, LoopRun, toy_settings
 
 END_LOGIT = -0.5
 """Of the end token: responses end after a dozen tokens on average, some only at their limit."""
@@ -61,28 +61,6 @@ AGAIN_CODE = 144
 """With which ranks exit that are to be started again."""
 GRACE_SECONDS = 5.0
 RUN_SECONDS = 600.0
-SHAPE = {"num_layers": 2, "sliding_window": 32}
-"""The shape of the drafter, which is not that of most other tests."""
-
-
-def toy_settings(runs_dir: Path, run: LoopRun) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "name": run.name,
-        "seed": 5,
-        "runs_dir": str(runs_dir),
-        "model": {"source": "tiny", "dtype": "float32", "max_length": 192},
-        "data": {"reward": "tests.integration.loop_plan:reward"},
-        "sampling": {"max_response_tokens": 48},
-        "speculation": {"method": "eagle3", "k": 3},
-        "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625},
-        "policy": {"lr": 5e-6},
-        "drafter": {"num_prompts": 4, "draft_vocab_size": 32, "online_lr": 1e-3, **SHAPE},
-        "train": {"num_steps": 3, "prompts_per_step": 8, "samples_per_prompt": 2},
-        "resources": {"ranks_per_node": run.ranks, "cpus_per_rank": 1},
-    }
-    for name, value in run.settings.items():
-        sections[name] = {**sections.get(name, {}), **value} if isinstance(value, dict) else value
-    return sections
 
 
 def write_inputs(folder: Path) -> None:
@@ -154,6 +132,8 @@ def work(context: StageContext, run: LoopRun, rank: int, port: int) -> None:
         (context.run_dir / f"ready-{rank}").write_text(str(first_step))
         if run.uneven:
             let_first_rank_wait(trainer)
+        if run.dies_refilling and rank == run.ranks - 1:
+            die_refilling(trainer, context.run_dir / "died")
         last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, seconds=0.0)
         if run.measures:
@@ -187,6 +167,20 @@ def let_first_rank_wait(trainer: Trainer) -> None:
             return rollouts
 
         generator.generate = wait_first
+
+
+def die_refilling(trainer: Trainer, died: Path) -> None:
+    """Let this rank be killed in the middle of the second step, once."""
+    generator: Any = trainer.generator
+    collect = generator._collect
+
+    def collect_or_die(prompts: Any, step: int, pace: Any) -> Any:
+        if step == 1 and pace is None and not died.exists():
+            died.write_text(str(step))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return collect(prompts, step, pace)
+
+    generator._collect = collect_or_die
 
 
 def measure(context: StageContext, trainer: Trainer, last: int, progress: Progress) -> None:
@@ -248,10 +242,12 @@ def launch(folder: Path, run: LoopRun) -> dict[str, Any]:
     while True:
         processes = start(context, run)
         kills_left = run.kills - len(killed)
-        kill = kill_one(context, processes, generator, kills_left) if kills_left else None
+        kill = kill_one(context, processes, generator, kills_left) if kills_left > 0 else None
         if any(run.outage):
             lock_database(context, *run.outage)
         codes = wait(processes)
+        if run.dies_refilling and not killed and -signal.SIGKILL in codes:
+            kill = {"rank": codes.index(-signal.SIGKILL)}
         if not any(codes):  # also when the rank to be killed was through before
             return {"kills": killed, "num_starts": len(killed) + num_left + 1}
         if set(codes) == {AGAIN_CODE}:

@@ -131,7 +131,8 @@ def my_batches(policy: Policy) -> list[MicroBatch]:
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     num_tokens = sum(sequence.response_length for sequence in sequences())
     weight = torch.tensor([1.0 + index % 3 for index in batch.indices])[:, None]
-    return -(weight * logprobs * batch.mask).sum() / num_tokens, {"entropy": entropy.sum() / num_tokens}
+    total = (weight * logprobs * batch.mask).sum() + 0.5 * entropy.sum()
+    return -total / num_tokens, {"entropy": entropy.sum() / num_tokens}
 
 
 def weights_of(policy: Policy) -> dict[str, Tensor]:

@@ -84,7 +84,11 @@ RUNS += [
 ]
 EVERY_METRIC = LoopRun(
     "every-metric",
-    settings={**BOTH, **VALIDATED, "train": {"kl_coef": 0.01, "updates_per_step": 2}},
+    settings={
+        **BOTH,
+        **VALIDATED,
+        "train": {"kl_coef": 0.01, "updates_per_step": 2, "refill_rounds": 1, "overlong_window": 0.2},
+    },
 )
 MOVED = LoopRun("2-ranks-to-1", ranks=1, resumes="none", damaged=True, settings={"train": {"num_steps": 4}})
 MOVED_AGAIN = LoopRun(

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl.algorithms.advantages import group_advantages, zero_signal_fraction
+from specrl.algorithms.advantages import group_advantages, groups_with_signal, zero_signal_fraction
+from specrl.algorithms.overlong import overlong_penalties
 from specrl.config.algorithms import ADVANTAGES, Algorithm
 
 GRPO = ADVANTAGES.default()
@@ -66,3 +67,26 @@ def test_rloo_compares_with_the_others_of_the_group() -> None:
 
 def test_zero_signal_fraction_counts_flat_groups() -> None:
     assert zero_signal_fraction([1, 1, 0, 1], ["a", "a", "b", "b"]) == 0.5
+
+
+def test_dynamic_sampling_keeps_the_groups_whose_rewards_differ() -> None:
+    rewards, groups = [1.0, 1.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.0], ["b", "a", "b", "c", "a", "c", "d", "d"]
+    assert groups_with_signal(rewards, groups) == ["b", "a"]
+    assert zero_signal_fraction(rewards, groups) == 0.5
+    assert zero_signal_fraction([], []) == 0.0
+
+
+def trl_punishment(length: int, longest: int, cache: int) -> float:
+    """Equation 13 of DAPO as TRL's `get_soft_overlong_punishment` has it, written anew."""
+    if length <= longest - cache:
+        return 0.0
+    if length <= longest:
+        return ((longest - cache) - length) / cache
+    return -1.0
+
+
+def test_a_long_response_is_punished_on_a_line_that_ends_where_it_is_cut_off() -> None:
+    assert overlong_penalties([0, 12, 14, 15, 16], 16, 0.25) == [0.0, 0.0, -0.5, -0.75, -1.0]
+    assert overlong_penalties([1, 16], 16, 0.0) == [0.0, 0.0]
+    found = overlong_penalties(range(20481), 20480, 0.2)  # the paper's numbers: 16384 tokens, and 4096 more
+    assert found == pytest.approx([trl_punishment(length, 20480, 4096) for length in range(20481)], abs=1e-12)

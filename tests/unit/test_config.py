@@ -133,6 +133,9 @@ OF_A_FILE = "data.source=file", "data.path=a.jsonl"
         ),
         (["train.loss=gspo"], ['train.loss = "gspo"', "train.updates_per_step = 1", '"grpo"']),
         (["train.loss.clip_high=0.4"], ["train.loss.clip_high = 0.4", "train.updates_per_step = 1", "0.28"]),
+        (["train.kl_in=reward"], ['train.kl_in = "reward"', "train.kl_coef = 0", "above 0"]),
+        (["train.reference_every=5"], ["train.reference_every = 5", "train.kl_coef = 0", "above 0"]),
+        (["train.kl_coef=0.1", "train.kl_estimator=k1"], ['train.kl_estimator = "k1"', '"loss"', '"k2"', '"reward"']),
         (["train.stop_when={metric='reward/mena', above=1}"], ['"reward/mena"', "did you mean reward/mean?"]),
     ],
 )
@@ -298,7 +301,15 @@ def test_a_preset_stands_for_its_settings_and_for_nothing_beside_them() -> None:
     assert (config.train.algorithm, config.train.loss_mean) == (None, "constant")
     assert config.train.advantage.options == {"normalize_by_std": False}
     assert parse_config(json.loads(dump_config(config))) == config
-    with pytest.raises(ConfigError, match=r'train.algorithm = "dapo": allowed: dr-grpo, gspo, cispo, rloo, reinforce'):
-        parse_config({"name": "a", "train": {"algorithm": "dapo"}})
+    with pytest.raises(ConfigError, match=r'train.algorithm = "ppo": allowed: dapo, dr-grpo, gspo, cispo, rloo, reinf'):
+        parse_config({"name": "a", "train": {"algorithm": "ppo"}})
     with pytest.raises(ConfigError, match=r'train.algorithm = "rloo" sets train.advantage, too: leave it out'):
         parse_config({"name": "a", "train": {"algorithm": "rloo", "advantage": "grpo"}})
+
+
+def test_dapo_is_all_of_its_techniques() -> None:
+    train = parse_config({"name": "a", "train": {"algorithm": "dapo", "updates_per_step": 2}}).train
+    assert train.loss.options == {"clip_low": 0.2, "clip_high": 0.28} and train.loss_mean == "token"
+    assert (train.refill_rounds, train.overlong_filter, train.overlong_window, train.kl_coef) == (9, True, 0.2, 0.0)
+    with pytest.raises(ConfigError, match=r'train.algorithm = "dapo" sets train.refill_rounds, too'):
+        parse_config({"name": "a", "train": {"algorithm": "dapo", "refill_rounds": 2}})

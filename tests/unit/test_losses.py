@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specrl.algorithms.losses import LossInputs
-from specrl.algorithms.objective import TokenTargets, policy_loss, response_weights
+from specrl.algorithms.objective import TokenTargets, kl_estimates, policy_loss, response_weights
 from specrl.config import TrainConfig
 from specrl.config.algorithms import LOSSES
-from specrl.config.training import LossMean
+from specrl.config.training import KlEstimator, LossMean
 
 MASK = torch.tensor([[True, True, False]])
 ENTROPY = torch.tensor([[0.5, 1.5, 9.0]])
@@ -71,6 +71,57 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
         loss, metrics = policy_loss(lp, ENTROPY, MASK, with_reference, config)
         assert (metrics["kl"].item() > 0) == positive
         assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_bonus_is_the_entropy_of_the_response_tokens_by_the_mean_of_the_loss(weighted: bool) -> None:
+    """Mutation: the entropy of what is outside of the mask, or a bonus that the mean of the loss does not weigh."""
+    config, entropy = TrainConfig(entropy_coefficient=0.25), ENTROPY.clone().requires_grad_()
+    base = replace(targets(0.0), weights=torch.full((1, 3), 3.0) if weighted else None)
+    loss, metrics = policy_loss(logprobs(-1.0, -1.0, -1.0), entropy, MASK, base, config)
+    loss.backward()
+    scale = 3.0 if weighted else 1.0
+    assert loss.item() == pytest.approx(-0.25 * (0.5 + 1.5) * scale)
+    assert entropy.grad is not None and entropy.grad.tolist() == [[-0.25 * scale, -0.25 * scale, 0.0]]
+    assert metrics["entropy"].item() == 2.0 and not metrics["entropy"].requires_grad
+
+
+KL_ESTIMATORS: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
+
+
+@pytest.mark.parametrize(("estimator", "expected"), zip(KL_ESTIMATORS, (0.3, 0.045, math.exp(-0.3) - 0.7), strict=True))
+def test_a_penalty_is_the_sum_of_its_estimates(estimator: KlEstimator, expected: float) -> None:
+    """For l = 0.3 and, at the second token, -0.3; k3 as in TRL: exp(ref - lp) - (ref - lp) - 1."""
+    config = TrainConfig(kl_coef=0.5, kl_estimator=estimator)
+    base, reference = targets(0.0), torch.tensor([[-1.3, -0.7, 5.0]])
+    loss, metrics = policy_loss(
+        logprobs(-1.0, -1.0, -1.0), ENTROPY, MASK, replace(base, reference_logprobs=reference), config
+    )
+    other = {"k1": -0.3, "k2": 0.045, "k3": math.exp(0.3) - 0.3 - 1}[estimator]
+    assert metrics["kl"].item() == pytest.approx(expected + other, rel=1e-5, abs=1e-7)
+    assert loss.item() == pytest.approx(0.5 * (expected + other), rel=1e-5, abs=1e-7)
+
+
+def test_estimates_have_the_mean_and_the_gradient_that_they_are_said_to_have() -> None:
+    """Over all tokens of a distribution; in the reward an estimate weighs the gradient of its token's log-prob."""
+    logits = torch.tensor([0.3, -1.0, 1.2, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.2, -0.4, 0.7], dtype=torch.float64).log_softmax(0)
+    lp = logits.log_softmax(0)
+    divergence = (lp.exp() * (lp - reference)).sum()
+    (true_gradient,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    means, gradients, in_reward = {}, {}, {}
+    for estimator in KL_ESTIMATORS:
+        values = kl_estimates(lp, reference, estimator)
+        means[estimator] = float((lp.exp() * values).sum())
+        sampled = (lp.exp().detach() * values).sum()
+        weighted = (lp.exp().detach() * values.detach() * lp).sum()
+        (gradients[estimator],) = torch.autograd.grad(sampled, logits, retain_graph=True)
+        (in_reward[estimator],) = torch.autograd.grad(weighted, logits, retain_graph=True)
+    assert means["k1"] == pytest.approx(float(divergence)) and means["k3"] == pytest.approx(float(divergence))
+    torch.testing.assert_close(gradients["k1"], torch.zeros_like(true_gradient), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradients["k2"], true_gradient)
+    torch.testing.assert_close(in_reward["k1"], true_gradient)
+    assert not torch.allclose(gradients["k3"], true_gradient) and not torch.allclose(in_reward["k3"], true_gradient)
 
 
 def test_the_correction_carries_no_gradient() -> None:

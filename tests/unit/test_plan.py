@@ -396,3 +396,23 @@ def test_every_shipped_configuration_leaves_a_part_of_each_gpu_free(path: Path) 
                 free[stage] = (budget.available_gib - budget.needed_gib) / gpu
     assert all(share >= MARGIN for share in free.values()), free
     assert (free != {}) == path.stem.startswith("qwen3")
+
+
+def test_a_plan_says_what_a_preset_stands_for_and_what_a_penalty_costs() -> None:
+    def lines(**train: object) -> list[str]:
+        return [line for line in printed(plan(configured(train=train))).splitlines() if line.startswith("train.")]
+
+    assert lines(algorithm="dapo")[3:] == [
+        "train.loss_mean = token",
+        "train.refill_rounds = 9",
+        "train.overlong_filter = true",
+        "train.overlong_window = 0.2",
+    ]
+    assert lines(kl_coef=0.1, reference_every=7)[4:] == [
+        "train.kl_coef = 0.1",
+        "train.kl_estimator = k3",
+        "train.kl_in = loss",
+        "train.reference_every = 7",
+    ]
+    gib = [plan(configured(train={"kl_coef": 0.1, **train})).checkpoint.gib for train in ({}, {"reference_every": 7})]
+    assert 1 < gib[1] / gib[0] < 16 / 12

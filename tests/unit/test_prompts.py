@@ -61,6 +61,36 @@ def test_a_fixed_number_of_problems_comes_again_in_the_same_order_with_the_same_
         source({"num_problems": 3}, train={"prompts_per_step": 4})
 
 
+SUMS = {"generators": [{"name": "worked_sums", "parameters": {"terms": [2], "high": 9, "large_share": 0}}]}
+
+
+@pytest.mark.parametrize("data", [SUMS, {**SUMS, "num_problems": 40}, {"source": "file"}], ids=["sums", "few", "file"])
+def test_a_refill_depends_on_seed_step_and_number_alone(tmp_path: Path, data: dict[str, Any]) -> None:
+    """However often a problem is drawn in a step, each of its prompts has an id, and so seeds, of its own."""
+    if data.get("source") == "file":
+        path = write_jsonl(tmp_path / "train.jsonl", numbered_rows(30))
+        data = {**data, "path": str(path), "reward": "exact_match"}
+    first, other = source(data), source(data)
+    other.refill(2, 3)
+    other.batch(5)
+    found = [first.refill(3, number) for number in (1, 2, 3)]
+    assert [other.refill(3, number) for number in (3, 2, 1)] == found[::-1]
+    assert all(len(prompts) == 16 for prompts in found)
+    asked = [*first.batch(3), *(prompt for prompts in found for prompt in prompts)]
+    assert len({prompt.id for prompt in asked}) == 64
+    assert len({prompt.text for prompt in asked}) < 64  # or the ids would be told apart by the texts
+    assert found[0] != first.refill(4, 1) and found[0] != source(data, seed=1).refill(3, 1)
+    assert {prompt.text for prompt in asked}.isdisjoint(prompt.text for prompt in first.held_out(3))
+
+
+def test_a_refill_from_a_fixed_number_of_problems_asks_the_others_first() -> None:
+    prompts = source({"num_problems": 20}, train={"prompts_per_step": 4})
+    texts = [prompt.text for number in range(1, 5) for prompt in prompts.refill(1, number)]
+    everything = {prompt.text for step in range(5) for prompt in prompts.batch(step)}
+    assert {*texts, *(prompt.text for prompt in prompts.batch(1))} == everything and len({*texts}) == 16
+    assert {prompt.id for prompt in prompts.refill(1, 1)} < {p.id for step in range(5) for p in prompts.batch(step)}
+
+
 def test_prompts_end_in_the_question_and_carry_their_tokens_and_answer() -> None:
     for prompt in source().batch(0):
         assert TOKENIZER.decode(prompt.tokens) == prompt.text

@@ -16,6 +16,8 @@ from specrl.distributed import Ranks, join, leave
 from specrl.precision.mismatch import MismatchSums
 from specrl.schemas import Rollout
 from specrl.training.batches import TokenSequence, pack
+from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
+from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares, deal_groups
@@ -129,7 +131,7 @@ SIGNAL, FLAT = (0.0, 0.5, 1.0), (1.0, 1.0, 1.0)
 """Rewards of a group: of the first, the middle response has an advantage of 0."""
 
 
-def scored(groups: Sequence[Sequence[float]], config: Config) -> RolloutBatch:
+def scored(groups: Sequence[Sequence[float]], config: Config, cut_off: Sequence[tuple[int, int]] = ()) -> RolloutBatch:
     """Rollouts with these rewards, whose log-probs are about those of a policy that knows nothing."""
     generator = np.random.default_rng(3)
     rollouts = []
@@ -137,23 +139,30 @@ def scored(groups: Sequence[Sequence[float]], config: Config) -> RolloutBatch:
         for sample, reward in enumerate(rewards):
             tokens = generator.integers(0, 32, 4 + sample).tolist()
             logprobs = [-3.5] * len(tokens)
-            row = Rollout(0, 0, prompt, sample, 0, 0, 0, [prompt, 5], tokens, logprobs, "", "", "stop", reward=reward)
+            reason = "length" if (prompt, sample) in cut_off else "stop"
+            row = Rollout(0, 0, prompt, sample, 0, 0, 0, [prompt, 5], tokens, logprobs, "", "", reason, reward=reward)
             rollouts.append(row)
     batch = RolloutBatch.gather(ALONE, rollouts)
-    batch.assign_advantages(config.train)
+    batch.assign_advantages(config)
     return batch
 
 
 def updated(
-    model_dir: Path, groups: Sequence[Sequence[float]], policy: dict[str, Any] | None = None, **train: Any
+    model_dir: Path,
+    groups: Sequence[Sequence[float]],
+    policy: dict[str, Any] | None = None,
+    cut_off: Sequence[tuple[int, int]] = (),
+    longest: int = 8,
+    **train: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], RolloutBatch]:
     """The metrics of a step's update, how the weights moved, and the rollouts."""
-    config = parse_config({"name": "update", "policy": policy or {}, "train": {"correction": "none", **train}})
+    sections = {"policy": policy or {}, "sampling": {"max_response_tokens": longest}}
+    config = parse_config({"name": "update", **sections, "train": {"correction": "none", **train}})
     trained = Policy(
         model_dir, config.policy, dtype="float32", ranks=ALONE, seed=0, keep_reference=config.train.kl_coef > 0
     )
     before = {name: tensor.clone() for name, tensor in trained.hf_weights()}
-    rollouts = scored(groups, config)
+    rollouts = scored(groups, config, cut_off)
     update = update_policy(trained, rollouts, config, None, step=2)
     return update.metrics, {name: tensor - before[name] for name, tensor in trained.hf_weights()}, rollouts
 
@@ -178,6 +187,127 @@ def test_leaving_groups_out_changes_no_gradient(ranks: Ranks, model_dir: Path) -
         torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-3)
 
 
+def test_a_batch_is_what_has_signal_and_then_what_was_dropped_first() -> None:
+    config = parse_config({"name": "dapo", "train": {"prompts_per_step": 3, "updates_per_step": 3, "refill_rounds": 1}})
+    batch = scored([FLAT, SIGNAL, FLAT[::-1], SIGNAL, FLAT], config)
+    assert batch.num_missing(config.train) == 1
+    assert np.unique(batch.prompt_ids[batch.in_loss]).tolist() == [0, 1, 3]
+    assert batch.held[12].advantage == 0 and trained_rollouts(batch, config.train) == [3, 4, 5, 9, 10, 11]
+    full = scored([FLAT, SIGNAL, SIGNAL, SIGNAL], config)
+    assert full.num_missing(config.train) == 0
+    assert np.unique(full.prompt_ids[full.in_loss]).tolist() == [1, 2, 3]
+    undisturbed = parse_config({"name": "grpo", "train": {"prompts_per_step": 3}})
+    assert scored([FLAT, SIGNAL, SIGNAL, SIGNAL], undisturbed).in_loss.all()
+
+
+def test_groups_that_dynamic_sampling_dropped_leave_the_mean(ranks: Ranks, model_dir: Path) -> None:
+    """Mutation: a mean over all that was sampled, which would make the step half as large here."""
+    settings: dict[str, Any] = {"policy": {"clip_grad": 1e9}, "refill_rounds": 1}
+    kept, moved, _ = updated(model_dir, [FLAT, SIGNAL], **settings, prompts_per_step=1)
+    alone, other, _ = updated(model_dir, [FLAT, SIGNAL], **settings, prompts_per_step=2)
+    assert kept["num_tokens"] == alone["num_tokens"] == 21
+    assert kept["grad_norm"] == pytest.approx(2 * alone["grad_norm"], rel=1e-5) and kept["grad_norm"] > 0
+    assert any(tensor.any() for tensor in (*moved.values(), *other.values()))
+
+
+def test_what_was_cut_off_leaves_the_mean_and_not_its_group(ranks: Ranks, model_dir: Path) -> None:
+    """One update is on-policy, so that the loss is minus the mean advantage of the tokens that stay."""
+    deviation = math.sqrt((0.5**2 + 0.0 + 0.5**2) / 3)
+    metrics, _, rollouts = updated(model_dir, [SIGNAL], cut_off=[(0, 2)], overlong_filter=True)
+    assert rollouts.advantages.tolist() == pytest.approx([-0.5 / deviation, 0, 0.5 / deviation], rel=1e-4)
+    assert metrics["loss"] == pytest.approx(4 * 0.5 / deviation / (4 + 5), rel=1e-4)
+    assert metrics["num_tokens"] == 6 + 7 and rollouts.held[2].policy_logprobs is None
+    whole, _, _ = updated(model_dir, [SIGNAL], cut_off=[(0, 2)])
+    assert whole["loss"] == pytest.approx((4 - 6) * 0.5 / deviation / (4 + 5 + 6), rel=1e-4)
+    by_response, _, _ = updated(model_dir, [SIGNAL], cut_off=[(0, 2)], overlong_filter=True, loss_mean="response")
+    assert by_response["loss"] == pytest.approx(0.5 / deviation / 2, rel=1e-4)
+    nothing, still, _ = updated(
+        model_dir, [SIGNAL], cut_off=[(0, 0), (0, 1), (0, 2)], overlong_filter=True, kl_coef=0.1
+    )
+    assert nothing["num_tokens"] == 0 and not any(tensor.any() for tensor in still.values())
+
+
+def dapo_loss(rewards: Sequence[Sequence[float]], longest: int, cache: int, size: int) -> float:
+    """Equations 8 to 13 of DAPO (arXiv 2503.14476) for one on-policy update, written anew, of responses as in `scored`.
+
+    Their ratios are 1, so that no clip has an effect.
+    """
+    total, num_tokens = 0.0, 0
+    for own in [own for own in rewards if len(set(own)) > 1][:size]:
+        lengths = [4 + sample for sample in range(len(own))]
+        punished = [min(0.0, max(-1.0, (longest - cache - length) / cache)) for length in lengths]
+        found = np.array(own) + punished
+        for advantage, length in zip((found - found.mean()) / found.std(), lengths, strict=True):
+            if length < longest:
+                total, num_tokens = total + advantage * length, num_tokens + length
+    return -total / num_tokens
+
+
+def test_the_preset_dapo_is_the_objective_of_the_paper(ranks: Ranks, model_dir: Path) -> None:
+    """Responses of 4 to 10 tokens, of which the last is cut off and the one before half punished."""
+    flat = (1.0,) * 7
+    groups = [flat, (0, 1, 0, 1, 0, 1, 0), (1, 1, 1, 1, 0, 1, 1), flat, (0, 0, 0, 0, 0, 1, 1)]
+    cut_off = [(prompt, 6) for prompt in range(len(groups))]
+    metrics, moved, _ = updated(model_dir, groups, longest=10, cut_off=cut_off, algorithm="dapo", prompts_per_step=3)
+    assert metrics["loss"] == pytest.approx(dapo_loss(groups, longest=10, cache=2, size=3), rel=1e-4)
+    assert metrics["num_tokens"] == 3 * sum(range(6, 12)) and any(tensor.any() for tensor in moved.values())
+
+
+def test_an_entropy_bonus_raises_the_entropy_where_there_is_no_signal(ranks: Ranks, model_dir: Path) -> None:
+    """Its mean is that over all tokens of the step, by the entropies of transformers."""
+    metrics, moved, rollouts = updated(model_dir, [FLAT], {"lr": 1e-2}, entropy_coefficient=0.5)
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+
+    def entropy() -> float:
+        found = []
+        for rollout in rollouts.held.values():
+            tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
+            with torch.no_grad():
+                scores = model(tokens[None]).logits[0, len(rollout.prompt_tokens) - 1 : -1].log_softmax(-1)
+            found += (-(scores.exp() * scores).sum(-1)).tolist()
+        return sum(found) / len(found)
+
+    before = entropy()
+    assert metrics["entropy"] == pytest.approx(before, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(-0.5 * before, rel=1e-5) and metrics["num_tokens"] == 21
+    weights = model.state_dict()
+    for name, tensor in moved.items():
+        weights[name] += tensor
+    assert entropy() > before
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_in_the_reward_is_in_the_advantages(ranks: Ranks, model_dir: Path, estimator: str) -> None:
+    """As TRL's RLOO has it for k1, rewards - beta * sum(log p - log p_reference), the reference's by transformers.
+
+    Mutation: no penalty for the response that was cut off, which is in the mean of its group.
+    """
+    settings: dict[str, Any] = {"kl_in": "reward", "kl_estimator": estimator, "advantage": "rloo"}
+    settings |= {"cut_off": [(0, 2)], "overlong_filter": True}
+    metrics, moved, rollouts = updated(model_dir, [SIGNAL, FLAT], kl_coef=0.1, **settings)
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    sums = []
+    for rollout in rollouts.held.values():
+        tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
+        with torch.no_grad():
+            scores = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        reference = scores.gather(1, tokens[1:, None])[len(rollout.prompt_tokens) - 1 :, 0]
+        ratio = torch.tensor(rollout.generation_logprobs) - reference
+        sums.append(float({"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}[estimator].sum()))
+    assert rollouts.kl.tolist() == pytest.approx(sums, abs=1e-4)
+    rewards = [reward - 0.1 * found for reward, found in zip([*SIGNAL, *FLAT], sums, strict=True)]
+    expected = [
+        rewards[i] - (sum(rewards[start : start + 3]) - rewards[i]) / 2
+        for start in (0, 3)
+        for i in range(start, start + 3)
+    ]
+    assert rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-4)
+    assert [rollout.advantage for rollout in rollouts.held.values()] == pytest.approx(expected, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(sum(sums) / rollouts.response_lengths.sum(), abs=1e-5)
+    assert metrics["num_tokens"] == 42 - 8 and any(tensor.any() for tensor in moved.values())
+    assert rollouts.rewards.tolist() == [*SIGNAL, *FLAT]
+
+
 def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Path) -> None:
     """Mutation: a mean over updates without tokens, of which there would be three here."""
     once, _, _ = updated(model_dir, [SIGNAL, FLAT, FLAT, FLAT], {"lr": 1e-9})
@@ -190,7 +320,7 @@ def test_metrics_are_means_over_what_was_trained_on(ranks: Ranks, model_dir: Pat
 def test_a_constant_in_place_of_the_mean_length_scales_the_gradient(ranks: Ranks, model_dir: Path) -> None:
     by_token, _, rollouts = updated(model_dir, [SIGNAL, SIGNAL[::-1]])
     constant, _, _ = updated(model_dir, [SIGNAL, SIGNAL[::-1]], loss_mean="constant")
-    share = rollouts.response_lengths.mean() / Config(name="a").sampling.max_response_tokens
+    share = rollouts.response_lengths.mean() / 8
     assert constant["grad_norm"] == pytest.approx(share * by_token["grad_norm"], rel=1e-4)
 
 
@@ -221,6 +351,35 @@ def test_every_algorithm_takes_a_step_of_several_updates(
     assert 0 <= metrics["corrected_fraction"] < 1
     assert (metrics["kl"] > 0) == ("kl_coef" in algorithms)
     assert any(tensor.any() for tensor in moved.values())
+
+
+def test_a_renewed_reference_is_a_part_of_the_checkpoint(ranks: Ranks, model_dir: Path, tmp_path: Path) -> None:
+    config = parse_config({"name": "renewed", "policy": {"lr": 1e-2}, "train": {"correction": "none", "kl_coef": 0.1}})
+
+    def loaded(*, stores: bool = True) -> Policy:
+        kept = {"keep_reference": True, "stores_reference": stores}
+        return Policy(model_dir, config.policy, dtype="float32", ranks=ALONE, seed=0, **kept)
+
+    def kl(policy: Policy) -> float:
+        return update_policy(policy, scored([SIGNAL], config), config, None, step=2).metrics["kl"]
+
+    trained = loaded()
+    assert kl(trained) == 0 and kl(trained) > 0
+    trained.renew_reference()
+    assert kl(trained) == 0 and trained.model.training
+    checkpoints = Checkpoints(tmp_path, trained, Retention(2))
+    checkpoints.save(TrainState(3, trained, None))
+    checkpoints.wait()
+    expected = kl(trained)  # the reference is an update behind
+    restored, forgetful = loaded(), loaded(stores=False)
+    load(tmp_path / "step=000003", restored, None)
+    load(tmp_path / "step=000003", forgetful, None)
+    assert 0 < kl(restored) == expected < kl(forgetful)
+    checkpoints = Checkpoints(tmp_path, forgetful, Retention(2))
+    checkpoints.save(TrainState(4, forgetful, None))
+    checkpoints.wait()
+    load(tmp_path / "step=000004", restored, None)  # has none: the one before stays
+    assert kl(restored) > 0
 
 
 def test_a_gradient_that_is_not_finite_stops_the_step_and_moves_nothing(ranks: Ranks, model_dir: Path) -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
+from specrl.data.rewards.pool import FailureTally, RewardPool, Scores, refuse_failure
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
-from specrl.rollout.collect import Origin, collect
+from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
-from specrl.rollout.engine import Engine
+from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
-from specrl.timeline import Bubble, Pace
+from specrl.timeline import GENERATION, Bubble, Pace, Span
 from specrl.training.rollouts import RolloutBatch
 
 
@@ -38,10 +38,34 @@ class StepRollouts:
     failures: FailureTally
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
+    shaping: dict[str, float]
+    """What dynamic sampling and the punishment of length have done, by the names in MLflow."""
 
     def metrics(self) -> dict[str, float]:
-        """What the rewards cost, by the names in MLflow."""
-        return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s}
+        """What the rewards cost, and what became of them, by the names in MLflow."""
+        return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s, **self.shaping}
+
+
+@dataclass(frozen=True)
+class _Counters:
+    stats: SpeculationStats
+    bubble: Bubble
+    failures: FailureTally
+    reward_s: float
+
+    def add_refill(self, span: Span, generation: Generation, saved_s: float | None, scores: Scores) -> _Counters:
+        bubble = self.bubble
+        return _Counters(
+            SpeculationStats.merge([self.stats, generation.stats]),
+            replace(
+                bubble,
+                num_tokens=bubble.num_tokens + generation.num_tokens,
+                saved_s=None if bubble.saved_s is None or saved_s is None else bubble.saved_s + saved_s,
+                refills=[*bubble.refills, span],
+            ),
+            FailureTally.merge([self.failures, FailureTally.of(scores.failures)]),
+            self.reward_s + scores.waited_s,
+        )
 
 
 class RolloutGenerator:
@@ -80,23 +104,52 @@ class RolloutGenerator:
     def generate(self, step: int) -> StepRollouts:
         """Sample and score the responses of a step by the policy of version `step`, which the engine must hold.
 
+        Groups without signal are dropped and other prompts asked in their place as `train.refill_rounds` says. What is
+        asked depends on the rewards alone, which are those of the policy, so that a restart asks the same.
+
         Raises:
             RewardError: The reward fails on every response.
         """
-        prompts = self.source.batch(step)
-        size = self._config.engine.tensor_parallel
+        prompts, train = self.source.batch(step), self._config.train
         own, texts, counted = self._own_share(prompts, step)
+        rollouts, counters, failures = self._gather(prompts, own, counted)
+        refills = 0
+        while refills < train.refill_rounds and (missing := rollouts.num_missing(train)):
+            refills += 1
+            more = self.source.refill(step, refills)[:missing]
+            counted = self._refill(more, step, own, counted)
+            prompts += more
+            rollouts, counters, failures = self._gather(prompts, own, counted)
+        rollouts.assign_advantages(self._config)
+        shaping: dict[str, float] = {}
+        if train.refill_rounds:
+            dropped = len(prompts) - train.prompts_per_step
+            shaping |= {"rollout/refill_rounds": float(refills), "rollout/dropped_groups": float(dropped)}
+        if train.overlong_window:
+            shaping["reward/overlong_penalty"] = float(rollouts.penalties(self._config).mean())
+        if self._earlier is not None:
+            self._earlier.add([prompt.id for prompt in prompts], own)
+        self._exchange(texts, step + 1)
+        return StepRollouts(
+            rollouts,
+            over_engines([rank.stats for rank in counters[:: self._config.engine.tensor_parallel]]),
+            [rank.bubble for rank in counters],
+            failures,
+            max(rank.reward_s for rank in counters),
+            shaping,
+        )
+
+    def _gather(
+        self, prompts: Sequence[Prompt], own: Sequence[Rollout], counted: _Counters
+    ) -> tuple[RolloutBatch, list[_Counters], FailureTally]:
+        """Gather the numbers of all rollouts so far, and the counters of all ranks."""
+        size = self._config.engine.tensor_parallel
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
         rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
-        of_ranks, bubbles, failed, waited_s = zip(*self._ranks.gather(counted), strict=True)
-        stats = over_engines(of_ranks[::size])  # the ranks of one engine count the same
-        failures = FailureTally.merge(failed[::size])
+        counters = self._ranks.gather(counted)
+        failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
         refuse_failure(failures, len(rollouts), self._config.data)
-        rollouts.assign_advantages(self._config.train)
-        if self._earlier is not None:
-            self._earlier.add(places, own)
-        self._exchange(texts, step + 1)
-        return StepRollouts(rollouts, stats, list(bubbles), failures, max(waited_s))
+        return rollouts, counters, failures
 
     @property
     def next_texts(self) -> list[PregeneratedText]:
@@ -120,9 +173,8 @@ class RolloutGenerator:
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
-    ) -> tuple[list[Rollout], list[PregeneratedText], tuple[SpeculationStats, Bubble, FailureTally, float]]:
-        config, ranks = self._config, self._ranks
-        samples = config.train.samples_per_prompt
+    ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
+        config, samples = self._config, self._config.train.samples_per_prompt
         own = prompts[self._place.engine :: self._place.num_engines]
         self._bubbles.open()
         if self._earlier is not None or config.bubbles.pregenerates:
@@ -130,20 +182,36 @@ class RolloutGenerator:
         self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)
-        unscored = collect(
-            self._engine,
-            own,
-            samples,
-            config,
-            self._rewards,
-            Origin(config.seed, step, ranks.rank),
-            on_progress=pace.on_progress,
-            on_iteration=pace.on_iteration,
-            recall=True,
-            routes=True,
-        )
+        unscored = self._collect(own, step, pace)
         saved_s = self._take_saved_seconds()
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
         rollouts, scores = unscored.scored()
-        counted = unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s
-        return rollouts, texts, counted
+        counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
+        return rollouts, texts, counters
+
+    def _refill(self, prompts: Sequence[Prompt], step: int, own: list[Rollout], counted: _Counters) -> _Counters:
+        """Add this rank's share of a refill to its rollouts and counters; a rank that is done earlier waits."""
+        share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
+        if not share:
+            return counted
+        self._take_saved_seconds()  # of what was generated ahead after its first share
+        unscored = self._collect(share, step, None)
+        span = Span(GENERATION, started_at, time.time())
+        rollouts, scores = unscored.scored()
+        own += rollouts
+        return counted.add_refill(span, unscored.generation, self._take_saved_seconds(), scores)
+
+    def _collect(self, prompts: Sequence[Prompt], step: int, pace: Pace | None) -> Unscored:
+        config = self._config
+        return collect(
+            self._engine,
+            prompts,
+            config.train.samples_per_prompt,
+            config,
+            self._rewards,
+            Origin(config.seed, step, self._ranks.rank),
+            on_progress=pace.on_progress if pace is not None else None,
+            on_iteration=pace.on_iteration if pace is not None else None,
+            recall=True,
+            routes=True,
+        )

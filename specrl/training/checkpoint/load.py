@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint.manifest import CheckpointError, StoredPolicy, check_whole, find_damage, read_manifest
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
+from specrl.training.pieces import KINDS, MASTER, REFERENCE
 
 DRAFTER_FILE = "drafter.safetensors"
 
@@ -29,7 +30,8 @@ class TrainState:
 
     step: int
     policy: Policy
-    """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part."""
+    """The master weights, Adam's moments and the optimizer's counters, of which each rank holds a part; and the
+    reference where it is renewed."""
     drafter: Drafter | None
     kv_scales: KvScales | None = None
 
@@ -74,12 +76,11 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
             "resume with the same model, or start a new run from the exported policy"
         )
     stored = StoredPolicy(folder, manifest)
-    for shard in policy.shards():
-        offset = 0
-        for piece in shard.pieces:
-            end = offset + piece.size
-            stored.read(piece, {kind: flat[offset:end].view(piece.shape) for kind, flat in shard.state.items()})
-            offset = end
+    if policy.stores_reference and stored.has_reference:
+        _read(stored, policy, {MASTER: REFERENCE})  # by way of the masters, which become the parameters of all ranks
+        policy.optimizer.restored(manifest.counters)
+        policy.renew_reference()
+    _read(stored, policy, {kind: kind for kind in KINDS})
     policy.optimizer.restored(manifest.counters)
     if drafter is not None and manifest.has_drafter:
         drafter.load_state_dict(load_file(folder / DRAFTER_FILE))
@@ -88,6 +89,16 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
     policy.ranks.barrier()
     scales = KvScales(**manifest.kv_scales) if manifest.kv_scales is not None else None
     return TrainState(manifest.step, policy, drafter, scales)
+
+
+def _read(stored: StoredPolicy, policy: Policy, kinds: Mapping[str, str]) -> None:
+    """Fill what this rank holds of the policy, each of `KINDS` with what is stored as another or the same."""
+    for shard in policy.shards():
+        offset = 0
+        for piece in shard.pieces:
+            end = offset + piece.size
+            stored.read(piece, {kinds[own]: shard.state[own][offset:end].view(piece.shape) for own in kinds})
+            offset = end
 
 
 def load_drafter_state(folder: Path, drafter: Drafter) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.training.checkpoint.files import wrong_block
-from specrl.training.pieces import Piece, stored_name
+from specrl.training.pieces import REFERENCE, Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
@@ -75,6 +75,12 @@ class StoredPolicy:
                 matrix[common.inside(wanted)].copy_(part)
             missing -= common.size
         assert not missing, f"{missing} elements of {wanted} are in no file of {self._folder}"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference policy is stored too."""
+        (name, piece), *_ = next(iter(self._held.values()))
+        return stored_name(REFERENCE, piece) in set(self.file(name).keys())
 
     def file(self, name: str) -> Any:
         if name not in self._files:

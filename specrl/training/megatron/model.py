@@ -63,7 +63,7 @@ class HeadOutput:
     logprobs: Tensor
     """[n] float32, differentiable."""
     entropy: Tensor
-    """[n] float32, nats, detached."""
+    """[n] float32, nats, differentiable."""
     targets: Tensor | None = None
     """[own, draft_vocab], logits at temperature 1, or [own, hidden], what the output layer computes them from; in the
     compute type, detached."""

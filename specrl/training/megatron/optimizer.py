@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specrl.config import PolicyConfig
 from specrl.training.megatron.weights import WeightMap, bands
-from specrl.training.pieces import KINDS, MASTER, Shard, cut
+from specrl.training.pieces import KINDS, MASTER, REFERENCE, Shard, cut
 
 
 def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
@@ -144,8 +144,12 @@ class PolicyOptimizer:
         return found.pop() if found else 0
 
 
-def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer) -> list[Shard]:
+def policy_shards(
+    model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer, reference: Sequence[Tensor] = ()
+) -> list[Shard]:
+    """The shards of this rank; those of a reference, given as the parameters are, are copies."""
     own = dict(model.named_parameters())
+    others = dict(zip(own, reference, strict=False))
     shards = []
     for parameter in weights.parameters:
         if not parameter.is_here:
@@ -154,6 +158,8 @@ def policy_shards(model: torch.nn.Module, weights: WeightMap, optimizer: PolicyO
         if held is None:
             continue
         (start, stop), state = held
+        if parameter.name in others:
+            state[REFERENCE] = others[parameter.name].flatten()[start:stop].float()
         rank, size = parameter.place
         pieces = cut(bands(weights, parameter, rank, size), start, stop)
         length = sum(piece.size for piece in pieces)  # what follows is the padding of the vocabulary

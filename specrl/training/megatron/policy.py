@@ -53,8 +53,8 @@ from specrl.training.pieces import Shard
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """A function of log-probs, entropy and the micro-batch that returns the loss and metrics.
 
-Log-probs (differentiable) and entropy (detached, in nats) are [sequences, longest response] float32: one for each
-response token, as in the micro-batch's mask, and zero where that is False. The loss is a sum, already divided by the
+Log-probs and entropy (in nats, both differentiable) are [sequences, longest response] float32: one for each response
+token, as in the micro-batch's mask, and zero where that is False. The loss is a sum, already divided by the
 token count of the global batch: it is added up over micro-batches and data-parallel ranks, and nothing divides it
 again. The same is true of the metrics.
 """
@@ -92,11 +92,12 @@ class Policy:
         seed: int,
         fp8: LinearPrecision | None = None,
         keep_reference: bool = False,
+        stores_reference: bool = False,
     ) -> None:
         """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
         `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
-        a copy of the parameters is kept for `reference_weights`.
+        a copy of the parameters is kept for `reference_weights`, and `stores_reference` makes it a part of `shards`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -120,6 +121,7 @@ class Policy:
         self.model, self._weights, megatron = self._load(fp8)
         self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
         self._reference_is_active = False
+        self.stores_reference = stores_reference
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
@@ -178,7 +180,8 @@ class Policy:
         return weights.tensor_shapes(self._weights)
 
     def shards(self) -> list[Shard]:
-        return policy_shards(self.model, self._weights, self.optimizer)
+        reference = self._reference if self.stores_reference else None
+        return policy_shards(self.model, self._weights, self.optimizer, reference or ())
 
     def train_step(
         self,
@@ -242,9 +245,15 @@ class Policy:
         write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
+    @torch.no_grad()
+    def renew_reference(self) -> None:
+        """Make the parameters the reference, where one is kept."""
+        for parameter, other in zip(self.model.parameters(), self._reference or (), strict=False):
+            other.copy_(parameter)
+
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Give the policy its first parameters inside the block; use it around `logprobs` for the KL penalty."""
+        """Give the policy the reference's parameters inside the block; use it around `logprobs` for the KL penalty."""
         self._swap_reference()
         try:
             yield
@@ -380,7 +389,7 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
     if loss is not None and batch.indices:
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
-    detached = HeadOutput(head.logprobs.detach(), head.entropy, head.targets, head.top1)
+    detached = HeadOutput(head.logprobs.detach(), head.entropy.detach(), head.targets, head.top1)
     sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
     kept = _Outcome(logprobs.detach(), detached, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept

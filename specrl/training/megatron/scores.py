@@ -1,7 +1,7 @@
 """Log-probability, entropy and most likely token from logits, in one pass over a vocabulary that ranks share.
 
 For logits x at temperature T, z = x / T:  log p(y) = z_y - log Z,  H = log Z - sum_v p_v z_v,  log Z = logsumexp(z).
-The gradient of log p(y) is (1[v = y] - p_v) / T. The entropy carries none.
+The gradient of log p(y) is (1[v = y] - p_v) / T, and that of H is -p_v (log p_v + H) / T.
 """
 
 from __future__ import annotations
@@ -41,20 +41,33 @@ class _TokenScores(torch.autograd.Function):
             peak, (total, weighted, chosen) = highest, sums.unbind()
         log_z = peak + total.log()
         logprobs, entropy = chosen - log_z, log_z - weighted / total
-        ctx.save_for_backward(logits, local, logprobs, scale * shrink / total)
+        ctx.save_for_backward(logits, local, logprobs, entropy, shrink / total)
         ctx.scale = scale
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # most losses do not read the entropy
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
-        weights, targets, logprobs, factor = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
+        weights, targets, logprobs, entropy, factor = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logprobs)
         grad: Tensor = weights.detach()
+        slope = -grad_logprobs * ctx.scale
         for part in _chunks(grad):
-            grad[part].mul_((-grad_logprobs * factor)[part, None].to(grad.dtype))
+            if grad_entropy is None:
+                grad[part].mul_((slope * factor)[part, None].to(grad.dtype))
+                continue
+            p = grad[part].float() * factor[part, None]
+            of_entropy = torch.xlogy(p, p).addcmul_(p, entropy[part, None])
+            grad[part] = p.mul_(slope[part, None]).addcmul_(of_entropy, -ctx.scale * grad_entropy[part, None])
         mine = (targets >= 0) & (targets < grad.shape[1])
         columns = targets.clamp(0, grad.shape[1] - 1)[:, None]
-        at_target = (-torch.expm1(logprobs) * grad_logprobs * ctx.scale)[:, None].to(grad.dtype)
+        at_target = -torch.expm1(logprobs) * grad_logprobs * ctx.scale
+        if grad_entropy is not None:
+            at_target -= logprobs.exp() * (logprobs + entropy) * grad_entropy * ctx.scale
+        at_target = at_target[:, None].to(grad.dtype)
         # The places of other ranks' targets are not picked out, for which the host would have to wait.
         grad.scatter_(1, columns, torch.where(mine[:, None], at_target, grad.gather(1, columns)))
         return grad, None, None, None, None
@@ -94,7 +107,7 @@ def _local_sums(
 def token_scores(
     logits: Tensor, targets: Tensor, *, temperature: float, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of `targets` and the entropies, without a gradient, in nats, float32 [n] each.
+    """The log-probabilities of `targets` and the entropies, in nats, float32 [n] each.
 
     `logits` are [n, columns of this tensor-parallel rank], of which the first is vocabulary id `first`; they are
     overwritten if they require a gradient.
