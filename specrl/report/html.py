@@ -30,18 +30,12 @@ TEMPLATE = "report.html.jinja"
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of the page, with its title."""
-
     title: str
     svg: str
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page from the run's rollouts and results, and return its path. Charts that have no data are left out.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
+    """Write the page from the run's rollouts and results, and return its path."""
     config = read_config(run_dir)
     summary = StringIO()
     render_summary(run_dir, Console(file=summary, force_terminal=False))
