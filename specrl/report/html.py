@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
-from specrl.report.results import find_stages, finished, read_config
+from specrl.report.results import StageRecord, find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import render_summary
 from specrl.timeline import timeline_from
@@ -36,7 +37,8 @@ class Chart:
 
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
-    config = read_config(run_dir)
+    config, stages = read_config(run_dir), find_stages(run_dir)
+    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     summary = StringIO()
     render_summary(run_dir, Console(file=summary, force_terminal=False))
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
@@ -44,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
     page = templates.get_template(TEMPLATE).render(
         name=config.name,
         summary=summary.getvalue(),
-        charts=[Chart(chart.title, embedded(chart.svg)) for chart in _charts(run_dir)],
+        charts=[Chart(chart.title, embedded(chart.svg)) for chart in charts],
         steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
@@ -52,12 +54,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _charts(run_dir: Path) -> list[Chart]:
-    return [*_rollout_charts(run_dir), *_result_charts(run_dir)]
-
-
-def _rollout_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _rollout_charts(stages: Mapping[str, StageRecord]) -> list[Chart]:
     if "train" not in stages:
         return []
     steps, rewards, lengths = read_columns(stages["train"].stage_dir / "rollouts")
@@ -72,8 +69,7 @@ def _rollout_charts(run_dir: Path) -> list[Chart]:
     ]
 
 
-def _result_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _result_charts(stages: Mapping[str, StageRecord]) -> list[Chart]:
     train, validation = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
     charts = []
     if train:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -144,7 +144,11 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
         rows = [(name, f"{share:.1%}") for name, share in shares]
         print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
     export = readable(stages, "export", ExportResult)
-    if export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir))):
+    if (
+        export
+        and export.drafter_dir
+        and all(path.resolve().is_relative_to(run_dir.resolve()) for path in (export.drafter_dir, export.policy_dir))
+    ):
         print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
         print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config))
 
@@ -152,10 +156,6 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
     stages = find_stages(run_dir)
     return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
-
-
-def _lies_in(run_dir: Path) -> Callable[[Path], bool]:
-    return lambda path: path.resolve().is_relative_to(run_dir.resolve())
 
 
 def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
@@ -191,7 +191,7 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
-    return [*rows, *_exactness_rows(validation.get("exactness"))]
+    return [*rows, *_exactness_rows(validation["exactness"])]
 
 
 def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
@@ -245,19 +245,18 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     train, refit = summary["train"], summary["refit"]
     if not train:
         return []
-    precision = summary.get("precision")  # runs of earlier versions have none
     steps = _count(train["steps"], "step")
     return [
-        *([("precision", _precision_words(precision))] if precision else []),
+        ("precision", _precision_words(summary["precision"])),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
-        *_estimate_rows(train.get("speedup_estimate")),
+        *_estimate_rows(train["speedup_estimate"]),
         (
             "refit parity",
             f"{refit['checks']} checks, {refit['failures']} failures, "
             f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
         ),
-        *[("drafter", event) for event in refit.get("drafter_events", [])],
+        *[("drafter", event) for event in refit["drafter_events"]],
     ]
 
 
