@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,21 +29,15 @@ TEMPLATE = "report.html.jinja"
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of the page, with its title."""
-
     title: str
     svg: str
     is_wide: bool = False
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page from the run's rollouts and results, and return its path. Charts that have no data are left out.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
-    config = read_config(run_dir)
-    stages = find_stages(run_dir)
+    """Write the page from the run's rollouts and results, and return its path."""
+    config, stages = read_config(run_dir), find_stages(run_dir)
+    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     results, *tables = summary_tables(run_dir, stages)
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters["clipped"] = clipped
@@ -52,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
         results=results,
         tables=[table for table in (*tables, event_table(stages)) if table.rows],
         serving=exported(run_dir, stages),
-        charts=[replace(chart, svg=embedded(chart.svg)) for chart in _charts(run_dir)],
+        charts=[replace(chart, svg=embedded(chart.svg)) for chart in charts],
         steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
@@ -60,12 +55,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _charts(run_dir: Path) -> list[Chart]:
-    return [*_rollout_charts(run_dir), *_result_charts(run_dir)]
-
-
-def _rollout_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _rollout_charts(stages: Mapping[str, Path]) -> list[Chart]:
     if "train" not in stages:
         return []
     steps, rewards, lengths = read_columns(stages["train"] / "rollouts")
@@ -80,8 +70,7 @@ def _rollout_charts(run_dir: Path) -> list[Chart]:
     ]
 
 
-def _result_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _result_charts(stages: Mapping[str, Path]) -> list[Chart]:
     train, validation = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
     charts = []
     if train:

@@ -16,8 +16,7 @@ CONFIG_FILE = "config.json"
 def find_stages(run_dir: Path) -> dict[str, Path]:
     """The folder of each stage that has one, which is named by the stage's key.
 
-    It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record. A link is
-    none: the run may be somebody else's.
+    A link is none: the run may be somebody else's.
     """
     stages = run_dir / "stages"
     if stages.is_symlink():
@@ -54,7 +53,7 @@ def readable_config(run_dir: Path) -> Config:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's. A model's folder has a file of the name `config.json`, too."""
+    """Whether a folder is a run's; a model's folder has a file of the name `config.json`, too."""
     if not (folder / CONFIG_FILE).is_file():
         return False
     if (folder / RUN_FILE).is_file():

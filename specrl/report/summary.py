@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -38,9 +38,8 @@ from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
 SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}
-"""What drafts of a source are called; those of a user's own have its name."""
-POSITIONS_SHOWN = 8
-"""The number of draft positions whose acceptance the table shows, from the first on; the summary has all."""
+"""Drafts of a user's own source have its name."""
+POSITIONS_SHOWN = 8  # draft positions; the summary has all
 
 
 def write_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str | None) -> Path:
@@ -55,10 +54,9 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
-    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the
-    training step that would come next, and draft from what that step would find: `text` says how much text that is, and
-    `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
-    `speedup_estimate` has the medians over the steps of what the cost model says of plain decoding.
+    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
+    would come next, and draft from the text that it would find. In `train`, `speedup_estimate` has the medians over the
+    steps of what the cost model says of plain decoding.
     """
     config = readable_config(run_dir)
     prepare = readable(stages, "prepare", PrepareResult)
@@ -136,11 +134,7 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
-    """Print the results of a run, which may be somebody else's, from those stages that have finished.
-
-    Args:
-        console: Where to print; standard output by default.
-    """
+    """Print the results of a run, which may be somebody else's, from those stages that have finished."""
     console = console or Console()
     stages = find_stages(run_dir)
     for table in summary_tables(run_dir, stages):
@@ -198,20 +192,17 @@ def headlines(run_dir: Path, stages: Mapping[str, Path]) -> list[tuple[str, str]
 def exported(run_dir: Path, stages: Mapping[str, Path]) -> tuple[str, str] | None:
     """The folder of the exported drafter, and the command that serves it with its policy."""
     export, config = readable(stages, "export", ExportResult), readable_config(run_dir)
-    if not (export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir)))):
+    if not (export and export.drafter_dir):
+        return None
+    if not all(path.resolve().is_relative_to(run_dir.resolve()) for path in (export.drafter_dir, export.policy_dir)):
         return None
     command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
     return str(export.drafter_dir), command
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
-    """What a run has reached, as pairs of a name and a result."""
     stages = find_stages(run_dir)
     return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
-
-
-def _lies_in(run_dir: Path) -> Callable[[Path], bool]:
-    return lambda path: path.resolve().is_relative_to(run_dir.resolve())
 
 
 def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, Path]) -> list[tuple[str, str]]:
@@ -247,7 +238,7 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
-    return [*rows, *_exactness_rows(validation.get("exactness"))]
+    return [*rows, *_exactness_rows(validation["exactness"])]
 
 
 def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
@@ -284,11 +275,6 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
-    """Such as `1 difference in 996 tokens, all near-ties: largest distance 0.002 of the CDF, limit 0.03`.
-
-    Args:
-        unit: The unit of the largest distance and of the limit.
-    """
     text = f"{_count(counts['num_differences'], 'difference')} in {_count(counts['num_tokens'], 'token')}"
     if not counts["num_differences"]:
         return text
@@ -306,19 +292,18 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     train, refit = summary["train"], summary["refit"]
     if not train:
         return []
-    precision = summary.get("precision")  # runs of earlier versions have none
     steps = _count(train["steps"], "step")
     return [
-        *([("precision", _precision_words(precision))] if precision else []),
+        ("precision", _precision_words(summary["precision"])),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
-        *_estimate_rows(train.get("speedup_estimate")),
+        *_estimate_rows(train["speedup_estimate"]),
         (
             "refit parity",
             f"{refit['checks']} checks, {refit['failures']} failures, "
             f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
         ),
-        *[("drafter", event) for event in refit.get("drafter_events", [])],
+        *[("drafter", event) for event in refit["drafter_events"]],
     ]
 
 

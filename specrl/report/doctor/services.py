@@ -17,12 +17,10 @@ from specrl.tracking.store import why_silent
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
-PROBE_SECONDS = 5
-"""How long each service may take to answer."""
+PROBE_SECONDS = 5  # per service
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
-    """The findings about Slurm, MLflow and Prefect."""
     return [*check_slurm(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
@@ -41,7 +39,7 @@ def check_slurm() -> list[Check]:
     if absent:
         return [Check("Slurm", "warn", f"missing {', '.join(absent)}", f"{APT} slurm-client")]
     return [
-        Check("Slurm", "ok", _first_line("sinfo", "--version") or "commands found"),
+        Check("Slurm", "ok", _output("sinfo", "--version").partition("\n")[0] or "commands found"),
         _check_sacct(),
         _check_munge(),
         _check_cluster(),
@@ -120,10 +118,6 @@ def _succeeds(*command: str) -> bool:
 
 def _output(*command: str) -> str:
     return (_run(command) or "").strip()
-
-
-def _first_line(*command: str) -> str:
-    return _output(*command).partition("\n")[0]
 
 
 def _run(command: tuple[str, ...]) -> str | None:
