@@ -18,7 +18,7 @@ from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse
 from specrl.data.formats.places import absolute_place
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
-from specrl.tracking.store import URI_VARIABLE
+from specrl.tracking.store import uri_of_environment
 
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1
@@ -56,8 +56,8 @@ def anchor(config: Config) -> Config:
     if cluster.environment_file is not None:
         cluster = cluster.model_copy(update={"environment_file": cluster.environment_file.absolute()})
     tracking = config.tracking
-    if tracking.uri is None and os.environ.get(URI_VARIABLE):  # for jobs, and for commands in other shells
-        tracking = tracking.model_copy(update={"uri": os.environ[URI_VARIABLE]})
+    if tracking.uri is None:  # for jobs, and for commands in other shells
+        tracking = tracking.model_copy(update={"uri": uri_of_environment()})
     changed = {
         "tracking": tracking,
         "runs_dir": config.runs_dir.absolute(),

@@ -16,6 +16,7 @@ from flows.origin import ORIGIN
 from slurm.access import check_access
 from slurm.ranks.environment_file import read_environment_file
 from slurm.registry import backends_of
+from slurm.sbatch import unknown_options
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError, StageName
@@ -252,6 +253,11 @@ def check_cluster(config: Config) -> list[str]:
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
+def check_sbatch(config: Config) -> list[str]:
+    """Check that sbatch has the options of `cluster.sbatch`, where a stage is submitted with them."""
+    return unknown_options(config) if any(config.cluster_of(stage).backend == "slurm" for stage in STAGES) else []
+
+
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
@@ -262,6 +268,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_disk,
     check_tracking,
     check_environment_file,
+    check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 

@@ -154,6 +154,16 @@ Word = Annotated[str, AfterValidator(_word)]
 quotes otherwise than a shell does."""
 
 
+def _slurm_name(text: str) -> str:
+    if any(character.isspace() for character in text):
+        raise ValueError(f"{shown(text)} has a blank; allowed: names without blanks, several with commas between them")
+    return text
+
+
+SlurmName = Annotated[Word, AfterValidator(_slurm_name)]
+"""The name of something that Slurm's administrators have made, such as a partition."""
+
+
 def expanded(place: object) -> object:
     """A path with the present values of `$VARIABLES` and `~`, as a shell would have it.
 

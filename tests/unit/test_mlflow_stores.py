@@ -209,3 +209,34 @@ def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
     config.run_dir.mkdir(parents=True)
     (config.run_dir / RUN_ID_FILE).write_text("0123\n")
     assert tracking_uri(config) == own  # a run that has begun stays where it is
+
+
+def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    config = config_of(tmp_path, uri="sqlite:///mine.db")
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/mine.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///sub/other.db")
+    anchored = anchor(config_of(tmp_path))
+    monkeypatch.chdir(tmp_path / "jobs")  # where a job or a later command runs does not matter
+    assert anchored.tracking.uri == f"sqlite:///{tmp_path}/sub/other.db"
+    run_id = start_parent_run(config)
+    client = connect(config)
+    assert client.get_run(run_id).info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+    assert (tmp_path / "mine.db").is_file()
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("uri", ["sqlite://x.db", "mlruns", "http://user:secret@host"])
+def test_a_variable_of_mlflow_that_cannot_be_used_is_named(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: ") as refused:
+        check_server(config_of(tmp_path))
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: "):
+        anchor(config_of(tmp_path))
