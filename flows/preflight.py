@@ -188,6 +188,7 @@ def check_data(config: Config) -> list[str]:
     named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
     lines = [
         f"{key} = {place}: {'no data file lies in this folder' if place.is_dir() else 'there is no such file'}"
+        f"{'' if place.suffix or place.is_dir() else '; a data set of the hub is hub:OWNER/NAME'}"
         for key, places in named.items()
         for place in places
         if not files_of([place])

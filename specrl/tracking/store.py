@@ -109,16 +109,35 @@ def import_mlflow() -> None:
 
 
 def check_server(config: Config) -> None:
-    """Raise a `ConfigError` unless the configured tracking server answers."""
+    """Raise a `ConfigError` unless the configured tracking server answers, or its database can be opened here."""
     uri = tracking_uri(config)
-    if not uri.startswith(("http://", "https://")):
-        return
     key = "tracking.uri" if config.tracking.uri else URI_VARIABLE
+    if not uri.startswith(("http://", "https://")):
+        if uri != own_uri(config) and (lack := _lack_of_database(uri)) is not None:
+            raise ConfigError(f"{key} = {uri}: {lack}")
+        return
     if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
         raise ConfigError(
             f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file "
             "in the runs folder"
         )
+
+
+def _lack_of_database(uri: str) -> str | None:
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import ArgumentError
+
+    scheme, _, file = uri.partition(":///")
+    if scheme.startswith("sqlite"):
+        return None if Path(file).parent.is_dir() else f"there is no folder {Path(file).parent}; create it"
+    try:
+        if scheme.startswith(("postgresql", "mysql", "mssql")):
+            create_engine(uri)  # imports the driver, and asks nobody
+    except ModuleNotFoundError as error:
+        return f"the database's driver is not installed here ({error}): pip install {error.name}"
+    except ArgumentError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def why_silent(uri: str, seconds: float) -> str | None:

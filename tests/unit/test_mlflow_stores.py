@@ -221,6 +221,8 @@ def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
     assert config.tracking.uri == f"sqlite:///{tmp_path}/mine.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///sub/other.db")
     anchored = anchor(config_of(tmp_path))
+    (tmp_path / "sub").mkdir()
+    check_server(anchored)
     monkeypatch.chdir(tmp_path / "jobs")  # where a job or a later command runs does not matter
     assert anchored.tracking.uri == f"sqlite:///{tmp_path}/sub/other.db"
     run_id = start_parent_run(config)
@@ -228,6 +230,22 @@ def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
     assert client.get_run(run_id).info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
     assert (tmp_path / "mine.db").is_file()
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("sqlite:///FOLDER/absent/x.db", "there is no folder FOLDER/absent; create it"),
+        ("postgresql+not_there://host/db", "Can't load plugin: .*not_there"),
+        ("mssql+pymssql://host/db", r"driver is not installed here \(No module named 'pymssql'\): pip install pymssql"),
+    ],
+)
+def test_a_database_that_cannot_be_opened_from_here_is_said_before_anything_starts(
+    uri: str, words: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, uri=uri.replace("FOLDER", str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"^tracking.uri = .*: .*{words.replace('FOLDER', str(tmp_path))}"):
+        check_server(config)
 
 
 @pytest.mark.parametrize("uri", ["sqlite://x.db", "mlruns", "http://user:secret@host"])
