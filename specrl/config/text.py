@@ -17,6 +17,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the name of a run, and what else becomes a part of a path, looks like."""
 SHOWN_CHARACTERS = 80
 """How much of a wrong value its line repeats."""
 UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")

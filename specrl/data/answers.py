@@ -24,6 +24,8 @@ _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
     r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
 )
+_THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_thought\|)>")
+_THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _BOXES = 20
 """The last boxes of a response that are looked at."""
 _WRAPPERS = (
@@ -55,7 +57,7 @@ _TO_LATEX = [
         (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
         (r"(?<=\d) ?million\b", r"\\times 10^6"),
         (r"(?<=\d) ?billion\b", r"\\times 10^9"),
-        (r"^(-?\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"^(-?\d+)(?:\\? )+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
@@ -85,8 +87,8 @@ def final_part(response: str) -> str:
 
 def after_thoughts(response: str) -> str:
     """What a response says after its thoughts; nothing where they do not end."""
-    _, end, after = response.rpartition("</think>")
-    return after if end else "" if "<think>" in response else response
+    *thoughts, said = _THOUGHTS_END.split(response)
+    return said if thoughts or not _THOUGHTS_BEGIN.search(response) else ""
 
 
 def extract_answer(response: str) -> str:

@@ -36,6 +36,11 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["tracking.uri=''"], ["tracking.uri: '': allowed: http://HOST:PORT"]),
         (["tracking.uri=ftp://host"], ["tracking.uri: 'ftp://host': allowed"]),
         (["tracking.uri=http//host"], ["tracking.uri: 'http//host': allowed"]),
+        (
+            ["cluster.setup='module load cuda'"],
+            ["cluster.setup = 'module load cuda': it must be a list, such as ['modul"],
+        ),
+        (["name='my run'"], ["name = 'my run': allowed: letters, digits, ., _ and -, with a letter or a digit first"]),
         (["tracking.uri=sqlite://runs.db"], ["tracking.uri: 'sqlite://runs.db': allowed", "sqlite:///FILE"]),
         (["tracking.uri=sqlite:///:memory:"], ["tracking.uri: 'sqlite:///:memory:': allowed", "sqlite:///FILE"]),
         (["cluster.partition='gpu long'"], ["cluster.partition: 'gpu long' has a blank; allowed: names without"]),
