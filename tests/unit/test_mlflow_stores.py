@@ -258,3 +258,21 @@ def test_a_variable_of_mlflow_that_cannot_be_used_is_named(
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: "):
         anchor(config_of(tmp_path))
+
+
+def test_the_rollouts_of_a_run_that_was_renamed_before_mlflow_was_back_are_recorded(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    stage_dir = config.run_dir / "stages" / "train-0"
+    (stage_dir / "rollouts").mkdir(parents=True)
+    (stage_dir / "rollouts" / "step=000000.arrow").write_bytes(b"rows")
+    tracker = Tracker(Log(stage_dir), (config.run_dir / RUN_ID_FILE).read_text().strip())
+    tracker.start("train", {})
+    tracker.log_rollouts(stage_dir / "rollouts", "rollouts")
+    tracker.end("FINISHED")
+    renamed = config.model_copy(update={"name": "two"})
+    config.run_dir.rename(renamed.run_dir)
+    assert sync_run(renamed, 2.0) == []
+    run_id = (renamed.run_dir / "stages" / "train-0" / RUN_ID_FILE).read_text().strip()
+    (found,) = connect(renamed).get_run(run_id).inputs.dataset_inputs
+    assert str(renamed.run_dir) in found.dataset.source
