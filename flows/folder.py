@@ -20,7 +20,7 @@ from specrl.config.base import Section
 from specrl.data.formats.places import absolute_place
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
-from specrl.tracking.store import URI_VARIABLE
+from specrl.tracking.store import uri_of_environment
 
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1
@@ -41,8 +41,8 @@ def anchor(config: Config) -> Config:
         if section.source is not None and (folder := Path(section.source)).is_dir():
             changed[name] = section.model_copy(update={"source": str(folder.absolute())})
     tracking = config.tracking
-    if tracking.uri is None and os.environ.get(URI_VARIABLE):  # for jobs, and for commands in other shells
-        tracking = tracking.model_copy(update={"uri": os.environ[URI_VARIABLE]})
+    if tracking.uri is None:  # for jobs, and for commands in other shells
+        tracking = tracking.model_copy(update={"uri": uri_of_environment()})
     anchored = anchored.model_copy(update={**changed, "tracking": tracking})
     parse_config(json.loads(dump_config(anchored)))  # the present folder, too, may have a name that no setting may have
     return anchored

@@ -15,6 +15,7 @@ from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
 from slurm.environment import read_environment_file
+from slurm.sbatch import unknown_options
 from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
@@ -182,6 +183,7 @@ def check_data(config: Config) -> list[str]:
     named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
     lines = [
         f"{key} = {place}: {'no data file lies in this folder' if place.is_dir() else 'there is no such file'}"
+        f"{'' if place.suffix or place.is_dir() else '; a data set of the hub is hub:OWNER/NAME'}"
         for key, places in named.items()
         for place in places
         if not files_of([place])
@@ -247,6 +249,11 @@ def check_cluster(config: Config) -> list[str]:
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
+def check_sbatch(config: Config) -> list[str]:
+    """Check that sbatch has the options of `cluster.sbatch`, where a stage is submitted with them."""
+    return unknown_options(config) if any(config.cluster_of(stage).backend == "slurm" for stage in STAGES) else []
+
+
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
@@ -257,6 +264,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_disk,
     check_tracking,
     check_environment_file,
+    check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from slurm.backend import JobError, SilentSchedulerError, StageRequest
 from slurm.supervisor import AGAIN_CODE, warning_seconds
 from specrl.artifacts import digest, write_text
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.config.sbatch import MEMORY_OPTIONS, names_gpus
+from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
@@ -61,6 +63,28 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     if without:
         options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
     return {name: value for name, value in options.items() if value is not None}
+
+
+def unknown_options(config: Config) -> list[str]:
+    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as far as it can be asked, a plugin."""
+    given = {f"cluster.sbatch.{name}": name for name in config.cluster.sbatch}
+    for stage, resources in config.stage_resources.items():
+        given |= {f"stage_resources.{stage}.sbatch.{name}": name for name in resources.sbatch}
+    unknown = {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+    try:
+        said = ask("sbatch", "--help") if unknown else ""
+    except (JobError, SilentSchedulerError):  # a dry run needs no Slurm
+        said = ""
+    return [
+        f"{key}: sbatch has no option --{name}{_perhaps(name)}; sbatch --help lists those of this cluster"
+        for key, name in unknown.items()
+        if not re.search(rf"--{name}\b(?!-)", said)
+    ]
+
+
+def _perhaps(name: str) -> str:
+    close = get_close_matches(name, OTHER_OPTIONS, 1)
+    return f"; perhaps {close[0]}" if close else ""
 
 
 def _taught(option: str) -> str | None:

@@ -38,7 +38,11 @@ def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
         rows = [[str(run[column.removeprefix(">")]) for column in columns] for run in runs]
         print_table(Console(), f"Runs in {runs_dir.absolute()}", columns, rows)
     else:
-        print_line(Console(), f"no runs in {runs_dir.absolute()}; begin with: specrl run configs/quickstart.toml")
+        print_line(
+            Console(),
+            f"no runs in {runs_dir.absolute()}{'' if runs_dir.is_dir() else ', which is no folder'}; begin with: "
+            "specrl run configs/quickstart.toml",
+        )
 
 
 def _about(run_dir: Path) -> dict[str, Any]:
@@ -156,8 +160,9 @@ def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     Everything that is missing comes with a line that says how to fix it. The exit code is 1 when a check failed.
     """
     from specrl.report.doctor import checks, exit_code, render
+    from specrl.tracking.store import uri_of_environment
 
-    found = checks(runs_dir)
+    found = checks(runs_dir, uri_of_environment())
     if as_json:
         print_json([asdict(check) for check in found])
     else:

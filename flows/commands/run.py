@@ -144,15 +144,19 @@ def stop(
 
     Training finishes its step and writes a checkpoint; other stages leave at once. Without --wait the command does not
     wait for the jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if
-    that is interrupted. `specrl resume` continues the run.
+    that is interrupted. `specrl resume` continues the run. A run that has finished, or on which nothing works, says so.
     """
     run_dir = find_own_run(name, runs_dir)
-    for line in ask_to_stop(run_dir):
+    watcher = Watcher(run_dir, readable_config(run_dir))
+    view = watcher.look()
+    for line in ask_to_stop(run_dir) if view.state != "finished" else []:
         print(line)
-    print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
-    if wait:
-        *_, view = Watcher(run_dir, readable_config(run_dir)).views()
-        print(view.end)
+    if not view.is_over:
+        print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
+        if not wait:
+            return
+        *_, view = watcher.views()
+    print(view.end)
 
 
 def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:

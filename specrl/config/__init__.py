@@ -24,7 +24,7 @@ from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.text import PlainPath, redacted
+from specrl.config.text import NAME, PlainPath, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -82,7 +82,7 @@ def _unreserved(name: str) -> str:
 class Config(Section):
     """The whole configuration of a run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(_unreserved)]
+    name: Annotated[str, Field(pattern=NAME), AfterValidator(_unreserved)]
     """The run's name: letters, digits, `.`, `_` and `-`, at most 128. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl, urlsplit
 
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
 from specrl.config.sbatch import SbatchOptions
-from specrl.config.text import PlainPath, SetupLine, Word, redacted, shown
+from specrl.config.text import PlainPath, SetupLine, SlurmName, Word, expanded, redacted, shown
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -44,9 +45,9 @@ class StageResources(Section):
     backend: str | None = None
     """The scheduler of this stage's job. With `stage_resources.prepare.backend = "local"`, the model is downloaded
     where the flow runs, since compute nodes may have no network."""
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
+    partition: SlurmName | None = None
+    account: SlurmName | None = None
+    qos: SlurmName | None = None
     constraint: Word | None = None
     sbatch: SbatchOptions = Field(default_factory=dict)
     """Options of sbatch beside those of `cluster.sbatch`; `false` takes one of those away."""
@@ -90,11 +91,11 @@ class ClusterConfig(Section):
     backend: str = "local"
     """The scheduler that places the jobs: `local` (processes on this machine), `slurm`, or a class of your own as
     `package.module:Class`."""
-    partition: Word | None = None
+    partition: SlurmName | None = None
     """Slurm's partition; the cluster's default if not given."""
-    account: Word | None = None
+    account: SlurmName | None = None
     """The account that Slurm charges."""
-    qos: Word | None = None
+    qos: SlurmName | None = None
     """Slurm's quality of service."""
     constraint: Word | None = None
     """The features that Slurm's nodes must have."""
@@ -174,21 +175,30 @@ URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file"
 """What a tracking URI may begin with; a database's driver may follow, as in `mysql+pymysql`."""
 
 
-def _without_password(uri: str) -> str:
-    parts = urlsplit(uri)
+def checked_uri(uri: str) -> str:
+    """A tracking URI; the path of SQLite's file is made absolute from the present folder.
+
+    Raises:
+        ValueError: It is none, or has a user or a password in it.
+    """
+    scheme, has_scheme, rest = uri.partition("://")
+    is_file = scheme.partition("+")[0] == "sqlite"
     if uri != "databricks" and not uri.startswith("/"):
-        scheme, has_scheme, rest = uri.partition("://")
-        if not has_scheme or scheme.partition("+")[0] not in URI_SCHEMES or (scheme == "sqlite" and rest[:2] != "//"):
+        is_known = bool(has_scheme) and scheme.partition("+")[0] in URI_SCHEMES
+        if not is_known or (is_file and (rest[:1] != "/" or rest in ("/", "/:memory:"))):
             raise ValueError(
-                f"{shown(redacted(uri))}: allowed: http://HOST:PORT, https://..., sqlite:////ABSOLUTE/PATH/OF/FILE, "
+                f"{shown(redacted(uri))}: allowed: http://HOST:PORT, https://..., sqlite:///FILE, "
                 "postgresql://..., mysql://..., mssql://..., file:///FOLDER, databricks"
             )
+    if is_file:
+        uri = f"{scheme}:///{Path(str(expanded(rest[1:]))).absolute()}"
+    parts = urlsplit(uri)
     is_server = parts.scheme in ("http", "https")
     named = parts.password is not None or (is_server and parts.username is not None)
     if named or not PASSWORDS.isdisjoint(_options(parts.query)):
         given = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         raise ValueError(
-            "tracking.uri has a user or password in it, which would be stored with the run: leave it out, and give it "
+            "a user or password in it would be stored with the run: leave it out, and give it "
             f"in the environment of the run ({given if is_server else 'such as PGPASSWORD or a ~/.pgpass file'})"
         )
     return uri
@@ -197,10 +207,10 @@ def _without_password(uri: str) -> str:
 class TrackingConfig(Section):
     """Where MLflow records the run."""
 
-    uri: Annotated[str, AfterValidator(_without_password)] | None = None
+    uri: Annotated[str, AfterValidator(checked_uri)] | None = None
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
-    (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). A SQLite file in the runs
-    folder is used if it is not given."""
+    (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
+    from the folder in which the command runs; one in the runs folder is used if nothing is given."""
     experiment: str = "specrl"
     """The MLflow experiment in which the run appears."""
     max_model_gib: PositiveFloat = 4.0

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from specrl.config.text import plain, redacted
+from specrl.config.text import NAME, plain, redacted
 
 SCALARS = ("int", "float", "str", "bool")
 """The names by which pydantic reports the members of a union of plain types."""
@@ -39,6 +39,10 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     if problem["type"] in ("model_type", "dict_type"):
         return f"{key} = {given}: this is a section, not a value; its keys: {_allowed(root, within)}"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "tuple_type":
+        message = f"it must be a list, such as [{given}]"
+    elif problem.get("ctx", {}).get("pattern") == NAME:
+        message = "allowed: letters, digits, ., _ and -, with a letter or a digit first"
     if problem["type"] == "value_error":
         # Messages that name their keys in full need no prefix.
         named = key == "config" or message.startswith(f"{path[0]}.")

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the name of a run, and what else becomes a part of a path, looks like."""
 SHOWN_CHARACTERS = 80
 """How much of a wrong value its line repeats."""
 UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
@@ -152,6 +154,16 @@ def _word(text: str) -> str:
 Word = Annotated[str, AfterValidator(_word)]
 """A value that Slurm or a program gets as a word. One with - could be an option, and sbatch reads a backslash between
 quotes otherwise than a shell does."""
+
+
+def _slurm_name(text: str) -> str:
+    if any(character.isspace() for character in text):
+        raise ValueError(f"{shown(text)} has a blank; allowed: names without blanks, several with commas between them")
+    return text
+
+
+SlurmName = Annotated[Word, AfterValidator(_slurm_name)]
+"""The name of something that Slurm's administrators have made, such as a partition."""
 
 
 def expanded(place: object) -> object:

@@ -11,12 +11,12 @@ from pydantic import Field, model_validator
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
 from specrl.config.model import GeneratorConfig
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from specrl.config.text import Places
+from specrl.config.text import NAME, Places
 from specrl.metrics import METRICS, VALIDATION, find_metric
 
 HELD_OUT = "held-out"
 """The name of the only set where `validate.sets` gives none."""
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+SetName = Annotated[str, Field(pattern=NAME)]
 
 
 WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mismatch")

@@ -33,7 +33,7 @@ _WRAPPERS = (
     ("**", "**"),
     ("`", "`"),
     ('"', '"'),
-    (r"\text{", "}"),
+    *((rf"\{font}{{", "}") for font in ("text", "textbf", "mathrm", "mathbf")),
 )
 _NO_UNITS = ("hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and")
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
@@ -44,6 +44,7 @@ _TO_LATEX = [
         (r"²", "^2"),
         (r"³", "^3"),
         (r"∞", r"\\infty "),
+        (r"°", r"^\\circ "),
         (r"≤", r"\\le "),
         (r"≥", r"\\ge "),
         (r"∪", r"\\cup "),
@@ -53,11 +54,19 @@ _TO_LATEX = [
         (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
         (r"(?<=\d) ?million\b", r"\\times 10^6"),
         (r"(?<=\d) ?billion\b", r"\\times 10^9"),
-        (r"^(-?\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"^(-?\d+)(?:\\? )+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
 _MINUS = str.maketrans("−–", "--")
+_GROUPED = re.compile(
+    r"(?<![\w.^])\d{1,3}(?:([ \u00a0\u2007\u2009\u202f~'’_]|\\[,;:! ])\d{3})(?:\1\d{3})*(?![\d/'’]|[ ]/)"
+)
+"""A number in groups of three digits, `10 000` or `10\\,000`, but for commas, which also separate."""
+_REPEATING = re.compile(
+    r"(?<![\w.])(\d{0,20})\.(\d{0,20})(?:\\(?:overline|bar|dot)(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))"
+)
+_CHOICE = re.compile(r"(?:option |choice |\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{)*\(?([a-z])(?:[)}]|[.:](?=\s)|$)")
 _FRACTION = re.compile(r"(\d*)([¼-¾⅐-⅞])")
 _NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
 
@@ -75,8 +84,8 @@ def final_part(response: str) -> str:
 
 def after_thoughts(response: str) -> str:
     """What a response says after its thoughts; nothing where they do not end."""
-    _, end, after = response.rpartition("</think>")
-    return after if end else "" if "<think>" in response else response
+    *thoughts, said = _THOUGHTS_END.split(response)
+    return said if thoughts or not _THOUGHTS_BEGIN.search(response) else ""
 
 
 def extract_answer(response: str) -> str:
@@ -136,8 +145,9 @@ def references(answer: str) -> list[str]:
 
 
 def bare(answer: str) -> str:
-    """An answer without what is around it, such as dollar signs and Markdown."""
+    """An answer without what is around it, such as dollar signs and Markdown, and without gaps in its numbers."""
     text = _FRACTION.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".replace("⁄", "/"), answer).strip()
+    text = _GROUPED.sub(lambda found: found[0].replace(found[1], ""), text)
     previous = None
     while text != previous:
         previous = text
@@ -160,7 +170,7 @@ def same(stated: str, reference: str) -> bool:
     if own == wanted:
         return True
     if re.fullmatch(r"[a-z]", wanted):
-        choice = re.match(r"(?:option |choice )?\(?([a-z])(?:\)|[.:](?=\s)|$)", own)
+        choice = _CHOICE.match(own)
         return choice is not None and choice[1] == wanted
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
@@ -170,12 +180,13 @@ def normalise(answer: str) -> str:
     """An answer without case, needless spacing, thousands separators, and a final full stop."""
     text = " ".join(answer.split()).casefold().translate(_MINUS).rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
+    text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
     return letter[1] if letter else text
 
 
 def _amount(text: str) -> tuple[Decimal | None, str]:
-    found = _NUMBER.fullmatch(text.replace("\\$", "$").replace("\\%", "%"))
+    found = _NUMBER.fullmatch(re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%")))
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
     return Decimal(found[2]), found[1] + found[3].strip().rstrip(".")
@@ -189,6 +200,13 @@ def is_text(answer: str) -> bool:
 
 def as_latex(answer: str) -> str:
     """An expression with the signs and the numbers that are not LaTeX written as LaTeX."""
+    answer = _REPEATING.sub(_fraction, answer)
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
     return answer
+
+
+def _fraction(repeating: re.Match[str]) -> str:
+    first, digits = f"{repeating[1]}{repeating[2]}", repeating[3] or repeating[4] or repeating[5]
+    nines = "9" * len(digits) + "0" * len(repeating[2])
+    return f"\\frac{{{int(first + digits) - int(first or 0)}}}{{{nines}}}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.answers import format_answer
-from specrl.data.formats.messages import CHATS, Message, read_messages
+from specrl.data.formats.messages import CHATS, TOOLS, Message, read_messages, tools_of
 from specrl.data.formats.places import files_of
 from specrl.data.formats.rows import find, read_rows
 from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed
@@ -27,11 +27,13 @@ def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> 
     """The rows of a place's files as problems, in the files' order; answers of any type become text."""
     columns = (config.prompt_column, config.answer_column)
     others = ":" in config.reward
-    named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system"]
+    named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system", TOOLS]
     wanted = () if others else named  # a reward of the user's own gets all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
     if not found:
         raise ConfigError(f"data file {place} is empty")
+    if config.template != "chat" and (asked := next((where for where, row in found if tools_of(row)), None)):
+        raise ConfigError(f'{asked}: only a chat template takes tools: data.template = "chat", or a file without tools')
     fitted = fit([_problem(where, row, columns, others=others) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
@@ -66,12 +68,13 @@ def _request(place: str, row: dict[str, Any]) -> Request:
     prompt = row.get("prompt")
     messages = read_messages(place, prompt if chat is None else chat, row)
     if messages is not None:
-        return messages
+        return [*tools_of(row), *messages]
     if chat is not None:
         raise ConfigError(f"{place}: messages must be a list of objects with role and content")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(f"{place} must have messages, a list, or prompt, a text that is not empty")
-    return prompt
+    tools = tools_of(row)
+    return [*tools, {"role": "user", "content": prompt}] if tools else prompt
 
 
 def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool) -> Problem:
@@ -98,7 +101,7 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
     structured = isinstance(answer, list | dict)
     text = json.dumps(answer, ensure_ascii=False, default=str) if structured else str(answer)
     rest = {name: value for name, value in row.items() if name not in columns} if others else {}
-    return Problem(prompt, text, " " + format_answer(text), rest, context=context)
+    return Problem(prompt, text, " " + format_answer(text), rest, context=[*tools_of(row), *context])
 
 
 class FileProblems:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specrl.config import Config, ConfigError
-from specrl.data.formats.messages import Message
+from specrl.data.formats.messages import TOOLS, Message
 from specrl.data.problems import Counts, Misfit, Problem
 
 CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
@@ -48,15 +48,19 @@ class Rendering:
     def chat(self, request: str | list[Message]) -> str:
         """The text of a request: as the tokenizer's chat template has it, or its messages one after another."""
         messages = [{"role": "user", "content": request}] if isinstance(request, str) else request
-        if self._tokenizer.chat_template:
+        if self._tokenizer.chat_template or messages[0]["role"] == TOOLS:
             return self._of_chat(messages)
         return "".join(f"{message['content']}\n" for message in messages)
 
     def _of_chat(self, messages: list[Message]) -> str:
+        tools = next((message[TOOLS] for message in messages if message["role"] == TOOLS), None)
+        messages = [message for message in messages if message["role"] != TOOLS]
+        if tools and not re.search(rf"\b{TOOLS}\b", str(self._tokenizer.chat_template)):
+            raise ConfigError("the tokenizer's chat template does not read tools; leave the column out")
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self._arguments
+                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._arguments
                 )
             )
         except (TemplateError, LookupError, TypeError, ValueError) as error:  # templates are small programs

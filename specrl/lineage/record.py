@@ -116,6 +116,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
     try:
         return RunRecord.model_validate_json(read_file(path))
     except ValueError as error:
+        code_of(run_dir)  # says so where it is damaged
         raise ConfigError(
             f"{path} is not of this version of specrl; continue the run with its own code: specrl resume {run_dir.name}"
         ) from error

@@ -153,7 +153,7 @@ class MlflowSender:
         from mlflow.data.meta_dataset import MetaDataset
         from mlflow.entities import DatasetInput, InputTag
 
-        path = Path(entry.values["source"])
+        path = Path(os.path.normpath(self._log.owner.resolve() / entry.values["source"]))
         data = files_of((self._config.data.path or ()) + (self._config.data.validation_path or ()))
         if path not in data and not path.resolve().is_relative_to(self._config.run_dir.resolve()):
             raise FileNotFoundError(f"{path} is neither the run's nor named in its configuration")

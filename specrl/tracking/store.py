@@ -8,9 +8,11 @@ import logging
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.config.cluster import checked_uri
 from specrl.processes import reach_loopback
 
 RUN_ID_FILE = "mlflow_run_id"  # the id of the MLflow run, in a run's or a stage's folder
@@ -58,7 +60,20 @@ def tracking_uri(config: Config) -> str:
     For a run that has not begun, MLFLOW_TRACKING_URI stands in for what the configuration does not say.
     """
     has_begun = (config.run_dir / RUN_ID_FILE).exists()
-    return config.tracking.uri or (not has_begun and os.environ.get(URI_VARIABLE)) or own_uri(config)
+    return config.tracking.uri or (None if has_begun else uri_of_environment()) or own_uri(config)
+
+
+def uri_of_environment() -> str | None:
+    """The value of MLFLOW_TRACKING_URI, where it has one, as `tracking.uri` would have it.
+
+    Raises:
+        ConfigError: It is nothing that the setting may be.
+    """
+    given = os.environ.get(URI_VARIABLE)
+    try:
+        return checked_uri(given) if given else None
+    except ValueError as error:
+        raise ConfigError(f"{URI_VARIABLE}: {error}") from error
 
 
 def own_uri(config: Config) -> str:
@@ -89,16 +104,35 @@ def import_mlflow() -> None:
 
 
 def check_server(config: Config) -> None:
-    """Raise ConfigError unless the configured tracking server answers."""
+    """Raise a `ConfigError` unless the configured tracking server answers, or its database can be opened here."""
     uri = tracking_uri(config)
-    if not uri.startswith(("http://", "https://")):
-        return
     key = "tracking.uri" if config.tracking.uri else URI_VARIABLE
+    if not uri.startswith(("http://", "https://")):
+        if uri != own_uri(config) and (lack := _lack_of_database(uri)) is not None:
+            raise ConfigError(f"{key} = {uri}: {lack}")
+        return
     if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
         raise ConfigError(
             f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file "
             "in the runs folder"
         )
+
+
+def _lack_of_database(uri: str) -> str | None:
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import ArgumentError
+
+    scheme, _, file = uri.partition(":///")
+    if scheme.startswith("sqlite"):
+        return None if Path(file).parent.is_dir() else f"there is no folder {Path(file).parent}; create it"
+    try:
+        if scheme.startswith(("postgresql", "mysql", "mssql")):
+            create_engine(uri)  # imports the driver, and asks nobody
+    except ModuleNotFoundError as error:
+        return f"the database's driver is not installed here ({error}): pip install {error.name}"
+    except ArgumentError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def why_silent(uri: str, seconds: float) -> str | None:
@@ -123,8 +157,8 @@ def experiment_id(client: Any, config: Config) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
-        is_own = tracking_uri(config) == own_uri(config)
-        folder = (config.runs_dir.absolute() / "mlartifacts").as_uri() if is_own else None
+        scheme, _, file = tracking_uri(config).partition(":///")
+        folder = (Path(file).parent / "mlartifacts").as_uri() if scheme.startswith("sqlite") else None
         client.create_experiment(name, artifact_location=folder)  # an error if another run makes it now: tried again
         found = client.get_experiment_by_name(name)
     if found.lifecycle_stage != "active":

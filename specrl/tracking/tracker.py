@@ -88,7 +88,13 @@ class Tracker:
 
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
         """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
-        self._append("dataset", source=str(path.absolute()), name=name, context=context)
+
+        def record(log: Log) -> None:
+            is_inside = path.absolute().is_relative_to(log.owner.absolute())
+            source = relative(path, log.owner) if is_inside else str(path.absolute())
+            log.append("dataset", source=source, name=name, context=context)
+
+        self._write(record)
 
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
         """Upload a directory and register it as a version of the model `name`, only once for each `folder`.

@@ -190,7 +190,9 @@ def test_the_folder_of_the_runs_is_named_once_in_the_environment(
 ) -> None:
     monkeypatch.setenv("SPECRL_RUNS_DIR", str(tmp_path / "elsewhere"))
     assert invoke(["ls"]) == 0
-    assert f"no runs in {tmp_path}/elsewhere" in capsys.readouterr().out
+    assert f"no runs in {tmp_path}/elsewhere, which is no folder; begin with" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
 
 
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])
@@ -517,6 +519,17 @@ def test_a_scheduled_run_goes_on_with_its_own_code(tmp_path: Path, capfd: pytest
     output, errors = capfd.readouterr()
     assert "the other code" in output
     assert errors == f"specrl: model directory {tmp_path}/nowhere does not exist\n"
+
+
+def test_a_damaged_record_is_not_said_to_be_of_another_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(Path(write(tmp_path)), None, None)
+    begin(config)
+    write_config(config)
+    (config.run_dir / "run.json").write_text('{"settings": {"na')
+    for words in (["sync", "run"], ["resume", "run"]):
+        assert "run.json is damaged: it names no copy of the code; specrl rm run removes" in complaint(capsys, *words)
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])

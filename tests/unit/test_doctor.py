@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import http.server
+import json
 import sqlite3
 import stat
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from flows.cli import invoke
 from flows.preflight import _shared_databases
 from specrl.checks import Check, file_systems, gpu
 from specrl.config import parse_config
@@ -119,6 +121,15 @@ def test_an_mlflow_server_that_is_away_fails_with_its_address() -> None:
     away = services.check_mlflow(Path("runs"), uri)
     assert away.status == "fail"
     assert uri in away.found
+
+
+def test_the_doctor_asks_the_mlflow_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mine.db")
+    invoke(["doctor", "--json", "--runs-dir", str(tmp_path)])
+    found = {check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)}
+    assert found["MLflow"].startswith(f"{tmp_path}/mine.db")
 
 
 def test_an_mlflow_server_that_answers_is_ok() -> None:

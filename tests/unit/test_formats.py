@@ -39,3 +39,26 @@ def test_a_folder_without_data_and_runs_below_a_file_are_refused(tmp_path: Path)
     assert check_data(config) == [f"data.path = {tmp_path}: no data file lies in this folder"]
     (tmp_path / "file").write_text(json.dumps({}))
     assert check_folder(config) == [f"runs_dir = {tmp_path}/file: {tmp_path}/file is no folder; choose another one"]
+
+
+def test_a_csv_file_of_a_spreadsheet_may_have_semicolons(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt;answer\n1+1,5;2,5\n", encoding="utf-8-sig")
+    assert [row for _, row in read_rows(tmp_path / "rows.csv")] == [{"prompt": "1+1,5", "answer": "2,5"}]
+    (tmp_path / "rows.csv").write_text('prompt,answer\n"a;b",2\n')
+    assert [row for _, row in read_rows(tmp_path / "rows.csv")] == [{"prompt": "a;b", "answer": "2"}]
+
+
+def test_data_sets_that_are_no_files_say_how_they_become_some(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    for place, words in (
+        (str(tmp_path / "saved"), "was written by save_to_disk: write a split as Parquet, by its to_parquet"),
+        ("openai/gsm8k", "openai/gsm8k: there is no such file; a data set of the hub is hub:OWNER/NAME"),
+    ):
+        data = {"source": "file", "path": place, "reward": "exact_match"}
+        try:
+            said = "".join(check_data(Config.model_validate({"name": "x", "data": data})))
+        except ConfigError as error:
+            said = str(error)
+        assert words in said

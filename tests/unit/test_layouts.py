@@ -114,6 +114,42 @@ def test_a_row_is_understood_as_other_systems_write_it(layout: str, suffix: str,
     assert plain == "Be brief.\n1+1=?"
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", "as text"])
+def test_the_tools_of_a_row_reach_the_chat_template(suffix: str, tmp_path: Path) -> None:
+    row = {"prompt": [SYSTEM, USER], "answer": "2", "tools": json.dumps(TOOLS) if suffix == "as text" else TOOLS}
+    rows = [row, {**row, "tools": None}, {"prompt": "1+1=?", "answer": "2", "tools": TOOLS}]
+    path = tmp_path / f"rows{'.jsonl' if suffix == 'as text' else suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows[:2]), path)  # its members without a value are null
+    else:
+        rows_file(path, rows)
+    config = config_of({"source": "file", "path": str(path), "template": "chat"})
+    template = "{% if tools %}<{{ tools | tojson }}>{% endif %}" + TEMPLATE
+    rendering = Rendering(config, llama(template))
+    found = read_problems(path, config.data, fit_all, Counts())
+    texts = [rendering.text(one.question, one.context) for one in found]
+    written = f"<{json.dumps(TOOLS)}><s>"
+    assert texts[:2] == [
+        f"{written}[system]Be brief.[user]1+1=?[assistant]",
+        "<s>[system]Be brief.[user]1+1=?[assistant]",
+    ]
+    assert texts[2:] in ([], [f"{written}[user]1+1=?[assistant]"])
+    assert [rendering.chat(request) for request in read_requests(path)] == texts
+    for silent in (TEMPLATE, None):
+        with pytest.raises(ConfigError, match="chat template.*tools" if silent else "chat template"):
+            Rendering(config_of({}), llama(silent)).chat(read_requests(path)[0])
+    with pytest.raises(
+        ConfigError, match=r'line 1: only a chat template takes tools: data.template = "chat"|row 1: only'
+    ):
+        problem(path, template="{prompt}")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -209,3 +209,70 @@ def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
     config.run_dir.mkdir(parents=True)
     (config.run_dir / RUN_ID_FILE).write_text("0123\n")
     assert tracking_uri(config) == own  # a run that has begun stays where it is
+
+
+def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    config = config_of(tmp_path, uri="sqlite:///mine.db")
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/mine.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///sub/other.db")
+    anchored = anchor(config_of(tmp_path))
+    (tmp_path / "sub").mkdir()
+    check_server(anchored)
+    monkeypatch.chdir(tmp_path / "jobs")  # where a job or a later command runs does not matter
+    assert anchored.tracking.uri == f"sqlite:///{tmp_path}/sub/other.db"
+    run_id = start_parent_run(config)
+    client = connect(config)
+    assert client.get_run(run_id).info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
+    assert (tmp_path / "mine.db").is_file()
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("sqlite:///FOLDER/absent/x.db", "there is no folder FOLDER/absent; create it"),
+        ("postgresql+not_there://host/db", "Can't load plugin: .*not_there"),
+        ("mssql+pymssql://host/db", r"driver is not installed here \(No module named 'pymssql'\): pip install pymssql"),
+    ],
+)
+def test_a_database_that_cannot_be_opened_from_here_is_said_before_anything_starts(
+    uri: str, words: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, uri=uri.replace("FOLDER", str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"^tracking.uri = .*: .*{words.replace('FOLDER', str(tmp_path))}"):
+        check_server(config)
+
+
+@pytest.mark.parametrize("uri", ["sqlite://x.db", "mlruns", "http://user:secret@host"])
+def test_a_variable_of_mlflow_that_cannot_be_used_is_named(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: ") as refused:
+        check_server(config_of(tmp_path))
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: "):
+        anchor(config_of(tmp_path))
+
+
+def test_the_rollouts_of_a_run_that_was_renamed_before_mlflow_was_back_are_recorded(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    start_parent_run(config)
+    stage_dir = config.run_dir / "stages" / "train-0"
+    (stage_dir / "rollouts").mkdir(parents=True)
+    (stage_dir / "rollouts" / "step=000000.arrow").write_bytes(b"rows")
+    tracker = Tracker(Log(stage_dir), (config.run_dir / RUN_ID_FILE).read_text().strip())
+    tracker.start("train", {})
+    tracker.log_rollouts(stage_dir / "rollouts", "rollouts")
+    tracker.end("FINISHED")
+    renamed = config.model_copy(update={"name": "two"})
+    config.run_dir.rename(renamed.run_dir)
+    assert sync_run(renamed, 2.0) == []
+    run_id = (renamed.run_dir / "stages" / "train-0" / RUN_ID_FILE).read_text().strip()
+    (found,) = connect(renamed).get_run(run_id).inputs.dataset_inputs
+    assert str(renamed.run_dir) in found.dataset.source

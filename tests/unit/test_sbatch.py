@@ -14,7 +14,7 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 from flows.cli import invoke
-from flows.preflight import check_cluster
+from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
 from slurm.failures import explain
@@ -122,6 +122,23 @@ def test_a_wrong_option_is_one_line(sections: dict[str, Any], words: str, tmp_pa
         configured(tmp_path, **sections)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_options_that_neither_sbatch_nor_a_plugin_of_the_site_has_are_refused_before_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"cluster": {"sbatch": {"frobnicate": 1, "reservaton": "x", "gpu_mode": "shared", "nice": 5}}}
+    config = configured(tmp_path, **options, stage_resources={"train": {"sbatch": {"exclusiv": True}}})
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho '      --gpu-mode=MODE   of the plugin'\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    first, second, third = check_sbatch(config)
+    assert first.startswith("cluster.sbatch.frobnicate: sbatch has no option --frobnicate; sbatch --help lists")
+    assert second.startswith("cluster.sbatch.reservaton: sbatch has no option --reservaton; perhaps reservation;")
+    assert third.startswith("stage_resources.train.sbatch.exclusiv: sbatch has no option --exclusiv; perhaps exclusive")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert "gpu-mode" in "".join(check_sbatch(config))
+    assert check_sbatch(configured(tmp_path, **{"cluster": {**options["cluster"], "backend": "local"}})) == []
 
 
 def test_a_site_that_refuses_the_option_for_memory_gets_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flows.cli import invoke
 from flows.commands import watch
 from flows.commands.watch import RunView, Watcher
 from flows.folder import only_flow, write_config
-from slurm.backend import FLOW_KEY
+from slurm.backend import FLOW_KEY, STOP_FILE
 from slurm.submit import attach_or_submit
 from specrl.artifacts import write_json
 from specrl.config import STAGES, Config, parse_config
@@ -149,6 +149,21 @@ def test_an_interrupt_ends_the_watching_alone_and_a_stop_the_run(
         assert listed_state(config, capsys) == "stopped"
     finally:
         job.cancel()
+
+
+def test_a_run_on_which_nothing_works_is_not_said_to_be_asked_to_stop(
+    run: tuple[Config, RunRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, record = run
+    assert invoke(["stop", str(config.run_dir)]) == 0
+    assert capsys.readouterr().out == "nothing works on run demo; continue it with: specrl resume demo\n"
+    (config.run_dir / STOP_FILE).unlink()
+    for stage in STAGES:
+        write_json(folder(config, record, stage) / "result.json", {"seconds": 61.0})
+    for words in (["stop"], ["stop", "--wait"]):
+        assert invoke([*words, str(config.run_dir)]) == 0
+        assert capsys.readouterr().out == "run demo has finished: specrl show demo\n"
+    assert not (config.run_dir / STOP_FILE).exists()
 
 
 def test_cancel_ends_the_jobs_now(

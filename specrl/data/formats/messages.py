@@ -13,6 +13,8 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "
 """What ShareGPT and others call the roles that chat templates know."""
 OWN = ("role", "from", "content", "value")
 CHATS = ("messages", "conversations", "conversation")  # the columns in which data sets have their chats
+TOOLS = "tools"
+"""The column with the functions that may be called, and the role of the entry that has them before all messages."""
 
 
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
@@ -29,6 +31,22 @@ def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Messag
     if not messages or messages[-1]["role"] == "system":
         raise ConfigError(f"{place}: messages has no request before the assistant's words")
     return messages
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Message]:
+    """The functions that a row lets the model call, as JSON schemas in one entry before its messages, or nothing."""
+    tools = structured(row.get(TOOLS))
+    tools = [structured(tool) for tool in tools] if isinstance(tools, list) else []
+    if not tools or not all(isinstance(tool, dict) for tool in tools):
+        return []  # a column that is about something else
+    return [{"role": TOOLS, "content": "", TOOLS: _given(tools)}]
+
+
+def _given(value: Any) -> Any:
+    """A value without what Parquet writes for the members that other rows have."""
+    if isinstance(value, list):
+        return [_given(item) for item in value]
+    return {k: _given(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _is_message(value: Any) -> bool:

@@ -19,9 +19,14 @@ def files_of(places: Iterable[Path]) -> list[Path]:
     """The data files that places name: each a file, a folder with all below it, or a pattern such as `*.jsonl`.
 
     Of a folder and a pattern they come in the order of their names; hidden ones are left out.
+
+    Raises:
+        ConfigError: A folder is one of the library `datasets`, which has files of a kind of its own.
     """
     found: list[Path] = []
     for place in places:
+        if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+            raise ConfigError(f"{place} was written by save_to_disk: write a split as Parquet, by its to_parquet(FILE)")
         if place.is_dir():
             below = (path for path in place.rglob("*") if "/." not in f"/{path.relative_to(place)}")
             found += sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())

@@ -142,9 +142,13 @@ def _json(path: Path, columns: Sequence[str]) -> Rows:
 def _csv(path: Path, columns: Sequence[str]) -> Rows:
     csv.field_size_limit(LONGEST_LINE)
     with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
         number = 0
         try:
+            first = text.readline()
+            text.seek(0)
+            # Where the comma stands in numbers, spreadsheets write semicolons.
+            between = ";" if ";" in first and "," not in first else ","
+            rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else between, strict=True)
             for number, row in enumerate(rows, 1):
                 place = f"data file {path}, row {number}"
                 if None in row or None in row.values():
