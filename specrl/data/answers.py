@@ -24,6 +24,8 @@ _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
     r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
 )
+_THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_thought\|)>")
+_THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _BOXES = 20  # the last boxes of a response are looked at
 _WRAPPERS = (
     ("$$", "$$"),
