@@ -24,8 +24,7 @@ _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
     r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
 )
-_BOXES = 20
-"""The last boxes of a response that are looked at."""
+_BOXES = 20  # the last boxes of a response are looked at
 _WRAPPERS = (
     ("$$", "$$"),
     ("$", "$"),
@@ -152,10 +151,10 @@ def bare(answer: str) -> str:
 
 
 def same(stated: str, reference: str) -> bool:
-    """Whether an answer is a reference as text or as a plain number, but for what cannot make it wrong.
+    """Whether an answer is a reference as text or as a plain number.
 
-    That is case, spacing, thousands separators, a final full stop, a fraction of 0, the unit or the currency of a
-    number where only one of both has it, and what follows the letter of a choice, `(B) Paris`.
+    Case, spacing, thousands separators, a final full stop, a fraction of 0, a unit or currency that only one of both
+    has, and what follows the letter of a choice, `(B) Paris`, do not matter.
     """
     own, wanted = normalise(stated), normalise(reference)
     if own == wanted:

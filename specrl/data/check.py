@@ -10,9 +10,7 @@ from specrl.data.rendering import check_template
 from specrl.data.rewards.functions import make_reward
 from specrl.data.rewards.trial import Trial, try_reward
 
-PATIENCE_S = 5.0
-"""The time, in seconds, for which held-out problems of each set are drawn to see whether there are enough. Generators
-that run out of problems do so quickly; where drawing takes longer, `prepare` sees it."""
+PATIENCE_S = 5.0  # of drawing for each held-out set; `prepare` waits longer to see whether there are enough
 
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
@@ -22,13 +20,10 @@ def empty_and_right(config: Config) -> tuple[Trial, Trial]:
 
 
 def check_data(config: Config) -> None:
-    """Check that generators take their parameters, files have their columns, and template and reward are valid.
+    """Check what the data of a configuration names: generators, files, columns, template, rewards and the number of
+    problems, as far as `PATIENCE_S` lets them be counted.
 
-    There must also be a problem to train on, and as many held-out ones as are asked for (if all prompts are short), as
-    far as `PATIENCE_S` lets them be counted. This imports the user's reward function, and torch only if that does.
-
-    Raises:
-        ConfigError: One of these is wrong; the message is one line about the first.
+    This imports the user's reward function, and torch only if that does.
     """
     check_template(config.data.template)
     make_reward(config.data)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[int]]:
     """Deal items, the longest first, each to the share with the smallest sum of lengths so far.
 
-    Equal items are dealt in their order, and among equal shares the first one gets the item, so that every rank comes
-    to the same indices.
+    Ties are broken by index, so that every rank comes to the same shares.
     """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     queue = [(0.0, share) for share in range(num_shares)]
@@ -22,7 +21,7 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[i
 
 
 def piece(left: int, num_engines: int) -> int:
-    """Say how many of the `left` responses an idle engine claims at once; all engines but one may be idle."""
+    """How many of the `left` responses an idle engine claims at once, given that all engines but one may be idle."""
     return -(-left // max(1, num_engines - 1))
 
 

@@ -17,19 +17,13 @@ from specrl.data.prompts import PromptSource
 from specrl.models.sources import load_tokenizer
 from specrl.processes import become_helper, end_helper, start_helper
 
-FIRST_STEPS = 3
-"""The steps whose problems are there before the first one: in idle time, those of the next step are asked for too."""
-QUICK_S = 2.0
-"""The seconds for which `prepare` draws by itself, as far as it gets, before it starts processes for what it needs."""
+FIRST_STEPS = 3  # drawn before the first step, which in idle time asks for the next one's problems too
+QUICK_S = 2.0  # seconds that `prepare` draws by itself before it starts processes for what it still needs
 NICENESS = 10
 
 
 def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place: tuple[int, int]) -> None:
-    """Draw what is needed before the first step: this rank's part, of ranks that have as many cores each.
-
-    Args:
-        place: The rank, and the number of ranks.
-    """
+    """Draw this rank's part of what is needed before the first step; `place` is (rank, number of ranks)."""
     (rank, ranks), cores, first = place, config.resources_of("prepare").cpus_per_rank, range(FIRST_STEPS)
     deadline, needs_more = time.monotonic() + QUICK_S, False
     needed = islice(source.shards(first, others=True), rank, None, ranks)
@@ -61,7 +55,6 @@ def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first
 def _start(
     source: PromptSource, config: Config, tokenizer_dir: Path, steps: range, own: range, total: int, *, needed: bool
 ) -> list[subprocess.Popen[bytes]]:
-    """Start these of `total` processes, each of which draws every `total`-th shard from its own number on."""
     processes = []
     for index in own:
         process, connection = start_helper(__name__)
@@ -73,7 +66,7 @@ def _start(
 
 
 def main(rank: Connection) -> None:
-    """Draw its part of the shards in this process, and end."""
+    """Draw one process's part of the shards."""
     become_helper(rank.recv())
     text, tokenizer_dir, begun, prompts_dir, needed, steps, index, total = rank.recv()
     if not needed:  # nobody waits for it

@@ -18,19 +18,13 @@ from specrl.data.formats.rows import find, read_rows
 from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed
 
 ALIASES = {"prompt": CHATS, "answer": ("reward_model.ground_truth",)}
-"""Where a default column is looked for that is not there: chats, and the layout of verl."""
-TRUTH = "ground_truth"
-"""The part of verl's `reward_model` that is the answer."""
+"""Tried where a default column is missing: chats, and verl's layout."""
+TRUTH = "ground_truth"  # the part of verl's `reward_model` that is the answer
 Request = str | list[Message]
 
 
 def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> list[Problem]:
-    """The rows of a place's files as problems, in the files' order; answers of any type become text.
-
-    Raises:
-        ConfigError: There is no file, one has another format or lacks a column, no prompt can be made of a row, or
-            all prompts are too long. The line names the file and the first such row.
-    """
+    """The rows of a place's files as problems, in the files' order; answers of any type become text."""
     columns = (config.prompt_column, config.answer_column)
     others = ":" in config.reward
     named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system"]
@@ -47,7 +41,6 @@ def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> 
 
 
 def read_requests(place: Path) -> list[Request]:
-    """What the files of a place ask; see `placed_requests`."""
     return [request for _, request in placed_requests([place])]
 
 
@@ -55,9 +48,6 @@ def placed_requests(places: Sequence[Path]) -> list[tuple[str, Request]]:
     """What files ask, row by row, with the rows' places: a text, or a chat up to its last request.
 
     A row has `messages` (or `conversations`), of which the assistant's last ones are left out, or a `prompt`.
-
-    Raises:
-        ConfigError: A file does not exist or has another format, or a row asks nothing.
     """
     found = [(place, _request(place, row)) for one in places for path in _files(one) for place, row in read_rows(path)]
     if not found:
@@ -85,11 +75,6 @@ def _request(place: str, row: dict[str, Any]) -> Request:
 
 
 def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool) -> Problem:
-    """A row as a problem.
-
-    Raises:
-        ConfigError: The prompt is neither text nor messages, or the answer is missing or no text either.
-    """
     keys = ("prompt_column", "answer_column")
     prompt, answer = (
         find(row, name, place, key, ALIASES.get(name, ())) for name, key in zip(columns, keys, strict=True)
@@ -120,14 +105,6 @@ class FileProblems:
     """The problems of files, drawn in shuffled epochs; held out are others, or the last rows of each set."""
 
     def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts) -> None:
-        """Read the files of `data.path` and `data.validation_path`.
-
-        Args:
-            fit: What becomes of problems whose prompts are too long.
-
-        Raises:
-            ConfigError: A file cannot be read, has a row that no prompt can be made of, or all rows are held out.
-        """
         assert config.path is not None
         self.seed = seed
         self._names = [", ".join(map(str, places)) for places in (config.path, config.validation_path) if places]
@@ -149,11 +126,7 @@ class FileProblems:
         self._drawn = _shares(self._sizes, config.weights)
 
     def notes(self, count: int) -> list[str]:
-        """A line for each thing about the rows that a user may not expect.
-
-        Args:
-            count: The number of prompts of a step.
-        """
+        """A line for each thing about the rows that a user may not expect of steps of `count` prompts."""
         path, lines = self._names[0], []
         repeated, conflicting = self._count_repeats()
         if repeated:
@@ -178,18 +151,14 @@ class FileProblems:
     def draw(self, stream: str, first: int, count: int) -> list[Problem]:
         """Rows `first` to `first + count` of the stream's epochs, each of which is shuffled anew.
 
-        Where sets have weights, an epoch has of each as many rows as its weight says, some of them more than once.
+        Where sets have weights, an epoch repeats or leaves out rows of each to suit its weight.
         """
         size = sum(self._drawn)
         positions = range(first, first + count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """The first `count` distinct held-out rows, which takes no time.
-
-        Raises:
-            ConfigError: There are fewer.
-        """
+        """The first `count` distinct held-out rows."""
         if count > len(self._held_out):
             raise ConfigError(
                 f"{self._names[-1]} has only {len(self._held_out)} distinct held-out rows of the {count} asked for: "

@@ -18,24 +18,20 @@ from specrl.data.scorers.expressions import NotAnAnswerError
 from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
 
-CHUNK = 64
-"""The problems in a reasoning-gym data set: few, because some data sets make all their problems at once."""
-MAX_MISSES = 2000
-"""The draws in a row without a problem, or without a new one, after which generators count as exhausted."""
+CHUNK = 64  # problems in a reasoning-gym data set, of which some make all at once
+MAX_MISSES = 2000  # draws without a (new) problem after which generators count as exhausted
 
 
 class ReasoningGym:
     """One of reasoning-gym's generators, with its parameters."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
-        """Make a generator; reasoning-gym raises various errors where it refuses a parameter."""
         self.name = name
         self.parameters = parameters
         self._failed = 0
         self._scorer = self._dataset(seed=0)
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems as `Generator.problems` says."""
         chunk = 0
         while True:
             # A data set draws item i from Random(seed + i): chunks' seeds must lie far apart and fit NumPy's 32 bits.
@@ -52,7 +48,7 @@ class ReasoningGym:
         """Reasoning-gym's own score, 0 to 1, of the answer that the response states.
 
         What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes
-        it safe; 0 is for what is no answer.
+        it safe.
         """
         review, stated = REVIEWED[self.name], extract_answer(response)
         try:
@@ -64,11 +60,6 @@ class ReasoningGym:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
-        """An item of a data set; None where the generator fails on it.
-
-        Raises:
-            ConfigError: It has failed on `MAX_MISSES` items in a row.
-        """
         try:
             item: dict[str, Any] = dataset[index]
         except Exception as error:  # a library's generator that fails on one in a million seeds shall not end a run
@@ -86,12 +77,7 @@ class ReasoningGym:
 
 
 def make_generator(config: GeneratorConfig) -> Generator:
-    """The generator of one entry of `data.generators`.
-
-    Raises:
-        ConfigError: The name or a parameter is unknown, or the generator refuses a value; the line says what is
-            allowed.
-    """
+    """The generator of one entry of `data.generators`."""
     return _worked_sums(config) if config.name == "worked_sums" else _reasoning_gym(config)
 
 
@@ -135,7 +121,7 @@ def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
 
 
 def plain(value: Any) -> Any:
-    """A value as a Python literal holds it, such as NumPy's numbers and texts as Python's own; others become text."""
+    """A value as a Python literal can hold it: NumPy's numbers become Python's, anything unknown becomes text."""
     match value:
         case dict():
             return {plain(key): plain(item) for key, item in value.items()}

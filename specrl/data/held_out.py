@@ -13,21 +13,13 @@ from specrl.data.problems import Counts, Fit, Problem
 from specrl.data.shards import GeneratorMixture
 
 DRAWN_BY = {"generators", "validation_fraction", "template", "system_prompt", "chat_template_kwargs", "overlong"}
-"""The fields of `[data]` that decide what generators draw and what is left out of it."""
+"""The fields of `[data]` that decide what is drawn."""
 
 
 def make_problems(
     config: Config, fit: Fit, counts: Counts | None = None, prompts_dir: Path | None = None
 ) -> FileProblems | GeneratorMixture:
-    """The run's problems, from generators or a file.
-
-    Args:
-        fit: What becomes of problems whose prompts are too long.
-        prompts_dir: The folder of all shards of a model's prompts; without one, problems are drawn each time.
-
-    Raises:
-        ConfigError: A generator or parameter is unknown, a file is unreadable, or a column is missing.
-    """
+    """The run's problems; without `prompts_dir`, the folder of all shards, generators draw them each time."""
     data, counts = config.data, counts or Counts()
     if data.source == "file":
         return FileProblems(data, config.seed, fit, counts)
@@ -61,13 +53,7 @@ def held_out_problems(
     counts: Counts | None = None,
     prompts_dir: Path | None = None,
 ) -> list[Problem]:
-    """The distinct problems of a held-out set, of generators those that were found within `patience_s` seconds.
-
-    The other arguments are those of `make_problems`.
-
-    Raises:
-        ConfigError: A file or a generator is wrong, or there are fewer problems than asked for; the line names the set.
-    """
+    """The distinct problems of a held-out set; of generators, those found within `patience_s` seconds."""
     chosen, own, counts = config.validate_.held_out_sets[name], config_of_set(config, name), counts or Counts()
     count = chosen.num_prompts or config.validate_.num_prompts
     try:

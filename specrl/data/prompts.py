@@ -19,8 +19,7 @@ from specrl.data.problems import Counts, Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
 from specrl.data.shards import HELD_OUT, GeneratorMixture
 
-RECENT = 3
-"""The number of steps whose prompts are remembered: where idle time is put to use, two steps' are asked for in turn."""
+RECENT = 3  # steps whose prompts are kept: where idle time is used, two steps' are asked for in turn
 Shard = tuple[str, str, int]
 """A held-out set's name, or "" for the run's own problems; the stream, and the shard's number."""
 
@@ -30,12 +29,9 @@ class PromptReport:
     """What was found when a run's prompts were looked at for the first time."""
 
     seen: int
-    overlong: int
-    """Those with more tokens than `data.max_prompt_tokens`, which were dropped or truncated."""
-    longest: int
-    """The tokens of the longest, before that."""
-    notes: list[str]
-    """A line for each thing that a user may not expect."""
+    overlong: int  # dropped or truncated
+    longest: int  # in tokens, before that
+    notes: list[str]  # one for each thing that a user may not expect
 
 
 class PromptSource:
@@ -51,15 +47,9 @@ class PromptSource:
     ) -> None:
         """Open the problems of `[data]`.
 
-        Args:
-            tokenizer: The policy's tokenizer, of transformers.
-            begun: The step from which on the configuration holds, and the number of prompts that training had before
-                it, with another `train.prompts_per_step`.
-            prompts_dir: The folder of shards, which whoever needs one fills; without it, problems are drawn each time.
-
-        Raises:
-            ConfigError: A generator or parameter is unknown, a file is unreadable or has a row that no prompt can be
-                made of, or the template is wrong.
+        `begun` is the step from which the configuration holds and the number of prompts before it, when
+        `train.prompts_per_step` may have been another. `prompts_dir` has the shards, which whoever needs one fills;
+        without it, problems are drawn each time.
         """
         self._config = config
         self.begun = begun
@@ -70,7 +60,7 @@ class PromptSource:
         self._recent: dict[int, list[Prompt]] = {}
 
     def batch(self, step: int) -> list[Prompt]:
-        """The `train.prompts_per_step` training prompts of a step, a pure function of the seed and the step."""
+        """The training prompts of a step, a pure function of the seed and the step."""
         if step not in self._recent:
             self._recent[step] = self._prompts("train", self._drawn(step))
             for earliest in list(self._recent)[:-RECENT]:
@@ -132,19 +122,11 @@ class PromptSource:
         return max([validate.num_prompts, *sets])
 
     def held_out(self, count: int) -> list[Prompt]:
-        """Distinct prompts that are never trained on; a smaller number gives the first ones of a larger number.
-
-        Raises:
-            ConfigError: There are fewer held-out problems.
-        """
+        """Distinct prompts that are never trained on; fewer are the first ones of more."""
         return self._prompts("held-out", self._problems.held_out(count))
 
     def validation(self, name: str) -> list[Prompt]:
-        """The prompts of the held-out set of this name.
-
-        Raises:
-            ConfigError: A file or a generator is wrong, or there are fewer problems than asked for.
-        """
+        """The prompts of a held-out set."""
         chosen = self._config.validate_.held_out_sets[name]
         count = chosen.num_prompts or self._config.validate_.num_prompts
         if not chosen.has_problems:
@@ -159,12 +141,9 @@ class PromptSource:
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
 
     def drafter_data(self, count: int) -> list[Prompt]:
-        """Prompts of `drafter.data`, in an order that the seed decides, over and over if there are too few.
+        """Prompts of `drafter.data`, shuffled by the seed, repeated if there are too few.
 
         One that leaves no room for a response is cut at its beginning.
-
-        Raises:
-            ConfigError: The file cannot be used, or the chat template refuses a row.
         """
         assert self._config.drafter.data is not None
         requests = placed_requests(self._config.drafter.data)
@@ -188,11 +167,7 @@ class PromptSource:
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 
     def check(self) -> PromptReport:
-        """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early.
-
-        Raises:
-            ConfigError: There are too few problems, or a prompt is too long and `data.overlong` refuses that.
-        """
+        """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early."""
         self.batch(0)
         self.held_out(self._num_held_out)
         seen = [line for name in self._config.validate_.held_out_sets for line in self._trained_on(name)]

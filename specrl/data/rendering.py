@@ -14,35 +14,21 @@ from specrl.config import Config, ConfigError
 from specrl.data.formats.messages import Message
 from specrl.data.problems import Counts, Misfit, Problem
 
-CHAT = "chat"
-"""The value of `data.template` that stands for the tokenizer's chat template."""
-TOKENS_PER_BYTE = 3
-"""The most tokens of a byte: each stands for at least one, and NFC makes at most three times as many of them."""
-MOST_SPECIAL = 16
-"""The most tokens that a tokenizer adds to a text."""
-CHUNK = 1000
-"""The prompts that the tokenizer gets at once."""
-LONGEST_TOKEN = 64
-"""The characters that a token stands for at most, when a question is cut: of a longer one less is left than fits."""
+CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
+TOKENS_PER_BYTE = 3  # a byte has at least one token of its own, and NFC makes three of it at most
+MOST_SPECIAL = 16  # tokens that a tokenizer adds to a text
+CHUNK = 1000  # prompts that the tokenizer gets at once
+LONGEST_TOKEN = 64  # characters of a token at most, when a question is cut: of a longer one less is left than fits
 
 
 class Rendering:
     """Makes prompts of questions. Everything here depends on the configuration and the tokenizer alone."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        """Check the template.
-
-        Args:
-            tokenizer: The policy's tokenizer, of transformers.
-
-        Raises:
-            ConfigError: The template is wrong.
-        """
         self._template, self._rule, self.limit = config.data.template, config.data.overlong, config.max_prompt_tokens
         self._tokenizer = tokenizer
         normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else ...
-        self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")
-        """Whether the tokenizer makes few tokens of few bytes, so that short texts need not be tokenized to fit."""
+        self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")  # few bytes are few tokens
         check_template(self._template)
         if self._template == CHAT and not tokenizer.chat_template:
             raise ConfigError(
@@ -60,11 +46,7 @@ class Rendering:
         return self._of_chat([*system, *context, {"role": "user", "content": question}])
 
     def chat(self, request: str | list[Message]) -> str:
-        """The text of a request: as the tokenizer's chat template has it, or its messages one after another.
-
-        Raises:
-            ConfigError: The chat template refuses it.
-        """
+        """The text of a request: as the tokenizer's chat template has it, or its messages one after another."""
         messages = [{"role": "user", "content": request}] if isinstance(request, str) else request
         if self._tokenizer.chat_template:
             return self._of_chat(messages)
@@ -81,18 +63,11 @@ class Rendering:
             raise ConfigError(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}") from error
 
     def tokens(self, text: str, *, of_chat: bool = False) -> list[int]:
-        """The tokens of a prompt's text.
-
-        Args:
-            of_chat: Whether the text is what `chat` has returned.
-        """
+        """The tokens of a prompt's text; with `of_chat`, of what `chat` has returned."""
         return self._encode([text], of_chat=of_chat)[0]
 
     def fit(self, problems: Sequence[Problem], counts: Counts) -> list[Problem | Misfit]:
-        """The problems as they can be asked, and a `Misfit` in place of each that cannot.
-
-        A problem whose prompt has more than `limit` tokens is treated as `data.overlong` says.
-        """
+        """The problems as they can be asked, `data.overlong` applied, and a `Misfit` in place of each that cannot."""
         fitted: list[Problem | Misfit] = []
         for start in range(0, len(problems), CHUNK):
             fitted += self._fit_chunk(problems[start : start + CHUNK], counts)
@@ -176,11 +151,7 @@ class Rendering:
 
 
 def check_chat_template(template: str, arguments: Iterable[str]) -> None:
-    """Check a tokenizer's chat template, where it has one, and that it reads what `data.chat_template_kwargs` give it.
-
-    Raises:
-        ConfigError: It is no template of Jinja, or does not read one of them.
-    """
+    """Check a tokenizer's chat template, and that it reads what `data.chat_template_kwargs` give it."""
     try:
         # transformers has one tag of its own, which marks the assistant's words.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-? *(end)?generation *-?%}", "", template))
@@ -192,11 +163,7 @@ def check_chat_template(template: str, arguments: Iterable[str]) -> None:
 
 
 def check_template(template: str) -> None:
-    """Check `data.template`.
-
-    Raises:
-        ConfigError: It is neither `chat` nor a format string whose only field is `{prompt}`.
-    """
+    """Refuse a `data.template` that is neither `chat` nor a format string whose only field is `{prompt}`."""
     if template == CHAT:
         return
     try:

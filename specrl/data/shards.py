@@ -25,10 +25,8 @@ from specrl.data.problems import Counts, Fit, Problem, derive_seed, is_held_out
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT = "held-out"
-"""The stream of the problems that no other stream has."""
-FRUITLESS = 12
-"""The shards in a row without a new held-out problem after which the generators count as exhausted."""
+HELD_OUT = "held-out"  # the stream whose problems no other stream has
+FRUITLESS = 12  # shards without a new held-out problem after which the generators count as exhausted
 SHARD, HELD_OUT_SHARD = 64, 16
 """The problems in a shard: fewer where most of what is drawn is not held out, so that all cores have work."""
 SCHEMA = pa.schema(
@@ -46,30 +44,17 @@ class GeneratorMixture:
     """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
 
     def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts, folder: Path | None) -> None:
-        """Make the generators of `data.generators`.
-
-        Args:
-            fit: What becomes of problems whose prompts are too long, all of which `counts` counts.
-            folder: The folder of the shards; without one, problems are drawn each time, and no more than is asked for.
-
-        Raises:
-            ConfigError: There is none, or one of them is unknown or refuses its parameters.
-        """
+        """Without a `folder` of shards, problems are drawn each time, and no more than are asked for."""
         self.config = config
         self.seed = seed
         self._fit, self._counts, self._folder = fit, counts, folder
-        self._misfit = ""
-        """What was wrong with the last problem that could not be asked."""
+        self._misfit = ""  # what was wrong with the last problem that could not be asked
         self.generators = [make_generator(generator) for generator in config.generators]
         if not self.generators:
             raise ConfigError("data.generators is empty: name at least one generator")
 
     def draw(self, stream: str, first: int, count: int) -> list[Problem]:
-        """Problems that are distinct within a shard as long as the generators have new ones, and then repeats.
-
-        Raises:
-            ConfigError: The generators have only held-out problems.
-        """
+        """Problems that are distinct within a shard as long as the generators have new ones, and then repeats."""
         found: list[Problem] = []
         for number in self.shards(stream, first, count):
             place = first + len(found) - number * SHARD
@@ -83,11 +68,7 @@ class GeneratorMixture:
         return found
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """The first `count` distinct held-out problems, or those that were found within `patience_s` seconds.
-
-        Raises:
-            ConfigError: The generators have fewer.
-        """
+        """The first `count` distinct held-out problems, or those found within `patience_s` seconds."""
         deadline, found = time.monotonic() + patience_s, dict[str, Problem]()
         number = fruitless = 0
         while fruitless < FRUITLESS and time.monotonic() < deadline:
@@ -126,7 +107,6 @@ class GeneratorMixture:
         return self._folder / f"{stream}-{number:06d}.arrow"
 
     def _shard(self, stream: str, number: int, until: float = math.inf) -> Iterable[Problem]:
-        """The problems of a shard, which is read or else drawn and written; without a folder drawn one by one."""
         if self._folder is None:
             return islice(self._distinct(stream, number, self._counts, until), _size(stream))
         path = self._path(stream, number)
@@ -147,11 +127,7 @@ class GeneratorMixture:
         return False
 
     def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
-        """Yield distinct problems of a shard; when there are no new ones, end (if held out) or start to repeat them.
-
-        Args:
-            until: The time of `time.monotonic` at which to end in any case.
-        """
+        """Yield distinct problems; when there are no new ones, end (if held out) or start to repeat them."""
         seen: set[str] = set()
         misses, held_out = 0, stream == HELD_OUT
         for candidate in self._candidates(stream, number):
@@ -172,11 +148,6 @@ class GeneratorMixture:
                 seen, misses = set(), 0
 
     def _fitted(self, candidate: Problem, counts: Counts) -> Problem | None:
-        """A problem as it can be asked; None for one that cannot.
-
-        Raises:
-            ConfigError: Its prompt is too long, and `data.overlong` refuses that.
-        """
         [found] = self._fit([candidate], counts)
         if isinstance(found, Problem):
             return found
@@ -189,7 +160,6 @@ class GeneratorMixture:
         return f"of one that was left out, {self._misfit}" if self._misfit else advice
 
     def _candidates(self, stream: str, number: int) -> Iterator[Problem]:
-        """Yield problems of all generators by weight without end, held out or not, some more than once."""
         seed = derive_seed(self.seed, stream, number)
         rng = Random(seed)
         weights = [generator.weight for generator in self.config.generators]

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from specrl.config import PositiveInt, Section
 from specrl.data.problems import Problem
 
-ANSWER = re.compile(r"Answer: (-?\d+)")
-"""The form in which a response states its sum."""
+ANSWER = re.compile(r"Answer: (-?\d+)")  # how a response states its sum
 
 
 class WorkedSums(Section):
@@ -41,7 +40,7 @@ class WorkedSums(Section):
         return self
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield sums without end; they depend on the seed and the parameters alone."""
+        """Yield sums without end, a pure function of the seed and the parameters."""
         rng = Random(seed)
         while True:
             for size in rng.sample(self.terms, len(self.terms)):

@@ -10,21 +10,13 @@ from specrl.data.formats.rows import structured
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
-"""The names of roles in the chats of ShareGPT and others, and those that chat templates know."""
+"""What ShareGPT and others call the roles that chat templates know."""
 OWN = ("role", "from", "content", "value")
-CHATS = ("messages", "conversations", "conversation")
-"""The columns in which data sets have their chats."""
+CHATS = ("messages", "conversations", "conversation")  # the columns in which data sets have their chats
 
 
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
-    """The messages up to the last one that is not the assistant's; None where a value is no conversation.
-
-    Args:
-        row: The row of the value; in ShareGPT's layout it may have the text `system`.
-
-    Raises:
-        ConfigError: A message is not text, or nothing is asked.
-    """
+    """The messages up to the last one that is not the assistant's; None where a value is no conversation."""
     value = structured(value)
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         return None

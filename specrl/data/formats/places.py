@@ -9,8 +9,7 @@ from pathlib import Path
 
 from specrl.config import ConfigError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""How names of data files end, before `.gz`."""
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # before `.gz`
 HUB = re.compile(r"hub:(?P<name>[^@:#]+)(?:@(?P<revision>[^:#]+))?(?::(?P<subset>[^#]+))?(?:#(?P<split>.+))?")
 """A data set of the hub: `hub:OWNER/NAME`, with `@REVISION`, `:SUBSET` and `#SPLIT` where they are not the default."""
 HUB_FOLDER = ".datasets"
@@ -24,7 +23,7 @@ def files_of(places: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for place in places:
         if place.is_dir():
-            below = (path for path in place.rglob("*") if not any(map(_is_hidden, path.relative_to(place).parts)))
+            below = (path for path in place.rglob("*") if "/." not in f"/{path.relative_to(place)}")
             found += sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())
         elif place.is_file():
             found.append(place)
@@ -39,17 +38,10 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
 def absolute_place(place: Path, runs_dir: Path) -> Path:
     """A place by its absolute path; a data set of the hub becomes a file beside the runs, once and for all.
 
-    It is fetched through `datasets`, where this process runs: the nodes of a cluster may have no network.
-
-    Raises:
-        ConfigError: It cannot be fetched, or has no such split.
+    It is fetched where this process runs: the nodes of a cluster may have no network.
     """
     if not str(place).startswith("hub:"):
         return place.absolute()

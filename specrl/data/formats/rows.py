@@ -22,8 +22,7 @@ from specrl.config import ConfigError
 from specrl.data.formats.places import SUFFIXES, suffix_of
 from specrl.models.directory import LFS_POINTER
 
-LONGEST_LINE = 16 * 2**20
-"""The bytes of the longest line of a JSONL file: an answer to a file that is no JSONL."""
+LONGEST_LINE = 16 * 2**20  # bytes; a longer line is of a file that is no JSONL
 SYNONYMS = {
     "prompt_column": "question problem query instruction input",
     "answer_column": "solution ground_truth final_answer target label output",
@@ -33,14 +32,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
 def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
-    """Yield the rows of a file, each behind its place: the file and the number of its line, or of the row.
-
-    Args:
-        columns: The columns that are read where a format allows a choice; without any, all.
-
-    Raises:
-        ConfigError: The file cannot be read, is of another format, or has a row that is wrong.
-    """
+    """Yield the rows of a file, each behind its place in words; `columns` are those that must be read, if not all."""
     reader = READERS.get(suffix_of(path))
     if reader is None:
         raise ConfigError(f"data file {path}: the name must end in {', '.join(SUFFIXES)}, or in that and .gz")
@@ -55,11 +47,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
 
 
 def read_objects(path: Path) -> Rows:
-    """Yield the object on each line of a JSONL file, with the file and the line's number in words.
-
-    Raises:
-        ConfigError: A line is too long, not UTF-8, or no JSON object.
-    """
+    """Yield the object on each line of a JSONL file, behind its place."""
     with _open(path) as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -74,15 +62,7 @@ def read_objects(path: Path) -> Rows:
 
 
 def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Sequence[str] = ()) -> Any:
-    """A column's value; of a dotted name that is none, what lies within a column, as `extra_info.answer`.
-
-    Args:
-        key: The setting that names the column.
-        aliases: Other names that are looked for in turn.
-
-    Raises:
-        ConfigError: There is no such column.
-    """
+    """A column's value, or what a dotted name such as `extra_info.answer` finds in one; `key` is its setting."""
     for name in (column, *aliases):
         value: Any = row
         for part in [name] if name in row else name.split("."):

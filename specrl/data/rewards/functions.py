@@ -17,26 +17,17 @@ from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
 from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
-Reward = Callable[[Prompt, str], Any]
-"""(prompt, response) -> reward; whatever a user's function returns, `judge` makes a number of it."""
-RewardFunction = Callable[[str, str, str], float]
-"""(prompt, response, answer) -> reward; all three are text."""
+Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
+RewardFunction = Callable[[str, str, str], float]  # (prompt, response, answer) -> reward
 
-MATH_VERIFY_SECONDS = 5
-"""The time limit for each step of the comparison of two mathematical expressions."""
-LARGEST = 3.4e38
-"""The largest reward, by its size: rollouts keep rewards as 32-bit numbers."""
-_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
-"""A word, which a mathematical expression has not."""
+MATH_VERIFY_SECONDS = 5  # for each step of a comparison
+LARGEST = 3.4e38  # rollouts keep rewards in float32
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
 _REGISTERED: dict[str, RewardFunction] = {}
 
 
 def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """The decorator that registers a reward under `name` for `data.reward`.
-
-    Raises:
-        ValueError: Another reward is registered under the name.
-    """
+    """The decorator that registers a reward under `name` for `data.reward`."""
 
     def decorate(function: RewardFunction) -> RewardFunction:
         if name == "task" or name in _REGISTERED:
@@ -48,11 +39,7 @@ def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 
 def make_reward(config: DataConfig) -> Reward:
-    """The reward of `data.reward`, which may raise, return anything, hang or end its process.
-
-    Raises:
-        ConfigError: There is no such reward, or it does not fit the source of the data.
-    """
+    """The reward of `data.reward`, which may raise, return anything, hang or end its process."""
     if config.reward == "task":
         if config.source != "generators":
             raise ConfigError(
@@ -126,10 +113,7 @@ def _text(thing: object) -> str:
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """A text on one line, with its middle left out where it has more than `limit` characters.
-
-    What is not printable, and could act on a terminal, is written as its escape sequence.
-    """
+    """One line of at most `limit` characters, its middle left out; what could act on a terminal is escaped."""
     ends = text if len(text) <= 20 * limit else f"{text[: 10 * limit]} {text[-10 * limit :]}"
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(ends.split()))
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
@@ -170,11 +154,7 @@ def exact_match(_: str, response: str, answer: str) -> float:
 
 
 def _imported(config: DataConfig) -> Reward:
-    """The function behind an import path, called as its parameters say: as specrl's, TRL's, verl's or OpenRLHF's.
-
-    Raises:
-        ConfigError: It is no import path, nothing is there, or it is not callable with (prompt, response, answer).
-    """
+    """The function behind an import path, called as its parameters say: as specrl's, TRL's, verl's or OpenRLHF's."""
     path = config.reward
     if ":" not in path:
         known = ", ".join(["task", *_REGISTERED])

@@ -1,7 +1,7 @@
 """A pool of processes that compute the rewards of a rank's responses while the engine goes on generating.
 
-A reward that hangs, raises, ends its process or returns what is no number costs its own response the score
-`data.reward_on_failure`, and nothing else. Which process computes a reward, and when, changes no result.
+A reward that hangs, raises, ends its process or returns no number costs its own response alone, which scores
+`data.reward_on_failure`. Which process computes a reward, and when, changes no result.
 """
 
 from __future__ import annotations
@@ -34,26 +34,15 @@ from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
 
-WORKER = "specrl.data.rewards.worker"
-"""The module of the processes."""
-START_SECONDS = 600
-"""The time limit for a process to import the reward."""
-PATIENCE_SECONDS = 0.1
-"""The time that one reward may take before another process is started, up to `data.reward_workers`."""
-BACKLOG = 32
-"""The number of waiting responses at which another process is started."""
-TRIES = 2
-"""The processes that a reward may end until it counts as failed: the first one may have been killed by anybody."""
-GRACE_SECONDS = 30.0
-"""The time beyond `data.reward_timeout_s` after which a process that says nothing is ended."""
-LONGEST_ANSWER = 2 * ANSWER_BYTES
-"""The bytes that a process may send at once."""
-LOST_IN_A_ROW = 16
-"""The time-outs and ended processes after which an own reward that has never given a number counts as broken."""
-REASONS = 3
-"""The most frequent reasons that are named where failures are summed up."""
-LOGGED = 3
-"""The failures among the responses of one generation that are logged in full."""
+START_SECONDS = 600  # for a process to import the reward
+PATIENCE_SECONDS = 0.1  # for one reward until another process is started, up to `data.reward_workers`
+BACKLOG = 32  # waiting responses at which another process is started
+TRIES = 2  # processes that a reward may end until it counts as failed: anybody may have killed the first
+GRACE_SECONDS = 30.0  # beyond `data.reward_timeout_s`, after which a process that says nothing is ended
+LONGEST_ANSWER = 2 * ANSWER_BYTES  # bytes that a process may send at once
+LOST_IN_A_ROW = 16  # lost processes after which a reward of the user's that has never answered counts as broken
+REASONS = 3  # named where failures are summed up, the most frequent first
+LOGGED = 3  # failures of one generation that are logged in full
 
 
 class RewardError(ValueError):
@@ -67,8 +56,7 @@ class RewardFailure:
     prompt: str
     response: str
     reason: str
-    by_response: bool = False
-    """The response took more time or memory than it may, or ended the fork that scored it: another one may not."""
+    by_response: bool = False  # ran out of time or memory or ended its fork: others may not
 
     def __str__(self) -> str:
         return f"{self.reason}; prompt {self.prompt!r}, response {self.response!r}"
@@ -76,18 +64,15 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class FailureTally:
-    """The failures of a reward, summed up: their number, their most frequent reasons and the first of them."""
+    """The failures of a reward, summed up."""
 
     count: int = 0
-    reasons: tuple[tuple[str, int], ...] = ()
-    """(reason, failures) of the `REASONS` most frequent reasons."""
+    reasons: tuple[tuple[str, int], ...] = ()  # (reason, failures), the most frequent first
     first: RewardFailure | None = None
-    by_response: int = 0
-    """The failures that are `RewardFailure.by_response`."""
+    by_response: int = 0  # how many are `RewardFailure.by_response`
 
     @classmethod
     def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
-        """Sum up failures."""
         reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
         by_response = sum(failure.by_response for failure in failures)
         return cls(len(failures), tuple(reasons), failures[0] if failures else None, by_response)
@@ -107,19 +92,13 @@ class FailureTally:
 class Scores:
     """The rewards of the responses of one generation."""
 
-    rewards: list[float]
-    """The reward of each response, in the order of their numbers; NaN where the reward leaves the response out."""
-    failures: list[RewardFailure]
-    """The responses on which the reward failed, in the same order; their reward is `data.reward_on_failure`."""
+    rewards: list[float]  # in the order of the responses' numbers; NaN where the reward leaves one out
+    failures: list[RewardFailure]  # in the same order; their reward is `data.reward_on_failure`
     waited_s: float
-    """The time that was waited for them, in seconds."""
 
     def in_groups(self, groups: Sequence[int]) -> list[float]:
-        """The rewards with the mean of a response's group in place of one that is left out, so that it has no
-        advantage; 0 where the whole group is.
-
-        Args:
-            groups: The group of each response.
+        """The rewards, a response that was left out having the mean of its group, and so no advantage; 0 where the
+        whole group was.
         """
         known: dict[int, list[float]] = {}
         for group, reward in zip(groups, self.rewards, strict=True):
@@ -133,8 +112,7 @@ class Scores:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    section: int
-    """The place in `RewardPool.sections` of the section whose reward is asked for."""
+    section: int  # index into `RewardPool.sections`
     prompt: Prompt
     response: str
     results: SimpleQueue[tuple[int, float | RewardFailure | Exception]]
@@ -147,18 +125,11 @@ class RewardPool:
     """The processes of one rank. One is started at once, others where rewards take long; each has a thread here."""
 
     def __init__(self, config: DataConfig, *others: DataConfig) -> None:
-        """Start the first process, without waiting for it.
-
-        Args:
-            config: The section whose reward is used, and whose settings of rewards hold.
-            others: Further sections whose rewards are used.
-        """
+        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too."""
         self.config = config
         self.sections = list(dict.fromkeys(section.model_dump_json() for section in (config, *others)))
-        """All these sections, as JSON."""
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self.error: Exception | None = None
-        """The reason why the pool can do nothing more."""
+        self.error: Exception | None = None  # why the pool can do nothing more
         self.closed = False
         self._lock = threading.Lock()
         self._lost = 0
@@ -168,7 +139,7 @@ class RewardPool:
         self.grow()
 
     def begin(self, data: DataConfig) -> Scoring:
-        """The scoring of one generation's responses by the reward of one of the pool's sections."""
+        """The scoring of one generation's responses by the reward of `data`, one of the pool's sections."""
         return Scoring(self, data)
 
     def grow(self) -> None:
@@ -178,7 +149,7 @@ class RewardPool:
                 self._workers.append(_Worker(self))
 
     def started(self, gaps: str) -> None:
-        """Take note of a process that has imported the rewards; say once what it is not kept from doing here."""
+        """Note that a process has imported the rewards; warn once of what the sandbox does not prevent here."""
         with self._lock:
             if gaps and not self._said:
                 logger.warning("data.reward runs without a part of its sandbox: on this machine it could %s", gaps)
@@ -186,16 +157,16 @@ class RewardPool:
         self._ready.set()
 
     def wait_until_ready(self) -> None:
-        """Wait until the first process has imported the rewards, or cannot: who asks for one is told why."""
+        """Wait until the first process has imported the rewards, or has failed to."""
         self._ready.wait()
 
     def answered(self) -> None:
-        """Take note of a process that has answered: the reward is not broken, whatever a later response makes it do."""
+        """Note that a process has answered: the reward is not broken, whatever later responses make it do."""
         with self._lock:
             self._has_answered = True
 
     def lost(self, failure: RewardFailure) -> None:
-        """Take note of a process that was lost to a response."""
+        """Note that a process was lost to a response."""
         with self._lock:
             self._lost += 1
             if self._lost == LOST_IN_A_ROW and not self._has_answered and not is_built_in(self.config):
@@ -206,7 +177,7 @@ class RewardPool:
                 )
 
     def close(self) -> None:
-        """End all processes, also those that are at work."""
+        """End all processes, also those at work."""
         with self._lock:
             self.closed = True
         for _ in self._workers:
@@ -216,7 +187,7 @@ class RewardPool:
 
 
 class Scoring:
-    """The rewards of one generation's responses, each of which is asked for as soon as it is finished."""
+    """The rewards of one generation's responses, each asked for as soon as the response is finished."""
 
     def __init__(self, pool: RewardPool, data: DataConfig) -> None:
         self._pool = pool
@@ -225,25 +196,14 @@ class Scoring:
         self._submitted = 0
 
     def submit(self, number: int, prompt: Prompt, response: str) -> None:
-        """Ask for the reward of a response, which is given a number of its own.
-
-        Raises:
-            RewardError: The reward cannot be imported, or has lost too many processes.
-        """
+        """Ask for the reward of a response; RewardError if the pool can do nothing more."""
         if self._pool.error is not None:
             raise self._pool.error
         self._submitted += 1
         self._pool.jobs.put(_Job(number, self._section, replace(prompt, tokens=[]), response, self._results))
 
     def wait(self, *, logs: bool = True) -> Scores:
-        """Wait until all responses have their reward.
-
-        Args:
-            logs: Whether to log failures.
-
-        Raises:
-            RewardError: The reward cannot be imported, or has lost too many processes.
-        """
+        """Wait for the rewards of all responses; RewardError if the pool can do nothing more."""
         started = time.perf_counter()
         results: dict[int, float | RewardFailure] = {}
         while len(results) < self._submitted:
@@ -275,13 +235,11 @@ class _Worker:
         self._thread.start()
 
     def end(self) -> None:
-        """End the process and, once there is nothing more to do, the thread."""
         self._kill()
         self._thread.join()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _run(self) -> None:
-        """Start the process, and let it answer one response after another."""
         try:
             self._running()
         except Exception as error:  # the rank's main thread shall raise it, when it asks for a reward
@@ -296,7 +254,6 @@ class _Worker:
         self._kill()
 
     def _kill(self) -> None:
-        """End the process and what it has started."""
         if self._process is not None:
             end_helper(self._process)
 
@@ -361,15 +318,10 @@ class _Worker:
         raise RewardError(f"data.reward = {self._pool.config.reward!r}: its process cannot be started, see the log")
 
     def _start(self) -> None:
-        """Start the process and wait until it has imported the reward.
-
-        Raises:
-            RewardError: There is no such reward, or its import takes too long.
-        """
         if self._connection is not None:
             self._connection.close()
         variables = sandbox.environment(self._pool.config.reward_environment, self._scratch)
-        self._process, self._connection = start_helper(WORKER, variables)
+        self._process, self._connection = start_helper("specrl.data.rewards.worker", variables)
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
@@ -389,18 +341,14 @@ class _Worker:
 
 
 def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> RewardPool | None:
-    """Start the pool of a rank; None where another rank of the same engine has the same responses and scores them.
-
-    Args:
-        sets: The names of the held-out sets that are to be scored as well.
-    """
+    """Start a rank's pool, for these held-out sets too; None where another rank of the engine scores the same."""
     if rank % config.engine.tensor_parallel:
         return None
     return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
 
 
 def describe(failures: FailureTally, num_responses: int) -> str:
-    """One line about the failures, of which there is one at least, among the responses of a generation."""
+    """One line about the failures, of which there is at least one, among the responses of a generation."""
     assert failures.first is not None, "there is a failure to describe"
     counted = "; ".join(f"{count} x it {reason}" for reason, count in failures.reasons)
     return (
@@ -410,12 +358,9 @@ def describe(failures: FailureTally, num_responses: int) -> str:
 
 
 def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
-    """Refuse a reward that failed on all responses of a generation, over all ranks.
+    """Raise RewardError where a reward failed on all responses of a generation, over all ranks.
 
-    A built-in reward that none of them let come to an end is not refused: a policy shall not be able to end its run.
-
-    Raises:
-        RewardError: It did; the message names the first of them.
+    A built-in reward that no response let finish is not refused: a policy must not be able to end its run.
     """
     if is_built_in(config) and failures.by_response == failures.count:
         return
@@ -427,5 +372,5 @@ def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfi
 
 
 def how_ended(code: int) -> str:
-    """How a process ended, by the return code that `subprocess` gives it."""
+    """How a process ended, given the return code of `subprocess`."""
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -21,21 +21,16 @@ from errno import EAGAIN, ENOSYS, EPERM
 from functools import cache
 from pathlib import Path
 
-MEMORY = 4 * 2**30
-"""The address space, in bytes, that scoring one response may take beyond what the reward's import took."""
-FILE_SIZE = 256 * 2**20
-"""The size in bytes of the largest file, and of the scratch folder where it is a file system of its own."""
-FILES = 10_000
-"""The files that a scratch folder may hold, where it is a file system of its own."""
-PROCESSES = 200
-"""The processes that an own reward may start for one response."""
+MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond what the reward's import took
+FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
+FILES = 10_000  # in a scratch folder that is a file system of its own
+PROCESSES = 200  # that a reward of the user's may start for one response
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""The environment variables without which Python or text may not work as they do in the rank."""
+"""Without these, Python or text may not work as they do in the rank."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _X86 = platform.machine() == "x86_64"
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""What `seccomp_data.arch` holds (linux/audit.h)."""
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # what `seccomp_data.arch` holds (linux/audit.h)
 _NUMBERS: dict[str, tuple[int, int]] = {
     "socket": (41, 198),
     "clone": (56, 220),
@@ -91,22 +86,17 @@ _CHANGES_OF_MODE = (
     (52, 53, 54, 55, 5, 6, 7, 14, 15, 16, 88, 452),
 )
 """chmod, chown, setxattr, removexattr and utime in all forms: read-only mounts refuse them, and Landlock does not."""
-_FORKS = (57, 58) if _X86 else ()
-"""fork and vfork, which aarch64 does not have."""
+_FORKS = (57, 58) if _X86 else ()  # fork and vfork, which aarch64 does not have
 
 
 @dataclass(frozen=True)
 class Confinement:
     """What the kernel holds a reward with."""
 
-    namespaces: bool
-    """User, process, mount and IPC namespaces, and one of the network unless `data.reward_network` asks for it."""
-    read_only: bool
-    """All mounts but the scratch folder's are read-only."""
-    landlock: int
-    """The version of Landlock's interface; 0 without it."""
-    filters: bool
-    """A seccomp filter on system calls."""
+    namespaces: bool  # user, process, mount and IPC, and network unless `data.reward_network` asks for it
+    read_only: bool  # all mounts but the scratch folder's
+    landlock: int  # the version of its interface; 0 without it
+    filters: bool  # seccomp, on system calls
 
     def gaps(self, network: bool) -> str:
         """What is not held here, in one line; an empty text where nothing is missing."""
@@ -125,17 +115,13 @@ class Confinement:
 
 
 def available(network: bool = False) -> Confinement:
-    """Ask the kernel what it allows this user. A process of its own tries what cannot be asked for."""
+    """Ask the kernel what it allows this user; a process of its own tries what cannot be asked for."""
     code = _tried_namespaces(network)
     return Confinement(code in (0, 2), code == 0, landlock_version(), _has_filters())
 
 
 def environment(named: tuple[str, ...], scratch: Path) -> dict[str, str]:
-    """The environment of a reward's process.
-
-    Args:
-        named: `data.reward_environment`.
-    """
+    """The environment of a reward's process, with the variables `named` by `data.reward_environment`."""
     kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *named) if name in os.environ}
     own = {"HOME": str(scratch), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**own, **kept}
@@ -153,18 +139,10 @@ def _tried_namespaces(network: bool) -> int:
 
 
 def enter_namespaces(scratch: Path, network: bool) -> bool:
-    """Put this process, which must have one thread, into namespaces of its own.
+    """Put this process, which must have one thread, into namespaces; its next child is the first one inside.
 
-    Its next child is the first process there.
-
-    Args:
-        scratch: A folder, in whose place there is a small file system of this process's own.
-
-    Returns:
-        Whether all other mounts are read-only.
-
-    Raises:
-        OSError: The kernel refuses it, half-way perhaps.
+    A small file system takes the place of `scratch`. Returns whether all other mounts are read-only. Raises OSError
+    where the kernel refuses, perhaps half-way.
     """
     user, group = os.getuid(), os.getgid()
     clone_newns, clone_newipc, clone_newuser, clone_newpid, clone_newnet = 0x20000, 0x8000000, 2**28, 2**29, 2**30
@@ -183,12 +161,7 @@ def enter_namespaces(scratch: Path, network: bool) -> bool:
 
 
 def limit_resources(timeout: float, base: int) -> None:
-    """Limit the memory, the CPU time and the size of files of this process and all that it starts.
-
-    Args:
-        timeout: The wall time that it has, in seconds.
-        base: The address space that it takes already, in bytes.
-    """
+    """Limit memory, CPU time and file size of this process, which takes `base` bytes already, and its children."""
     cpu = math.ceil(timeout) + 2
     limits = {
         resource.RLIMIT_AS: base + MEMORY,
@@ -208,18 +181,11 @@ def address_space() -> int:
 
 
 def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool) -> int | None:
-    """Take from this process what a reward does not need. Nothing gives it back, and what it starts inherits it.
+    """Take from this process and all that it starts, for good, what a reward does not need.
 
-    Args:
-        scratch: The one folder in which it may write.
-        processes: Whether it may start processes, `PROCESSES` of them.
-
-    Returns:
-        The file descriptor at which `grant_process` is to be called for each process that is asked for; None where none
-        can be.
-
-    Raises:
-        OSError: The kernel refuses what it has said it can do.
+    It may write in `scratch` alone. Returns the file descriptor at which `grant_process` is to be called for each
+    process that is asked for; None where none can be. Raises OSError where the kernel refuses what it has said it can
+    do.
     """
     hide_memory(False)  # of a copy that is nobody's but the response's, and in which programs look at themselves
     pr_set_no_new_privs = 38
@@ -231,7 +197,7 @@ def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool)
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface, and 0 where the kernel has none."""
+    """The version of Landlock's interface; 0 where the kernel has none."""
     return max(0, _call("landlock_create_ruleset", None, 0, 1))
 
 
@@ -241,7 +207,6 @@ def _landlock_rights(version: int) -> int:
 
 
 def _allow_writing(scratch: Path, version: int, network: bool) -> None:
-    """Allow this process to write in a folder and to `/dev/null`, and nowhere else."""
     rights = _landlock_rights(version)
     tcp = 0 if network else 3
     attributes = struct.pack("QQQ", rights, tcp, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -269,7 +234,6 @@ def _has_filters() -> bool:
 
 
 def _filter_calls(held: Confinement, network: bool, processes: bool) -> int | None:
-    """Install the filter on this process's system calls."""
     program = _program(held, network, processes)
     buffer = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
@@ -306,14 +270,7 @@ def _program(held: Confinement, network: bool, processes: bool) -> bytes:
 
 
 def grant_process(listener: int, granted: int) -> int:
-    """Answer one request for a new process; the filter's owner must call this where `listener` can be read.
-
-    Args:
-        granted: The processes that were granted before.
-
-    Returns:
-        The processes granted so far.
-    """
+    """Answer one request for a process and return how many are granted now; call it when `listener` is readable."""
     receive, send, go_on = 0xC0502100, 0xC0182101, 1
     request = bytearray(80)
     try:

@@ -15,8 +15,7 @@ from specrl.data.rendering import CHAT, check_template
 from specrl.data.rewards.functions import shortened
 from specrl.data.rewards.pool import RewardError, RewardPool
 
-SHOWN = 400
-"""The characters of a problem that are shown."""
+SHOWN = 400  # characters of a problem
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,11 @@ class Trial:
     problem: int
     question: str
     answer: str
-    score: float | None
-    """The score that a run takes: `data.reward_on_failure` where the reward failed, None where it returned that."""
-    error: str | None
-    """Why the reward failed, or None."""
-    seconds: float
-    """The time that scoring took, after the reward was imported."""
+    score: float | None  # as a run takes it: None where the reward returned that
+    error: str | None  # why the reward failed
+    seconds: float  # without the reward's import
 
     def values(self) -> dict[str, Any]:
-        """All fields by name."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -50,14 +45,7 @@ class Trial:
 
 
 def try_reward(config: Config, response: str, number: int) -> Trial:
-    """Score a response to a problem that the configuration trains on.
-
-    Args:
-        number: The problem's place in the first step's, however many a step asks for.
-
-    Raises:
-        ConfigError: There is no such problem or reward, or the configuration's data is wrong.
-    """
+    """Score a response to the training problem with this number."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
     pool = RewardPool(config.data)

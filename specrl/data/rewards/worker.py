@@ -1,7 +1,6 @@
 """The process that computes rewards, each response's in a fork of itself. It ends with the rank that started it.
 
-It imports the rewards once, inside of the sandbox. What a response does in its fork ends with the fork; what comes back
-is a number or a text, as JSON.
+It imports the rewards once, inside the sandbox. What comes back from a fork is a number or a text, as JSON.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from specrl.data.rewards import sandbox
 from specrl.data.rewards.functions import Reward, is_built_in, judge, make_reward, warm_up
 from specrl.processes import become_helper, end_with_parent
 
-ANSWER_BYTES = 65_536
-"""The longest answer of a fork."""
-CHECK_SECONDS = 0.05
-"""How often a fork is looked at that neither answers nor closes its end of the connection."""
+ANSWER_BYTES = 65_536  # the longest answer of a fork
+CHECK_SECONDS = 0.05  # how often a silent fork is looked at
 
 
 @dataclass(frozen=True)
@@ -41,22 +38,14 @@ class Outcome:
     """What came of one response: exactly one of the first three is set, or `late` or `left_out`."""
 
     score: float | None = None
-    failure: str | None = None
-    """Why the reward has failed."""
-    ended: int | None = None
-    """The exit code of a fork that ended without an answer; minus the signal's number if one ended it."""
-    late: bool = False
-    """The fork was ended at `data.reward_timeout_s`."""
-    left_out: bool = False
-    """The reward returned None."""
+    failure: str | None = None  # why the reward has failed
+    ended: int | None = None  # the exit code of a fork that ended without an answer, or minus its signal
+    late: bool = False  # ended at `data.reward_timeout_s`
+    left_out: bool = False  # the reward returned None
 
     @classmethod
     def parse(cls, message: bytes) -> Outcome:
-        """Read what `json` makes of an outcome.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """Read what `json` wrote; ValueError for anything else."""
         try:
             fields = json.loads(message)
             outcome = cls(**fields)
@@ -72,25 +61,22 @@ class Outcome:
         return outcome
 
     def json(self) -> bytes:
-        """The outcome as JSON."""
         return json.dumps(asdict(self)).encode()
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the rank asks a process to be; it comes by `pickle`, as all that the rank sends."""
+    """What the rank asks a process to be; pickled, like all that the rank sends."""
 
-    sections: Sequence[str]
-    """The sections whose rewards are asked for, each as JSON. The first one's settings of rewards hold."""
-    scratch: Path
-    """The folder, empty and this process's own, in which responses are scored."""
+    sections: Sequence[str]  # sections as JSON; the first one's settings of rewards hold
+    scratch: Path  # an empty folder of this process's own
 
 
 def main(rank: Connection) -> None:
     """Answer prompts and responses with outcomes until the rank closes the connection.
 
-    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, an empty
-    text or the reason why there is no such reward, and `gaps`, what `Confinement.gaps` says.
+    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, empty or why
+    there is no such reward, and `gaps`, what `Confinement.gaps` says.
     """
     parent = rank.recv()
     become_helper(parent)
@@ -145,7 +131,7 @@ class Scorer:
         self._scratch = scratch
 
     def serve(self) -> None:
-        """Answer messages `(place of the section, prompt, response)` of the rank until it closes the connection."""
+        """Answer messages `(index of the section, (prompt, response) pickled)` until the rank closes the connection."""
         gc.collect()
         gc.freeze()  # so that no fork touches, and thereby copies, what has been imported
         self._base = sandbox.address_space()
@@ -155,7 +141,6 @@ class Scorer:
                 self._rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        """Score one response in a fork, and remove all that the fork leaves behind."""
         processes = not is_built_in(self._sections[section])  # those need none
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -174,7 +159,6 @@ class Scorer:
     def _score(
         self, server: int, section: int, message: bytes, folder: Path, answer: socket.socket, *, processes: bool
     ) -> NoReturn:
-        """Score a response in this fork, answer with the outcome, and end."""
         code = 70  # EX_SOFTWARE
         try:
             self._rank.close()
@@ -198,7 +182,6 @@ class Scorer:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder in which a response was scored, however deeply it may be nested by now."""
     try:
         folder.rmdir()
     except OSError:
@@ -206,18 +189,14 @@ def _remove(folder: Path) -> None:
 
 
 def _silence() -> None:
-    """Lead this process's output nowhere: a response may make its reward print without end, or to a terminal."""
+    """A response may make its reward print without end, or to a terminal."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
 
 
 def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: bool) -> Outcome:
-    """Wait for what a fork answers, and grant the processes that it may start.
-
-    Args:
-        supervised: The first thing that the fork sends is the file descriptor at which it asks for processes.
-    """
+    """The outcome of a fork; a `supervised` one first sends the descriptor at which it asks for processes."""
     deadline = time.monotonic() + timeout
     poll, listener, granted, closed = select.poll(), -1, 0, False
     poll.register(answer, select.POLLIN)

@@ -15,27 +15,19 @@ from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
 from typing import Any
 
-LONGEST = 2_000
-"""The characters of an expression."""
-LONGEST_LISTING = 100_000
-"""The characters of a list or a matrix."""
-DEEPEST = 60
-"""The brackets within each other."""
+LONGEST = 2_000  # characters of an expression
+LONGEST_LISTING = 100_000  # characters of a list or a matrix
+DEEPEST = 60  # nested brackets
 LARGEST_EXPONENT = 1_000
-LARGEST_OUTER_EXPONENT = 24
-"""The exponent of what is more than a variable or a number, which a scorer may multiply out."""
-MOST_CALLS = 40
-"""The functions that an expression may call, in all."""
-DEEPEST_CALL = 4
-"""The functions that it may call within each other."""
-LARGEST_SIZE = 4_096
-"""About the bits of an expression's value, or the coefficients of a polynomial that is multiplied out."""
+LARGEST_OUTER_EXPONENT = 24  # of more than a variable or a number, which a scorer may multiply out
+MOST_CALLS = 40  # in an expression
+DEEPEST_CALL = 4  # calls within each other
+LARGEST_SIZE = 4_096  # about the bits of a value, or the coefficients of a polynomial that is multiplied out
 _FUNCTIONS = (
     "sqrt exp log ln Abs sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh "
     "acoth erf"
 )
-FUNCTIONS = frozenset(_FUNCTIONS.split())
-"""SymPy's functions of one argument that an expression may call."""
+FUNCTIONS = frozenset(_FUNCTIONS.split())  # SymPy's functions of one argument that may be called
 CONSTANTS = frozenset(("pi", "E"))
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.UAdd, ast.USub)
@@ -48,8 +40,7 @@ _COMPUTE: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
-"""What Python's parser raises on a text that is none of its expressions or nests too deeply."""
+_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)  # on a text that is no expression
 
 
 class NotAnAnswerError(ValueError):
@@ -57,14 +48,7 @@ class NotAnAnswerError(ValueError):
 
 
 def bounded_expression(text: str, names: Collection[str] = ()) -> str:
-    """An arithmetic expression, written anew; its numbers as they were, since some scorers look for digits.
-
-    Args:
-        names: The variables that it may hold. With none it consists of numbers and operators alone.
-
-    Raises:
-        NotAnAnswerError: The text is no such expression, or its value would be too large.
-    """
+    """An arithmetic expression of numbers and `names`, its numbers as written, since scorers look for digits."""
     tree = _parsed(text, LONGEST).body
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if len(calls) > MOST_CALLS or max(map(_depth, calls), default=0) > DEEPEST_CALL:
@@ -85,11 +69,7 @@ class _AsWritten(ast.NodeTransformer):
 
 
 def bounded_listing(text: str) -> str:
-    """A list, or a list of lists, of numbers and texts, written anew.
-
-    Raises:
-        NotAnAnswerError: The text is no such list.
-    """
+    """A list, or a list of lists, of numbers and texts, written anew."""
     tree = _parsed(text, LONGEST_LISTING)
     try:
         value = ast.literal_eval(tree)
@@ -101,7 +81,6 @@ def bounded_listing(text: str) -> str:
 
 
 def _items(value: Collection[object]) -> Iterator[object]:
-    """Yield the items of a list and of the lists in it."""
     for item in value:
         if isinstance(item, list | tuple):
             yield from item
@@ -185,12 +164,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def bounded_latex(text: str) -> str:
-    """An answer in LaTeX as it is.
-
-    Raises:
-        NotAnAnswerError: It is longer or nested more deeply than any answer, or asks for a power or a factorial that
-            cannot be computed.
-    """
+    """An answer in LaTeX as it is, unless it is too long, too nested, or asks for what cannot be computed."""
     if len(text) > LONGEST or nesting(text) > DEEPEST:
         raise NotAnAnswerError("the answer is too long or nested too deeply")
     if re.search(r"\d[\d_]{500}", text):

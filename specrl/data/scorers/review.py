@@ -1,7 +1,7 @@
 """The review of reasoning-gym's scorers: what each does with an answer, and how the answer is made safe for it.
 
-A response is a stranger's text. A generator that is not in this table, or whose scorer calls what was not reviewed, is
-refused, so that an upgrade of reasoning-gym brings nothing that nobody has looked at.
+A generator that is not in this table, or whose scorer calls what was not reviewed, is refused: an upgrade of
+reasoning-gym brings nothing that nobody has looked at.
 """
 
 from __future__ import annotations
@@ -29,18 +29,13 @@ _DANGEROUS = (
     "run_module system popen Popen check_output check_call run call spawn safe_load unsafe_load full_load "
     "safe_load_all load loads load_module getattr setattr globals locals vars open fork simplify"
 )
-DANGEROUS = frozenset(_DANGEROUS.split())
-"""Names of functions that evaluate text, import, start programs or reach by name, whichever module they come from."""
-HARMLESS = frozenset(("re.compile", "json.loads", "json.load"))
-"""Calls of functions with such a name that do none of this."""
-LONGEST_CUBE = 1_000
-"""The turns of a cube in one answer."""
-CONSTANT_OF_INTEGRATION = re.compile(r"[A-DF-HJ-MPRT-Za-z](?:_?\d)?|[Cc]onst(?:ant)?")
-"""What answers call it. E, I, N, O, Q and S are SymPy's own."""
+DANGEROUS = frozenset(_DANGEROUS.split())  # they evaluate text, import, start programs, or reach by name
+HARMLESS = frozenset(("re.compile", "json.loads", "json.load"))  # calls that only look dangerous
+LONGEST_CUBE = 1_000  # turns of a cube in one answer
+CONSTANT_OF_INTEGRATION = re.compile(r"[A-DF-HJ-MPRT-Za-z](?:_?\d)?|[Cc]onst(?:ant)?")  # E, I, N, O, Q, S: SymPy's
 
 Entry = Mapping[str, Any]
-Guard = Callable[[str, Entry], str]
-"""(answer, entry) -> the answer as the scorer gets it; raises `NotAnAnswerError`."""
+Guard = Callable[[str, Entry], str]  # (answer, entry) -> the answer as the scorer gets it, or NotAnAnswerError
 
 
 def plain(answer: str, _: Entry) -> str:
@@ -122,9 +117,8 @@ class Review:
 
     guard: Guard = plain
     calls: frozenset[str] = frozenset()
-    """The functions of `DANGEROUS` that the scorer calls, on what `guard` returns or on the problem's own data."""
-    refusals: tuple[type[Exception], ...] = field(default=())
-    """What the scorer raises on a text that is no answer, where it does not score that itself."""
+    """Functions of `DANGEROUS` that only read what `guard` returns, or the problem's own data."""
+    refusals: tuple[type[Exception], ...] = field(default=())  # what the scorer raises on a text that is no answer
 
 
 def _on(guard: Guard, *calls: str) -> Review:
@@ -143,8 +137,7 @@ _COMPARING = (
     "rotate_matrix rotten_oranges self_reference sentence_reordering shortest_path simple_equations simple_geometry "
     "sokoban spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism "
     "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles"
-)
-"""Those whose scorers compare the answer with the right one, split it, or read numbers or JSON."""
+)  # their scorers compare the answer with the right one, split it, or read numbers or JSON
 REVIEWED: dict[str, Review] = {
     "binary_matrix": _on(listing, "eval"),
     "bitwise_arithmetic": _on(plain, "eval"),  # of the problem's own text
@@ -171,15 +164,10 @@ REVIEWED: dict[str, Review] = {
     "time_intervals": Review(refusals=(OverflowError,)),
     **dict.fromkeys(_COMPARING.split(), Review()),
 }
-"""By generator."""
 
 
 def refuse_unreviewed(name: str, dataset: type) -> None:
-    """Refuse a generator whose scorer was not reviewed, or does what it did not do when it was.
-
-    Raises:
-        ValueError: The generator is refused; the line says why.
-    """
+    """Raise ValueError for a generator whose scorer was not reviewed, or has changed since it was."""
     review = REVIEWED.get(name)
     if review is None:
         raise ValueError("its scorer has not been reviewed for what it does with a model's text")
@@ -194,7 +182,7 @@ def dangerous_calls(dataset: type) -> frozenset[str]:
     """The functions of `DANGEROUS` that a data set's `score_answer`, or what it uses of the package, calls."""
     found: set[str] = set()
     seen: set[Any] = set()
-    waiting: list[tuple[Any, type]] = [(vars_of(dataset)["score_answer"], dataset)]
+    waiting: list[tuple[Any, type]] = [(inspect.getattr_static(dataset, "score_answer"), dataset)]
     while waiting:
         function, owner = waiting.pop()
         if function in seen:
@@ -212,11 +200,6 @@ def dangerous_calls(dataset: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def vars_of(dataset: type) -> dict[str, Any]:
-    """The attributes of a class and its bases, by name."""
-    return {name: value for base in reversed(dataset.__mro__) for name, value in vars(base).items()}
-
-
 def _last(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
 
@@ -232,7 +215,6 @@ def _resolved(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _functions(target: Any, owner: type) -> Iterator[tuple[Any, type]]:
-    """Yield the functions of the package that a call of `target` may reach, each with its class."""
     if isinstance(target, staticmethod | classmethod):
         target = target.__func__
     if isinstance(target, property):
