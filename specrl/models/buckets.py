@@ -1,24 +1,17 @@
-"""How the tensors of a layer are grouped into messages when weights travel between ranks.
-
-The exporter (`training/megatron/export.py`) sends these messages. Nothing here imports torch.
-"""
+"""How the tensors of a layer are grouped into messages when weights travel between ranks. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-BUCKET_BYTES = 2**28
-"""The bytes of whole tensors in one message, beyond which larger messages are no faster."""
+BUCKET_BYTES = 2**28  # larger messages are no faster
 
 
 def buckets(sizes: Sequence[int]) -> list[range]:
-    """The indices of the tensors in each message, in order.
+    """The indices of the tensors in each message, in order, given the bytes of each tensor of a layer.
 
     A message holds about a quarter of the layer, so that a layer takes few messages and no more than its own memory
-    while it travels. It is larger where one tensor alone is, and not above `BUCKET_BYTES` otherwise.
-
-    Args:
-        sizes: The bytes of each of a layer's tensors, whole.
+    while it travels.
     """
     if not sizes:
         return []

@@ -9,23 +9,14 @@ from typing import Any
 from specrl.config import ConfigError
 
 CONFIG_FILE = "config.json"
-"""The model's configuration, as transformers writes it."""
-WEIGHTS_FILE = "model.safetensors"
-"""The weights, where they are in one file."""
-INDEX_FILE = "model.safetensors.index.json"
-"""The index, where the weights are in several files: its `weight_map` says which file holds each tensor."""
-COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""The endings of the files that belong to a model besides its weights, such as the tokenizer's."""
-LFS_POINTER = "version https://git-lfs"
-"""What stands in place of a large file where Git has not fetched it."""
+WEIGHTS_FILE = "model.safetensors"  # where they are in one file
+INDEX_FILE = "model.safetensors.index.json"  # its `weight_map` says which of several files has a tensor
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # all but the weights
+LFS_POINTER = "version https://git-lfs"  # in place of a file that Git has not fetched
 
 
 def weight_files(directory: Path) -> list[str]:
-    """The names of the files that hold the weights of a Hugging Face directory, whether they exist or not.
-
-    Raises:
-        ConfigError: There is an index that is none.
-    """
+    """The names of the files that hold a directory's weights, whether they exist or not."""
     index = directory / INDEX_FILE
     if not index.is_file():
         return [WEIGHTS_FILE]
@@ -38,11 +29,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: It is none, or cannot be read; the line begins with what is wrong with the file's folder.
-    """
+    """The object in a JSON file; the line of an error begins with what is wrong with the file's folder."""
     try:
         text = path.read_text("utf-8")
         found = json.loads(text)
@@ -58,11 +45,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """The contents of a Hugging Face directory's `config.json`.
-
-    Raises:
-        ConfigError: The directory or the file does not exist, or the file is no JSON object.
-    """
+    """The contents of a Hugging Face directory's `config.json`."""
     if not directory.is_dir():
         wrong = "is a file: give the folder that it lies in" if directory.is_file() else "does not exist"
         raise ConfigError(f"model directory {directory} {wrong}")

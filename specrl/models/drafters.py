@@ -1,8 +1,8 @@
-"""EAGLE-3 drafters as others publish them: what a `config.json` says, and whether it suits a policy. No torch here.
+"""Published EAGLE-3 drafters: what a `config.json` says, and whether it suits a policy. No torch here.
 
-Two layouts are read. The original one, which vLLM and SGLang load, has a Llama's configuration with a few keys more.
-That of the `speculators` library has the decoder layer's configuration in a table of its own. Both leave out what is a
-default, and programs disagree on some defaults: an absent key means here what it means to vLLM.
+There are two layouts: that of vLLM and SGLang is a Llama's configuration with a few more keys; that of the
+`speculators` library has a table for the decoder layer. An absent key means what it means to vLLM: programs disagree on
+some defaults.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import HUB_ID, download, is_path
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-"""The architectures of the original layout; the first is the one that specrl writes."""
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # specrl writes the first
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""The flags by which drafters depart from the first EAGLE-3; `training/drafter/kinds/eagle3.py` says what each does."""
-PICKLED_FILE = "pytorch_model.bin"
-"""The weights of drafters that were published before safetensors."""
-FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]
-"""The files that are downloaded from the hub."""
+"""See `training/drafter/kinds/eagle3.py`."""
+PICKLED_FILE = "pytorch_model.bin"  # of drafters from before safetensors
+FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]  # downloaded from the hub
 MUST_BE = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -39,24 +36,20 @@ MUST_BE = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-"""The settings that fix what a drafter computes, and the only value of each that trainer and engine compute alike."""
+"""The only values that trainer and engine compute alike."""
 DEFAULTS = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
 }
-"""What a Llama's configuration leaves out where it has these values; a drafter always has one layer at least."""
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-"""What no drafter can leave out."""
-LOSS_KEY = "specrl_loss"
-"""The key of the loss that specrl has trained a drafter with."""
-LAYERS = "eagle_aux_hidden_state_layer_ids"
-"""The key of the layers whose inputs are the features."""
-SPECULATORS_KIND = "eagle3"
-"""What `speculators` calls EAGLE-3 drafters."""
+"""What a Llama's configuration leaves out where it has these values; a drafter always has a layer."""
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # no drafter can leave them out
+LOSS_KEY = "specrl_loss"  # the loss that specrl has trained a drafter with
+LAYERS = "eagle_aux_hidden_state_layer_ids"  # the layers whose inputs are the features
+SPECULATORS_KIND = "eagle3"  # what `speculators` calls EAGLE-3
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
-"""The keys of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
+"""Those of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +57,15 @@ class PublishedDrafter:
     """What the `config.json` of an EAGLE-3 drafter says, with defaults filled in."""
 
     layout: str
-    """The name of its layout."""
     config: dict[str, Any]
-    """The keys of a Llama's configuration, the norm flags, `rope_parameters`, `draft_vocab_size` and, unless it has the
-    feature layers of the first EAGLE-3, `eagle_aux_hidden_state_layer_ids`."""
-    notes: tuple[str, ...] = ()
-    """What was found and decided, as lines for the log."""
+    """The keys of a Llama's configuration, the norm flags, `rope_parameters`, `draft_vocab_size` and, unless they are
+    those of the first EAGLE-3, the feature layers.
+    """
+    notes: tuple[str, ...] = ()  # what was found and decided, as lines for the log
 
 
 def find_source(config: Config) -> Path | None:
-    """The folder of `drafter.source`, or None where it is a hub id.
-
-    Raises:
-        ConfigError: It is neither an existing folder nor a hub id.
-    """
+    """The folder of `drafter.source`; None for a hub id."""
     source = config.drafter.source
     assert source is not None
     if is_path(source):
@@ -88,11 +76,7 @@ def find_source(config: Config) -> Path | None:
 
 
 def fetch_source(config: Config) -> Path:
-    """The folder of `drafter.source`, downloaded from the hub if need be.
-
-    Raises:
-        ConfigError: It does not exist, or cannot be downloaded.
-    """
+    """The folder of `drafter.source`, downloaded from the hub if need be."""
     assert config.drafter.source is not None
     return find_source(config) or download("drafter.source", config.drafter.source, FILES)
 
@@ -106,7 +90,7 @@ def _known_source(config: Config) -> dict[str, Any] | None:
 
 
 def with_source_sizes(config: Config) -> Config:
-    """A configuration whose drafter has the sizes of that of `drafter.source`, if this can be read from here."""
+    """A configuration whose drafter has the sizes of that of `drafter.source`, if it can be read from here."""
     found = _known_source(config)
     if found is None:
         return config
@@ -120,10 +104,7 @@ def with_source_sizes(config: Config) -> Config:
 
 
 def with_source_heads(config: Config, policy: ModelShape) -> ModelShape:
-    """The policy's shape with the attention heads of the drafter: its own where it is that of `drafter.source`.
-
-    A new drafter, and one that cannot be read from here, has the policy's.
-    """
+    """The policy's shape with the attention heads of the drafter in `drafter.source`, if it can be read from here."""
     found = _known_source(config)
     if found is None:
         return policy
@@ -143,21 +124,14 @@ def has_window(directory: Path) -> bool:
 
 
 def check_source_drafter(config: Config, policy_dir: Path | None) -> None:
-    """Check the drafter of `drafter.source` as far as that is possible without downloading anything.
-
-    Args:
-        policy_dir: The policy's folder; None where it is not known yet.
-
-    Raises:
-        ConfigError: There is no such drafter, it computes what specrl does not, or does not suit the policy.
-    """
+    """Check the drafter of `drafter.source` as far as nothing must be downloaded; `policy_dir` may be unknown."""
     directory = find_source(config) if config.adopts_drafter else None
     if directory is not None:
         check_drafter(config, directory, policy_dir)
 
 
 def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> None:
-    """Check a drafter by its `config.json`; the arguments and errors are those of `check_source_drafter`."""
+    """Check a drafter by its `config.json`."""
     try:
         published = read_published(directory)
         if policy_dir is not None:
@@ -167,11 +141,7 @@ def check_drafter(config: Config, directory: Path, policy_dir: Path | None) -> N
 
 
 def read_published(directory: Path) -> PublishedDrafter:
-    """Read the `config.json` of an EAGLE-3 drafter.
-
-    Raises:
-        ConfigError: It is no EAGLE-3 drafter, or has a setting that specrl does not compute.
-    """
+    """Read the `config.json` of an EAGLE-3 drafter."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
@@ -236,7 +206,6 @@ def _filled(config: dict[str, Any], layers: list[int] | None, *, norm_before_res
 
 
 def _check_computed(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a setting with which specrl would compute something else."""
     for key, wanted in MUST_BE.items():
         value = config.get(key)
         if value is not None and value != wanted:
@@ -252,16 +221,10 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
 
 
 def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Path) -> PublishedDrafter:
-    """A drafter with feature layers, positions and rotary embedding that suit a policy.
+    """A drafter with feature layers, positions and rotary embedding that suit a policy's `config.json`.
 
     vLLM lets a drafter read sequences as long as the policy's, whatever its own `max_position_embeddings`. A drafter
     without YaRN drafts nothing useful beyond the original context of a policy with it, so it gets the policy's.
-
-    Args:
-        policy: The contents of the policy's `config.json`.
-
-    Raises:
-        ConfigError: The drafter was made for a policy of another shape.
     """
     config, notes = dict(published.config), [*published.notes]
     for key, wanted in (("hidden_size",) * 2, ("target_hidden_size", "hidden_size"), ("vocab_size",) * 2):

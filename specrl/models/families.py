@@ -1,9 +1,7 @@
-"""The model families that can be trained: one row for each, which says everything in which it differs from the others.
+"""The model families that can be trained: a row for each, which says all in which it differs from the others.
 
-The loader and the exporter (`training/megatron/weights.py`), the comparison of weights inside the engine
-(`rollout/vllm/weights/comparison.py`), the memory plan (`models/shapes.py`), the FP8 recipe (`precision/recipe.py`),
-the source check (`models/directory.py`) and the tiny models (`models/tiny.py`) read the row. Nothing here imports
-torch.
+Loader and exporter, the comparison of weights in the engine, memory plan, FP8 recipe, source check and tiny models read
+it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class Linear:
     """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows. In those of a
     mixture of experts `{expert}` stands for the expert's number."""
     layout: Layout
-    """How Megatron lays out the matrix or matrices."""
 
     @property
     def name(self) -> str:
@@ -62,12 +59,10 @@ ATTENTION = (
     ),
     Linear("self_attention.linear_proj", "self_attn.o_proj", ("self_attn.o_proj",), "columns"),
 )
-"""The linear layers of grouped-query attention."""
 DENSE_MLP = (
     Linear("mlp.linear_fc1", "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), "gate_up"),
     Linear("mlp.linear_fc2", "mlp.down_proj", ("mlp.down_proj",), "columns"),
 )
-"""The linear layers of one SwiGLU, without experts."""
 EXPERTS = (
     Linear(
         "mlp.experts.linear_fc1",
@@ -76,8 +71,7 @@ EXPERTS = (
         "gate_up",
     ),
     Linear("mlp.experts.linear_fc2", "mlp.experts", ("mlp.experts.{expert}.down_proj",), "columns"),
-)
-"""The linear layers of a mixture of SwiGLU experts, which the engine holds in one module."""
+)  # which the engine holds in one module
 
 
 @dataclass(frozen=True)
@@ -90,20 +84,16 @@ class Router:
     """The module inside the Hugging Face layer and inside vLLM's."""
 
 
-EXPERTS_IN_A_BYTE = 256
-"""The largest number of experts that are told apart by one byte."""
+EXPERTS_IN_A_BYTE = 256  # that one byte can tell apart
 
 
 @dataclass(frozen=True)
 class ExpertShape:
     """The dimensions of a mixture of experts."""
 
-    num_experts: int
-    """The number of experts in each transformer layer."""
-    per_token: int
-    """The number of experts that compute each token."""
-    intermediate_size: int
-    """The width of one expert."""
+    num_experts: int  # in each transformer layer
+    per_token: int  # that compute each token
+    intermediate_size: int  # of one expert
 
     @property
     def route_type(self) -> str:
@@ -173,8 +163,7 @@ class Family:
         }
 
 
-FAMILIES: dict[str, Family] = {}
-"""All rows by name."""
+FAMILIES: dict[str, Family] = {}  # all rows by name
 
 
 def register_family(family: Family) -> Family:
@@ -254,11 +243,7 @@ UNSUPPORTED = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The row of a checkpoint, given the contents of its `config.json`.
-
-    Raises:
-        ConfigError: No row has its architecture; the line names those that are supported.
-    """
+    """The row of a checkpoint, given the contents of its `config.json`."""
     listed = config.get("architectures")
     architecture = listed[0] if isinstance(listed, list) and listed else "none given"
     for family in FAMILIES.values():
@@ -270,36 +255,21 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def num_mtp_layers(config: Mapping[str, Any]) -> int:
-    """The number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`.
-
-    Raises:
-        ConfigError: No row has its architecture.
-    """
+    """The number of a checkpoint's multi-token-prediction layers, given the contents of its `config.json`."""
     return 0 if family_of(config).mtp is None else int(config.get(MTP_LAYERS) or 0)
 
 
 def family_of_model(hf: Any) -> Family:
-    """The row of a model, given transformers' configuration object.
-
-    An object that was made in code names no architecture; its `model_type` decides.
-
-    Raises:
-        ConfigError: No row has its architecture; the line names those that are supported.
-    """
+    """The row of a model, given transformers' configuration; one made in code has only its `model_type`."""
     found = [family for family in FAMILIES.values() if not hf.architectures and family.model_type == hf.model_type]
     return found[0] if found else family_of({"architectures": hf.architectures or [hf.model_type]})
 
 
-TINY_VOCAB_SIZE = 128
-"""The vocabulary of the tiny models: their tokenizer's tokens, padded so that tensor parallelism divides them."""
+TINY_VOCAB_SIZE = 128  # the tokens of the tiny models, padded so that tensor parallelism divides them
 
 
 def tiny_family(tiny: TinyModelConfig) -> Family:
-    """The row of the random model that `model.tiny` describes.
-
-    Raises:
-        ConfigError: There is no such family, or it cannot have tied embeddings.
-    """
+    """The row of the random model that `model.tiny` describes."""
     if tiny.family not in FAMILIES:
         raise ConfigError(f'model.tiny.family = "{tiny.family}": allowed are {", ".join(FAMILIES)}')
     family = FAMILIES[tiny.family]
@@ -312,36 +282,24 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
 
 
 def tiny_expert_shape(tiny: TinyModelConfig) -> ExpertShape | None:
-    """The dimensions of the random model's experts; None where its family has none.
-
-    Raises:
-        ConfigError: There is no such family.
-    """
+    """The dimensions of the random model's experts; None where its family has none."""
     if tiny_family(tiny).router is None:
         return None
     return ExpertShape(tiny.num_experts, tiny.num_experts_per_tok, tiny.moe_intermediate_size)
 
 
 def ties_embeddings(tiny: TinyModelConfig) -> bool:
-    """Whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can.
-
-    Raises:
-        ConfigError: There is no such family, or it cannot have tied embeddings.
-    """
+    """Whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can."""
     return tiny_family(tiny).can_tie if tiny.tie_embeddings is None else tiny.tie_embeddings
 
 
 def head_dim(hf: Any) -> int:
-    """The number of channels of one attention head, given transformers' configuration object of a model."""
+    """The channels of one attention head, given transformers' configuration of a model."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
-    """The dimensions of a checkpoint's experts, given the contents of its `config.json`; None without experts.
-
-    Raises:
-        ConfigError: Some layers have no experts, or the dimensions are missing or make no sense.
-    """
+    """The dimensions of a checkpoint's experts, given the contents of its `config.json`; None without experts."""
     family = family_of(config)
     if family.router is None:
         return None
@@ -362,9 +320,5 @@ def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def expert_shape_of_model(hf: Any) -> ExpertShape | None:
-    """The dimensions of a model's experts, given transformers' configuration object; None without experts.
-
-    Raises:
-        ConfigError: As in `expert_shape`.
-    """
+    """The dimensions of a model's experts, given transformers' configuration; None without experts."""
     return expert_shape({**hf.to_dict(), "architectures": [family_of_model(hf).architecture]})

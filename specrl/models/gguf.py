@@ -31,15 +31,11 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""The Hugging Face name of each GGUF tensor, both without the layer's prefix and `.weight`."""
+"""GGUF to Hugging Face, without the layer's prefix and `.weight`."""
 
 
 def write_gguf_model(path: Path, dtype: str, directory: Path) -> None:
-    """Write the model of a GGUF file (architecture `llama`, byte-level BPE) as a Hugging Face directory.
-
-    Args:
-        dtype: The type of the weights on disk, `bfloat16` or `float32`.
-    """
+    """Write the model of a GGUF file (architecture `llama`, byte-level BPE) as a Hugging Face directory."""
     reader = GGUFReader(path)
     config = _config(reader, dtype)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in _tensors(reader, config)}

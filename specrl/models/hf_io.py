@@ -25,25 +25,15 @@ from specrl.models.directory import (
 )
 from specrl.models.families import family_of
 
-FILE_BYTES = 4 * 2**30
-"""The largest size of a written file in bytes, unless it holds a single tensor that is larger."""
+FILE_BYTES = 4 * 2**30  # of a written file, unless it holds a single tensor that is larger
 
 
 class TensorReader:
-    """Reads tensors, whole or in part, from the safetensors file or files of a Hugging Face directory.
-
-    Files are mapped into memory, so that only what is asked for is read from disk.
-    """
+    """Reads tensors, whole or in part, from the safetensors files of a Hugging Face directory, mapped into memory."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the files of a directory.
-
-        Raises:
-            ValueError: A file of weights is missing.
-        """
         self._directory = directory
-        self._files: dict[str, Any] = {}
-        """The open file of each tensor."""
+        self._files: dict[str, Any] = {}  # by tensor
         for name in weight_files(directory):
             if not (directory / name).is_file():
                 raise ValueError(f"no weights in {directory}: {name} is missing")
@@ -52,32 +42,19 @@ class TensorReader:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape without reading the tensor.
-
-        Raises:
-            ValueError: There is no such tensor.
-        """
+        """A tensor's shape, without reading the tensor."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, in the type it has on disk.
-
-        Raises:
-            ValueError: There is no such tensor.
-        """
+        """A tensor on the CPU, in the type it has on disk."""
         tensor: Tensor = self._file(name).get_tensor(name)
         return tensor
 
     def read_slice(self, name: str, start: int, stop: int, *, dim: int = 0) -> Tensor:
-        """The part of a tensor with indices `start` to `stop - 1` along dimension `dim`, which is 0 or 1.
-
-        Raises:
-            ValueError: There is no such tensor.
-        """
+        """The part of a tensor from `start` up to `stop` along dimension `dim`, 0 or 1."""
         view = self._file(name).get_slice(name)
         part: Tensor = view[:, start:stop] if dim else view[start:stop]
         return part
@@ -94,11 +71,7 @@ class TensorReader:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file under a temporary name, flush it to disk and rename it.
-
-    Tensors may be on any device and have any strides. The file gets the permissions of any other new file; the library
-    alone would make it readable only by its owner.
-    """
+    """Write tensors, of any device and strides, as a safetensors file, under a temporary name until it is whole."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         temporary.touch()
@@ -115,14 +88,10 @@ def write_model(
     *,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face directory with the weights in `tensors` and the tokenizer and configuration of `source`.
+    """Write a Hugging Face directory with the weights in `tensors`, and tokenizer and configuration of `source`.
 
-    `config.json` is written last, so that a directory that has one is complete.
-
-    Args:
-        tensors: The names and tensors; each tensor is copied before the next one is taken.
-        dtype: The type of the tensors, for `config.json`.
-        writes: Whether this rank writes. The others only exhaust the iterator, which may be collective.
+    A tensor is copied before the next one is taken. Ranks that do not write only exhaust the iterator, which may be
+    collective. `config.json` is written last, so that a directory that has one is complete.
     """
     if not writes:
         for _ in tensors:
@@ -170,7 +139,7 @@ def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
 
 
 def mtp_layers(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's layers for multi-token prediction, which are no part of its policy."""
+    """Yield the tensors of a model's multi-token-prediction layers, which are no part of its policy."""
     mtp = family_of(read_model_config(directory)).mtp
     if mtp is None:
         return

@@ -6,14 +6,12 @@ from specrl.config import Config
 from specrl.models.drafters import with_source_heads
 from specrl.models.shapes import ModelShape
 
-FP8_BLOCK = 128
-"""The rows and columns of a block of FP8 weights with one scale."""
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""The channels of a head for which vLLM has CPU kernels."""
+FP8_BLOCK = 128  # rows and columns of a block of weights with one scale
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # for which vLLM has kernels
 
 
 def layout_problems(config: Config, shape: ModelShape) -> list[str]:
-    """Name everything that the configuration asks of the model and its shape does not allow, a line for each."""
+    """A line for everything that the configuration asks of the model and its shape does not allow."""
     source = config.model.source
     problems = []
     if config.model.max_length > shape.max_positions:

@@ -1,15 +1,13 @@
 """The multi-token-prediction layers of model families: the names of their tensors, and how they draft.
 
-One row for each kind, which a family's row in `specrl/models/families.py` refers to.
-`specrl/training/drafter/kinds/mtp.py` computes them.
+A row for each kind, which a family in `models/families.py` refers to; `training/drafter/kinds/mtp.py` computes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MTP_LAYERS = "num_nextn_predict_layers"
-"""The key of a model's `config.json` that holds the number of its multi-token-prediction layers."""
+MTP_LAYERS = "num_nextn_predict_layers"  # the key in `config.json` of their number
 
 
 @dataclass(frozen=True)
@@ -23,29 +21,20 @@ class MtpModule:
     The names are those of modules on disk, in which `{layer}` stands for the layer's number, from 0.
     """
 
-    prefix: str
-    """What the names of all of its tensors begin with."""
-    block: str
-    """What the names of a decoder layer's tensors begin with."""
-    token_norm: str
-    """The norm of the embedding."""
-    hidden_norm: str
-    """The norm of the hidden state."""
-    projection: str
-    """The projection of both."""
-    final_norm: str | None
-    """The norm of the layer's output; None where it has none."""
+    prefix: str  # of the names of all its tensors
+    block: str  # prefix of the names of a decoder layer's tensors
+    token_norm: str  # the norm of the embedding
+    hidden_norm: str  # the norm of the hidden state
+    projection: str  # of both
+    final_norm: str | None  # the norm of the layer's output
     in_engine: tuple[tuple[str, str], ...]
-    """How names of the first layer begin on disk and in vLLM, where `{first}` stands for the first layer's number; the
-    first pair that fits counts, and names that none fits are the same."""
-    token_first: bool
-    """Whether the projection reads the embedding before the hidden state, and not after it."""
-    reads_normed: bool
-    """Whether the hidden state has passed the policy's final norm."""
-    masks_first: bool
-    """Whether the embedding in slot 0 is taken for zero."""
-    several: bool = True
-    """Whether vLLM loads a checkpoint with several layers."""
+    """(prefix on disk, prefix in vLLM) of the first layer's names, with `{first}` for its number. The first pair that
+    fits counts; other names are the same in both.
+    """
+    token_first: bool  # the projection reads the embedding before the hidden state
+    reads_normed: bool  # the hidden state has passed the policy's final norm
+    masks_first: bool  # the embedding in slot 0 is taken for zero
+    several: bool = True  # vLLM loads a checkpoint with several layers
 
     def name_on_disk(self, own: str, layer: int = 0) -> str:
         """The name of a layer's tensor on disk, given its name in `training/drafter/kinds/mtp.py`."""
@@ -59,11 +48,7 @@ class MtpModule:
         return (f"{beside[module]}.{kind}" if module in beside else self.block + own).format(layer=layer)
 
     def name_in_engine(self, name: str, first: int) -> str:
-        """vLLM's name of a tensor of the first layer, given that on disk, before the fusion of matrices.
-
-        Args:
-            first: The first layer's number in vLLM, which is the number of layers in the drafter's configuration.
-        """
+        """vLLM's name, before it fuses matrices, of a tensor of the first layer, whose number there is `first`."""
         for beginning, other in self.in_engine:
             if name.startswith(beginning):
                 return other.format(first=first) + name.removeprefix(beginning)
@@ -94,7 +79,7 @@ MIMO_MTP = MtpModule(
     reads_normed=False,
     masks_first=True,
 )
-"""The layers of MiMo (Xiaomi, 2025)."""
+"""MiMo (Xiaomi, 2025)."""
 QWEN3_NEXT_MTP = MtpModule(
     prefix="mtp.",
     block="mtp.layers.{layer}.",
@@ -107,7 +92,7 @@ QWEN3_NEXT_MTP = MtpModule(
     reads_normed=True,
     masks_first=False,
 )
-"""The layers of Qwen3-Next, Qwen3.5 and K-EXAONE, which share the projection and the norms beside it."""
+"""Qwen3-Next, Qwen3.5 and K-EXAONE, which share the projection and the norms beside it."""
 ERNIE_MTP = MtpModule(
     prefix="model.mtp_",
     block="model.mtp_block.{layer}.",
@@ -124,4 +109,4 @@ ERNIE_MTP = MtpModule(
     masks_first=True,
     several=False,
 )
-"""The layer of ERNIE 4.5 (Baidu, 2025): a Llama's, whose output the head reads as it is."""
+"""ERNIE 4.5 (Baidu, 2025): a Llama's layer, whose output the head reads as it is."""

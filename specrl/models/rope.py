@@ -14,9 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 def rope_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, float]:
     """The angle per position of each pair of channels, float32 `[head_dim / 2]`, and what scales cos and sin.
 
-    Args:
-        rope: What `specrl.models.checks.config.rope_of` returns.
-        positions: The `max_position_embeddings` of the model.
+    `rope` is what `rope_of` returns, and `positions` the model's `max_position_embeddings`.
     """
     if rope["rope_type"] == "default":
         theta = float(rope["rope_theta"])

@@ -34,25 +34,20 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    tied: bool
-    """Whether the output layer shares the embeddings' matrix."""
+    tied: bool  # the output layer shares the embeddings' matrix
     max_positions: int
-    """The longest sequence of the model, in tokens."""
-    num_experts: int = 0
-    """The number of experts of a layer; 0 where every layer has one MLP."""
+    num_experts: int = 0  # of a layer; 0 where every layer has one MLP
     experts_per_token: int = 0
-    """The number of experts that compute each token; 0 without experts."""
-    expert_size: int = 0
-    """The width of one expert; 0 without experts. `intermediate_size` is then that of no layer."""
+    expert_size: int = 0  # the width of one expert; `intermediate_size` is then that of no layer
 
     @property
     def query_size(self) -> int:
-        """The number of channels of all query heads together."""
+        """The channels of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """The number of channels of all key heads together, which is also that of all value heads."""
+        """The channels of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     def heads_divide(self, ranks: int) -> bool:
@@ -61,31 +56,24 @@ class ModelShape:
 
     @property
     def attention_parameters_per_layer(self) -> int:
-        """The number of weights in the linear layers of one layer's attention."""
         return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
 
     @property
     def expert_parameters(self) -> int:
-        """The number of weights of one expert; 0 without experts."""
         return 3 * self.hidden_size * self.expert_size
 
     @property
     def expert_parameters_per_layer(self) -> int:
-        """The number of weights of all experts of one layer; 0 without experts."""
         return self.num_experts * self.expert_parameters
 
     @property
     def linear_parameters_per_layer(self) -> int:
-        """The number of weights in the linear layers of one transformer layer, experts included: what FP8 applies to.
-
-        A router stays in high precision and is not among them.
-        """
+        """The weights that FP8 applies to: those of linear layers and experts, not of a router."""
         mlp = 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
         return self.attention_parameters_per_layer + mlp + self.expert_parameters_per_layer
 
     @property
     def parameters_per_layer(self) -> int:
-        """The number of parameters of one transformer layer: its linear layers, router, norms and biases."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.qk_norm else 0)
         bias = self.query_size + 2 * self.kv_size if self.family.qkv_bias else 0
         router = self.num_experts * self.hidden_size
@@ -98,18 +86,17 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """The number of parameters of the input embedding; an untied output layer has as many again."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """The number of parameters without a multi-token-prediction layer; a tied matrix counts once."""
+        """All without a multi-token-prediction layer; a tied matrix counts once."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return self.num_layers * self.parameters_per_layer + embeddings + self.hidden_size
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that compute a token: all but the experts that are not the token's."""
+        """All but those of the experts that are not a token's."""
         idle = self.num_experts - self.experts_per_token
         return self.parameters - self.num_layers * idle * self.expert_parameters
 
@@ -129,15 +116,11 @@ KNOWN_SHAPES = {
         FAMILIES["qwen3_moe"], 94, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536
     ),
 }
-"""The shapes of models that can be planned for before they are downloaded."""
+"""Models that can be planned for before they are downloaded."""
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The shape of `model.source`.
-
-    Raises:
-        ConfigError: The source is a directory without a supported model, or a hub id that is not in `KNOWN_SHAPES`.
-    """
+    """The shape of `model.source`, without loading it."""
     if model.source == "tiny":
         return _tiny_shape(model)
     if model.source in KNOWN_SHAPES:

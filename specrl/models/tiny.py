@@ -18,25 +18,15 @@ from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
-"""The special tokens."""
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
-"""The characters that are tokens: newline and the printable ones of ASCII."""
-BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}
-"""The spelling that byte-level tokenizers use for the two characters that do not stand for themselves."""
+BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}  # how byte-level tokenizers spell what does not stand for itself
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-"""The dimensions of a mixture of experts, by the names that `model.tiny` and transformers' configurations share."""
-INITIAL_STD = 0.05
-"""The standard deviation of the random weights."""
+"""Names that `model.tiny` and transformers share."""
+INITIAL_STD = 0.05  # of the random weights
 
 
 def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
-    """Write a random model of the shape and family in `model.tiny`, and its tokenizer, as a Hugging Face directory.
-
-    The same seed gives the same weights.
-
-    Raises:
-        ConfigError: There is no such family, or it cannot have tied embeddings.
-    """
+    """Write the model of `model.tiny`, its weights random by the seed, and its tokenizer."""
     tiny, tokenizer = config.tiny, character_tokenizer(config.max_length)
     family, tied = tiny_family(tiny), ties_embeddings(tiny)
     config_class = CONFIG_MAPPING[family.model_type]
@@ -115,11 +105,8 @@ def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dic
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per printable ASCII character and newline; anything else is `<unk>`.
 
-    It adds no tokens to a text. It is a byte-level BPE without merges, because that is what transformers makes of the
-    tokenizer in a Qwen2 directory.
-
-    Args:
-        max_length: The longest text in tokens.
+    It is a byte-level BPE without merges, because that is what transformers makes of the tokenizer in a Qwen2
+    directory.
     """
     names = SPECIAL + [BYTE_LEVEL.get(character, character) for character in CHARACTERS]
     vocabulary = {name: index for index, name in enumerate(names)}

@@ -16,7 +16,6 @@ def curve_of(stages: Mapping[str, StageRecord]) -> list[SetScore]:
 
 
 def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
-    """The scores of each held-out set."""
     found: dict[str, list[SetScore]] = {}
     for score in curve:
         found.setdefault(score.set, []).append(score)

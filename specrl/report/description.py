@@ -10,8 +10,7 @@ from specrl.export.card import serve_command
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.summary import result_rows
 
-FIRST = ("accuracy, held out", "reward, training", "acceptance length")
-"""The names of the results that come first, beside the speedups."""
+FIRST = ("accuracy, held out", "reward, training", "acceptance length")  # these results come first, beside the speedups
 
 
 def describe(run_dir: Path) -> str:

@@ -19,17 +19,15 @@ SPAN_COLOURS = {
     "validation": "#999999",
     "checkpoint": "#000000",
 }
-"""The colours of the spans by name. A span without a colour is not drawn."""
-WIDTH, ROW = 900, 26
-"""The width of the picture and the height of a rank's row, in pixels."""
+"""A span without a colour is not drawn."""
+WIDTH, ROW = 900, 26  # width of the picture and the height of a rank's row, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
 """The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
-BOX = 0.65
-"""The height of a box as a share of its row."""
+BOX = 0.65  # height of a box, of its row
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
-    """A step of all ranks, drawn to scale, as SVG text. Its axis is in seconds since the first rank began."""
+    """A step of all ranks, drawn to scale as SVG, in seconds since the first rank began."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -54,7 +52,6 @@ def gantt(ranks: Sequence[RankTimeline]) -> str:
 
 
 def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict[str, str]:
-    """Draw a box for each span, and return the tooltip of each box by its id."""
     from matplotlib.patches import Rectangle
 
     titles: dict[str, str] = {}

@@ -28,19 +28,13 @@ TEMPLATE = "report.html.jinja"
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of the page, with its title."""
-
     title: str
     svg: str
     is_wide: bool = False
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page from the run's rollouts and results, and return its path. Charts that have no data are left out.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
+    """Write the page from the run's rollouts and results, and return its path."""
     config = read_config(run_dir)
     stages = find_stages(run_dir)
     results, *tables = summary_tables(run_dir, stages)

@@ -1,6 +1,6 @@
 """Check that no two packages of an environment own one path, and that torch is built for the CUDA version of the lock.
 
-`python -m specrl.report.package_files` checks the environment it runs in. Nothing is imported to find out.
+`python -m specrl.report.package_files` checks the environment it runs in, without importing any of it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-NEVER_IMPORTED = {"build_backend.py"}
-"""Paths whose collisions do no harm: flashinfer-python and torch-c-dlpack-ext ship the script that built them."""
+NEVER_IMPORTED = {"build_backend.py"}  # flashinfer-python and torch-c-dlpack-ext ship the script that built them
 
 
 @dataclass(frozen=True)
 class Collision:
-    """A path that several packages own with different contents, so that the one installed last decides what runs."""
+    """A path that several packages own with different contents: the one installed last decides what runs."""
 
     path: str
-    owners: tuple[str, ...]
-    """Names and versions, such as `cuda-python 12.6.2`."""
+    owners: tuple[str, ...]  # such as `cuda-python 12.6.2`
 
 
 def collisions(site_packages: Path) -> list[Collision]:
-    """The paths that two or more packages own with different contents, read from their RECORD files.
+    """The paths that packages own with different contents, by their RECORD files.
 
-    Equal copies are left out: it makes no difference which of them is there (mlflow and mlflow-skinny share theirs).
+    Equal copies do no harm: mlflow and mlflow-skinny share theirs.
     """
     hashes: dict[str, dict[str, str]] = defaultdict(dict)
     for package in distributions(path=[str(site_packages)]):
@@ -46,10 +44,7 @@ def collisions(site_packages: Path) -> list[Collision]:
 
 
 def wrong_torch(site_packages: Path) -> str | None:
-    """A line on torch's build if it is the wrong one, or None.
-
-    An environment with the package `cuda-toolkit`, which only the GPU lock names, needs torch for that CUDA version.
-    """
+    """A line if torch's build is not for the CUDA version of `cuda-toolkit`, which only the GPU lock names."""
     installed = {package.metadata["Name"]: package for package in distributions(path=[str(site_packages)])}
     if "torch" not in installed or "cuda-toolkit" not in installed:
         return None
@@ -63,7 +58,7 @@ def wrong_torch(site_packages: Path) -> str | None:
 
 
 def problems(site_packages: Path) -> list[str]:
-    """One line for torch's build and one for each set of packages that collide; an empty list if all is well."""
+    """A line for torch's build and one for each set of packages that collide."""
     build = wrong_torch(site_packages)
     paths: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for collision in collisions(site_packages):
@@ -77,7 +72,6 @@ def problems(site_packages: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print every problem of this environment, and exit with 1 if there is one."""
     found = problems(Path(sysconfig.get_path("purelib")))
     for problem in found:
         print(f"make env: {problem}", file=sys.stderr)

@@ -1,8 +1,7 @@
 """Charts as SVG text, drawn by matplotlib without a display.
 
-The text of an SVG stays text, so that a page of charts can be searched, and the same figures give the same bytes. The
-colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart; lines differ in their
-markers too. Importing this module is cheap: matplotlib is imported when the first chart is drawn.
+Text stays text, so that a page can be searched, and the same figures give the same bytes. The colours are those of
+Okabe and Ito, for any kind of colour vision.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#000000", "#b3a800")
 MARKERS = "os^Dv*PX"
-MARK_STYLES = ("--", ":", "-.")
-"""The dashes of vertical lines that mark a place."""
+MARK_STYLES = ("--", ":", "-.")  # dashes of vertical lines that mark a place
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specrl",
@@ -31,22 +29,16 @@ STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
 }
-SIZE = (560, 280)
-"""The width and height of a chart, in pixels; a legend below it adds to the height."""
+SIZE = (560, 280)  # pixels; a legend below adds to the height
 LEGEND_COLUMNS = 3
-LEGEND_ROW = 20
-"""The height of a row of the legend, in pixels."""
+LEGEND_ROW = 20  # pixels
 PIXELS_PER_INCH = 72
 
 
 def line_chart(
     x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, marks: Mapping[float, str] | None = None
 ) -> str:
-    """Draw one line with a dot at each point.
-
-    Args:
-        marks: Places on the x axis where a vertical line stands, each with the words for the legend.
-    """
+    """Draw one line with a dot at each point, and a vertical line at each mark, with its words in the legend."""
     return line_charts({"": list(zip(x, y, strict=True))}, x_label, y_label, marks=marks)
 
 
@@ -58,12 +50,9 @@ def line_charts(
     log_x: bool = False,
     marks: Mapping[float, str] | None = None,
 ) -> str:
-    """Draw a line of (x, y) points for each name, with a legend below the axes.
+    """Draw a line of (x, y) points for each name, and a vertical line at each mark, with a legend below the axes.
 
-    Args:
-        series: The points by the name of their line; a line without a name is not in the legend.
-        log_x: Whether x is spaced logarithmically, with a label at each value that occurs.
-        marks: Places on the x axis where a vertical line stands, each with the words for the legend.
+    A line without a name is not in the legend. With `log_x`, each value of x that occurs has a label.
     """
     marks = marks or {}
 
@@ -91,11 +80,7 @@ def line_charts(
 
 
 def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]], x_label: str, y_label: str) -> str:
-    """Draw a line of (x, y, low, high) points for each name, with the band from low to high behind it.
-
-    Args:
-        series: The points by the name of their line, which the legend below the axes shows.
-    """
+    """Draw a line of (x, y, low, high) points for each name, with the band from low to high behind it."""
 
     def paint(axes: Any) -> None:
         for index, (name, points) in enumerate(series.items()):
@@ -111,8 +96,6 @@ def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]
 
 
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
-    """Draw how many of the values fall into each of `bins` intervals of equal width."""
-
     def paint(axes: Any) -> None:
         axes.hist(values, bins=bins, color=COLOURS[0], edgecolor="white", linewidth=0.5)
         axes.set(xlabel=x_label, ylabel=y_label)
@@ -142,12 +125,7 @@ def share_bar(shares: Mapping[str, float], x_label: str) -> str:
 
 
 def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
-    """What `paint` draws on new matplotlib axes as the text of an SVG element.
-
-    Args:
-        size: The width and height in pixels, without the legend.
-        names: The labels that the legend shows, below the axes; there is no legend without names.
-    """
+    """What `paint` draws on new matplotlib axes of a size in pixels, as SVG, with a legend of the names below."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -164,11 +142,7 @@ def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[st
 
 
 def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
-    """A matplotlib figure as an SVG element, without date, program name or document type.
-
-    Args:
-        titles: The tooltip of each artist that has one, by the artist's `gid`.
-    """
+    """A figure as an SVG element, without date, program or document type; `titles` are tooltips by `gid`."""
     text = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -185,7 +159,7 @@ def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
 
 
 def embedded(svg: str) -> str:
-    """An SVG element as it stands inside an HTML page, which needs no names of XML name spaces."""
+    """An SVG element inside an HTML page, which needs no names of XML name spaces."""
     head, mark, body = svg.partition(">")
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", head) + mark + body
 
@@ -195,7 +169,6 @@ def _title(text: str | None) -> str:
 
 
 def _begin_at_zero(axes: Any, axis: str) -> None:
-    """Let an axis begin at 0, or at the least value where one is negative."""
     least = axes.dataLim.x0 if axis == "x" else axes.dataLim.y0
     axes.set(**{f"{axis}lim": (min(0.0, least), None)})
 

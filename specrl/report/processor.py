@@ -9,12 +9,11 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's name as Linux reports it, or the architecture where it reports none."""
+    """The processor's name, or the architecture where Linux reports none."""
     return _field("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The instruction sets that Linux reports; empty where it reports none."""
     return frozenset(_field("flags", cpuinfo).split())
 
 

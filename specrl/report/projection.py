@@ -35,11 +35,9 @@ CHOICE_COLUMNS = (
 def print_plan(
     plan: Plan, queues: Mapping[StageName, str], options: Mapping[StageName, str], console: Console | None = None
 ) -> None:
-    """Print tables of the jobs, of each kind of memory by stage, and of a step's transfers; then the notes.
+    """Print tables of jobs, of each kind of memory by stage, and of a step's transfers; then the notes.
 
-    Args:
-        queues: Where each stage's job waits, in the scheduler's words.
-        options: With which it is submitted.
+    `queues` says where each stage's job waits, in the scheduler's words, and `options` with which it is submitted.
     """
     console = console or Console()
     shape, config = plan.shape, plan.config
@@ -110,12 +108,7 @@ def _print_traffic(console: Console, plan: Plan) -> None:
 
 
 def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:
-    """Print what each number of drafts and each use of idle time would take and gain, and what is assumed.
-
-    Args:
-        rates: The share of drafts accepted at positions 1, 2, ...
-        num_steps: The steps of the whole run.
-    """
+    """Print what each number of drafts and each use of idle time would take and gain, and what is assumed."""
     console = Console()
     title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
     print_table(console, title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])

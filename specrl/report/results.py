@@ -17,21 +17,18 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A stage of a run, with its content key, its folder and, once they are known, its run time and job."""
+    """A stage of a run."""
 
     key: str
     stage_dir: Path
-    seconds: float | None = None
-    """The wall-clock time of the stage; where it is None, it is read from the stage's result."""
-    job_id: str | None = None
-    """The Slurm job or the local process; where it is None, it is read from `jobs/KEY.json`."""
+    seconds: float | None = None  # None: read from the stage's result
+    job_id: str | None = None  # a Slurm job or local process; None: read from `jobs/KEY.json`
 
 
 def find_stages(run_dir: Path) -> dict[str, StageRecord]:
-    """The folder of each stage that has one, for a reader that is not the run's flow.
+    """The folder of each stage that has one: that of its key in `run.json` or, without such a record, the newest one.
 
-    It is the folder of the stage's key in `run.json`, or the newest one in a folder that has no such record. A link is
-    none: the run may be somebody else's.
+    A link is none: the run may be somebody else's.
     """
     stages = run_dir / "stages"
     if stages.is_symlink():
@@ -47,11 +44,7 @@ def find_stages(run_dir: Path) -> dict[str, StageRecord]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that a run was started with.
-
-    Raises:
-        ValueError: The folder is not a run's.
-    """
+    """The configuration that a run was started with; ValueError where the folder is not a run's."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
@@ -59,10 +52,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def readable_config(run_dir: Path) -> Config:
-    """The configuration of a run that may be somebody else's or of another version, as far as it is understood.
-
-    What is not understood has its default.
-    """
+    """What is understood of a configuration, perhaps somebody else's or of another version, and defaults for the rest."""
     record = read_json(run_dir / RUN_FILE)
     settings = record.get("settings") if isinstance(record, dict) else None
     data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
@@ -70,7 +60,7 @@ def readable_config(run_dir: Path) -> Config:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's. A model's folder has a file of the name `config.json`, too."""
+    """Whether a folder is a run's; a model's folder has a file of the name `config.json`, too."""
     if not (folder / CONFIG_FILE).is_file():
         return False
     if (folder / RUN_FILE).is_file():
@@ -105,7 +95,7 @@ def seconds_of(record: StageRecord) -> float | None:
 
 
 def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
-    """The Slurm job or the local process of a stage, or None if it is not known."""
+    """The Slurm job or the local process of a stage, if known."""
     if record.job_id is not None:
         return record.job_id
     found = read_json(run_dir / "jobs" / f"{record.key}.json")
@@ -114,7 +104,7 @@ def job_id_of(run_dir: Path, record: StageRecord) -> str | None:
 
 
 def finished_steps(stages: Mapping[str, StageRecord]) -> int:
-    """The number of RL steps whose rollouts are written."""
+    """The RL steps whose rollouts are written."""
     if "train" not in stages:
         return 0
     return sum(1 for _ in (stages["train"].stage_dir / "rollouts").glob("step=*"))

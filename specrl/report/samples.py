@@ -30,46 +30,35 @@ COLUMNS = (
     "reward",
     "finish_reason",
 )
-PAGE_STEPS = 30
-"""The largest number of steps whose samples the report page shows."""
-PAGE_CHARACTERS = 4000
-"""The largest number of characters of a text on the report page."""
+PAGE_STEPS = 30  # steps whose samples the report page shows
+PAGE_CHARACTERS = 4000  # of a text on the report page
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response with its prompt, as text."""
-
     step: int
     prompt_id: int
-    sample: int
-    """The number of the response among those to the same prompt in the same step."""
+    sample: int  # its number among those to the same prompt in the same step
     reward: float
-    num_tokens: int
-    """The length of the response."""
+    num_tokens: int  # of the response
     finish_reason: str
     prompt: str
     response: str
-    answer: str
-    """The prompt's correct answer."""
+    answer: str  # the prompt's correct answer
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What a step's responses show: some of them, by the reason why they were chosen."""
+    """Some of a step's responses, by the reason why they were chosen."""
 
     step: int
     num_responses: int
     reward_mean: float
-    chosen: dict[str, list[Sample]]
-    """The samples by `best`, `worst` and `longest`."""
+    chosen: dict[str, list[Sample]]  # by `best`, `worst` and `longest`
 
 
 class SampleReader:
-    """Reads the rollouts of a run's current training.
-
-    The files are mapped into memory, so that reading rewards and lengths costs little, however long the responses are.
-    """
+    """Reads the rollouts of a run's training, mapped into memory: rewards cost little however long responses are."""
 
     def __init__(self, run_dir: Path) -> None:
         self._stages = find_stages(run_dir)
@@ -77,13 +66,12 @@ class SampleReader:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have rollouts, in their order."""
         folders = self._folder.glob("step=*") if self._folder is not None else ()
         names = (folder.name.partition("=")[2] for folder in folders if any(folder.glob("*.arrow")))
         return sorted(int(name) for name in names if name.isdecimal() and len(name) == len("000000"))
 
     def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
-        """The best, the worst and the longest responses of a step, as many as are asked for of each."""
+        """The best, the worst and the longest responses of a step, as many of each as asked for."""
         table = self._read(step)
         lengths = pc.list_value_length(table["response_tokens"]).to_pylist()
         rewards = table["reward"].to_pylist()
@@ -96,7 +84,6 @@ class SampleReader:
         return StepSamples(step, len(rewards), sum(rewards) / max(len(rewards), 1), chosen)
 
     def prompt(self, prompt_id: int, steps: Sequence[int]) -> Iterator[Sample]:
-        """Yield all responses to a prompt in the given steps."""
         for step in steps:
             table = self._read(step)
             for row, number in enumerate(table["prompt_id"].to_pylist()):
@@ -139,11 +126,7 @@ class SampleReader:
 
 
 def _read_rollouts(path: Path) -> pa.Table:
-    """What is shown of a file of rollouts, which may be somebody else's.
-
-    Raises:
-        ConfigError: It is no such file.
-    """
+    """The file may be somebody else's."""
     if path.is_symlink() or not path.is_file():
         raise ConfigError(f"{path} is not a file")
     try:
@@ -165,7 +148,7 @@ def page_samples(run_dir: Path) -> list[StepSamples]:
 
 
 def response_rows(run_dir: Path) -> list[dict[str, str | int | float]]:
-    """List the samples of the report page as rows for MLflow's table; none where the rollouts cannot be read."""
+    """The samples of the report page as rows for MLflow's table; none where the rollouts cannot be read."""
     try:
         steps = page_samples(run_dir)
     except ConfigError:
@@ -188,7 +171,6 @@ def clipped(text: str) -> str:
 
 
 def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> None:
-    """Print a title, and below it each sample with its texts indented."""
     print_line(console, title)
     for sample in samples:
         print_line(

@@ -39,27 +39,24 @@ from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
 SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}
-"""What drafts of a source are called; those of a user's own have its name."""
-POSITIONS_SHOWN = 8
-"""The number of draft positions whose acceptance the table shows, from the first on; the summary has all."""
+"""Drafts of a user's own source have its name."""
+POSITIONS_SHOWN = 8  # draft positions; the summary has all
 
 
 def write_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> Path:
-    """Write `summary.json` and return its path. A section whose stage has not finished is null."""
     path = run_dir / SUMMARY_FILE
     write_json(path, build_summary(run_dir, stages, mlflow_run_id))
     return path
 
 
 def build_summary(run_dir: Path, stages: Mapping[str, StageRecord], mlflow_run_id: str | None) -> dict[str, Any]:
-    """The contents of `summary.json`. Other tools read it, so that the names below must stay.
+    """The contents of `summary.json`, whose names must stay, since other tools read them.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
-    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the
-    training step that would come next, and draft from what that step would find: `text` says how much text that is, and
-    `token_share` maps batch size to the share of the tokens that came from each source of drafts. In `train`,
-    `speedup_estimate` has the medians over the steps of what the cost model says of plain decoding.
+    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
+    would come next, and draft from the text that it would find. In `train`, `speedup_estimate` has the medians over the
+    steps of what the cost model says of plain decoding.
     """
     config = readable_config(run_dir)
     prepare = readable(stages, "prepare", PrepareResult)
@@ -136,11 +133,7 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
-    """Print the results of a run, which may be somebody else's, from those stages that have finished.
-
-    Args:
-        console: Where to print; standard output by default.
-    """
+    """Print the results of a run, which may be somebody else's, from those stages that have finished."""
     console = console or Console()
     stages = find_stages(run_dir)
     for table in summary_tables(run_dir, stages):
@@ -205,7 +198,6 @@ def exported(run_dir: Path, stages: Mapping[str, StageRecord]) -> tuple[str, str
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
-    """What a run has reached, as pairs of a name and a result."""
     stages = find_stages(run_dir)
     return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
 
@@ -284,11 +276,6 @@ def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
-    """Such as `1 difference in 996 tokens, all near-ties: largest distance 0.002 of the CDF, limit 0.03`.
-
-    Args:
-        unit: The unit of the largest distance and of the limit.
-    """
     text = f"{_count(counts['num_differences'], 'difference')} in {_count(counts['num_tokens'], 'token')}"
     if not counts["num_differences"]:
         return text

@@ -21,7 +21,6 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows
 
 
 def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
-    """The rows as a table for a terminal."""
     table = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -32,7 +31,6 @@ def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
-    """The rows as aligned lines below their title."""
     names = [column.removeprefix(">") for column in columns]
     lines = [names, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
@@ -47,15 +45,12 @@ def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line without wrapping, markup or colours, so that a command can be copied from it.
-
-    Whoever has written it, it does nothing to the terminal.
-    """
+    """Print a line without wrapping, markup or colours, to copy a command from; it cannot act on the terminal."""
     console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def printable(text: str) -> str:
-    """A text that does nothing to a terminal: control characters are written as escapes, but for line breaks."""
+    """A text with its control characters escaped, but for line breaks."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text

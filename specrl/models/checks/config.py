@@ -1,7 +1,6 @@
 """What a model's `config.json` may ask for: what trainer, engine and exporter all compute alike. No torch here.
 
-`check_config` decides it for `--dry-run`, for `prepare` and for the trainer. The engine reads the same keys, so what is
-not known to mean the same to both is refused here.
+The engine reads the same keys, so what is not known to mean the same to both is refused here.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_expert
 SIZES, OTHER_SIZES = _SIZES.split(), _OTHERS.split()
 """The whole numbers that every `config.json` has, and those that it may have."""
 EOS = "eos_token_id"
-TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
-"""Tokens that programs send through the embeddings."""
+TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TABLES = "rope_scaling rope_parameters quantization_config compression_config"
 FORMS: tuple[tuple[str, Callable[[Any], bool], Sequence[str]], ...] = (
@@ -34,16 +32,11 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], Sequence[str]], ...] = (
 _ROPE = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor "
 ROPE_KEYS = (_ROPE + "beta_fast beta_slow mscale mscale_all_dim truncate").split()
 ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
-"""The rotary embeddings that trainer and engine compute alike, and the keys that each must have."""
+"""What trainer and engine compute alike, and the keys that each must have."""
 
 
 def check_config(config: Mapping[str, Any]) -> Family:
-    """The family of a model, given the contents of its `config.json`.
-
-    Raises:
-        ConfigError: Trainer, engine or exporter would refuse the model or compute something else; the line names the
-            key, its value and what is supported.
-    """
+    """The family of a model; refuses a `config.json` that trainer, engine or exporter would not compute alike."""
     family = family_of(config)
     for problems in (_size_problems, _setting_problems, _rope_problems):
         for problem in problems(config, family):
@@ -70,7 +63,7 @@ def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def token_problems(config: Mapping[str, Any], vocab_size: int) -> list[str]:
-    """A line for each special token of a `config.json` or `generation_config.json` that the embeddings cannot have."""
+    """A line for each special token of a `config.json` or `generation_config.json` that the embeddings lack."""
     lines: list[str] = []
     for key in TOKEN_IDS:
         given = config.get(key)
@@ -144,11 +137,7 @@ def _json(value: object) -> str:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's rotary embedding as transformers 5 writes it in `rope_parameters`.
-
-    Args:
-        config: The contents of the model's `config.json`, of any version of transformers.
-    """
+    """A model's rotary embedding as transformers 5 writes `rope_parameters`, given a `config.json` of any version."""
     found = rope_keys(config)
     kind = found.get("rope_type") or "default"
     theta = next((value for value in (found.get("rope_theta"), config.get("rope_theta")) if value is not None), 1e4)
@@ -159,7 +148,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of rotary embeddings in a `config.json`, as transformers reads it: an older one takes its place."""
+    """The table of rotary embeddings in a `config.json`, as transformers reads it: an older one takes precedence."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return {**found, "rope_type": found["type"]} if found.get("type") else dict(found)
 

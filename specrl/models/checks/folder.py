@@ -13,22 +13,13 @@ from specrl.models.checks.config import EOS, check_config, token_problems
 from specrl.models.checks.headers import check_weights, remedy
 from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""The files of which a directory must have one."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Files that a directory may have, and that trainer or engine read then."""
+"""Files that a directory may have, and that trainer or engine then read."""
 
 
 def check_model_folder(directory: Path, max_length: int) -> dict[str, Any]:
-    """Check all files of a Hugging Face directory, and return the contents of its `config.json`.
-
-    Args:
-        max_length: The longest prompt plus response in tokens, `model.max_length`.
-
-    Raises:
-        ConfigError: The trainer, the engine or the exporter could not use it as it is; the message is one line that
-            names the directory and says what is supported, or how to mend it.
-    """
+    """Check all files of a Hugging Face directory, and return the contents of its `config.json`."""
     config = check_directory(directory, max_length)
     try:
         check_weights(directory, config)
@@ -39,14 +30,7 @@ def check_model_folder(directory: Path, max_length: int) -> dict[str, Any]:
 
 
 def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
-    """Check what the `config.json` of a Hugging Face directory asks for, and return its contents.
-
-    Args:
-        max_length: The longest prompt plus response in tokens, `model.max_length`.
-
-    Raises:
-        ConfigError: Something is missing or not supported; the message is one line that names the directory.
-    """
+    """Check what the `config.json` of a Hugging Face directory asks for, and return its contents."""
     if directory.is_dir() and not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}: {remedy(directory, has_config=False)}")
     config = read_model_config(directory)
@@ -62,12 +46,7 @@ def check_directory(directory: Path, max_length: int) -> dict[str, Any]:
 
 
 def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check the tokenizer of a directory with such a `config.json`: it can be read and fits the embeddings.
-
-    Raises:
-        ConfigError: It is missing, damaged or too large, or nothing says with which token a response ends; the message
-            is one line that names the directory.
-    """
+    """Check that a directory's tokenizer can be read, fits the embeddings and names a token that ends a response."""
     try:
         small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
         settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
@@ -107,7 +86,6 @@ def _load_without_its_code(directory: Path) -> None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
-    """The tokens that `tokenizer_config.json` and the like name."""
     lists = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
     found = [value for key, value in settings.items() if key.endswith("_token") or key in lists]
     texts = set[str]()
@@ -123,11 +101,6 @@ def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _token_ids(directory: Path) -> list[tuple[int, str]]:
-    """All tokens with their ids, as far as they can be known without transformers.
-
-    Raises:
-        ConfigError: No tokenizer can be made of the files; the line begins with what is wrong.
-    """
     name = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
     if name is None:
         raise ConfigError(f"has no tokenizer (one of {', '.join(TOKENIZER_FILES)}): copy that of its base model")

@@ -1,7 +1,4 @@
-"""The tensors in the safetensors files of a folder, known from the files' headers, and whether they are the model's.
-
-`check_weights` decides it for `--dry-run`, for `prepare` and for the trainer. Nothing here imports torch.
-"""
+"""The tensors in the safetensors files of a folder, by their headers, and whether they are the model's. No torch here."""
 
 from __future__ import annotations
 
@@ -18,16 +15,11 @@ from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TYPES = ("F32", "BF16", "F16")
-"""The types of weights, as safetensors name them, that trainer and engine both take for what they are."""
-LONGEST_HEADER = 100 * 2**20
-"""The bytes of the longest header that the safetensors library reads."""
-COMPARED = 2**26
-"""The bytes of two tensors that are compared at once."""
-SHOWN = 3
-"""The tensors or files that a message names."""
-DERIVED = r"rotary_emb\.inv_freq$"
-"""The pattern of tensors of old checkpoints that follow from `config.json` and that nobody reads."""
+TYPES = ("F32", "BF16", "F16")  # that trainer and engine both take for what they are
+LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
+COMPARED = 2**26  # bytes of two tensors that are compared at once
+SHOWN = 3  # tensors or files that a message names
+DERIVED = r"rotary_emb\.inv_freq$"  # in old checkpoints, and read by nobody
 AGAIN = "download the folder again (hf download NAME --local-dir FOLDER)"
 MERGE = "merge the adapter into its base model (merge_and_unload() of peft) and give the folder of the merged model"
 CONVERT = (
@@ -49,7 +41,7 @@ WITHOUT_WEIGHTS = {
     "model_world_size_*": "it is verl's own checkpoint: merge it with python -m verl.model_merger merge",
     "snapshots": "it is a folder of the hub's cache: give the folder within snapshots",
 }
-"""What a folder without weights may have in their place, and how to get from there to a model; the first one counts."""
+"""What a folder without weights may have in their place, and how a model is made of it; the first one counts."""
 QUANTISED = "it is quantised: use the checkpoint that it was made from, or dequantise it"
 UNKNOWN = {
     r"^base_model\.|lora_": MERGE,
@@ -71,21 +63,12 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    span: tuple[int, int]
-    """Its first byte behind the header, and the one behind its last."""
-    begin: int
-    """The length of the header."""
+    span: tuple[int, int]  # its first byte after the header, and the one after its last
+    begin: int  # the length of the header
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that the files of a folder hold the model of its `config.json`: every tensor, and none besides.
-
-    Args:
-        config: The contents of `config.json`.
-
-    Raises:
-        ConfigError: They do not; the message is one line that names the folder and says how to mend it.
-    """
+    """Check that the files of a folder hold the model of its `config.json`: every tensor, and none besides."""
     try:
         stored = read_headers(directory)
         for problem in _differences(stored, config):
@@ -129,7 +112,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint has, given the contents of its `config.json`."""
+    """The shape of every tensor that a checkpoint has, by name, given the contents of its `config.json`."""
     hidden, vocabulary = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
     shapes: dict[str, tuple[int, ...]] = {EMBEDDINGS: vocabulary, "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings"):
@@ -168,11 +151,7 @@ def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors in the files of weights of a folder, by name.
-
-    Raises:
-        ConfigError: A file is missing, not whole, or not in the index; the line begins with what is wrong.
-    """
+    """All tensors in the files of weights of a folder, by name."""
     names = weight_files(directory)
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ConfigError(_why_missing(directory, names, missing))
@@ -201,7 +180,7 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
 
 
 def remedy(directory: Path, *, has_config: bool = True) -> str:
-    """How a model comes of a folder that has no weights, or no `config.json`."""
+    """How to make a model of a folder that has no weights, or no `config.json`."""
     rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
     return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 

@@ -15,12 +15,7 @@ from specrl.report.tables import print_line, print_table
 
 
 def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> list[Check]:
-    """All findings in the order in which they are shown. This takes a few seconds and leaves no file behind.
-
-    Args:
-        runs_dir: The folder that will hold the runs.
-        tracking_uri: The address of MLflow, as in `tracking.uri`.
-    """
+    """All findings in the order in which they are shown; this takes a few seconds and leaves no file behind."""
     has_gpu = machine.has_gpu()
     needs = gpu.GpuNeeds(transformer_engine=True, fp8_generation=True)
     return [
@@ -32,7 +27,7 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """1 when a check failed, and 0 otherwise. Warnings do not count."""
+    """1 when a check failed; warnings do not count."""
     return int(any(check.status == "fail" for check in found))
 
 

@@ -16,16 +16,12 @@ from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.data.rewards import sandbox
 
 GIB = 2**30
-QUICKSTART_MEMORY_GIB = 16
-"""The memory that `configs/quickstart.toml` needs, in GiB."""
-QUICKSTART_DISK_GIB = 10
-"""The disk space that `configs/quickstart.toml` needs, in GiB."""
-PROBE_SECONDS = 10
-"""How long nvidia-smi may take to answer."""
+QUICKSTART_MEMORY_GIB = 16  # needed by `configs/quickstart.toml`
+QUICKSTART_DISK_GIB = 10  # needed by `configs/quickstart.toml`
+PROBE_SECONDS = 10  # for nvidia-smi to answer
 
 
 def checks(runs_dir: Path) -> list[Check]:
-    """The findings about this machine."""
     return [
         check_python(),
         check_cores(),
@@ -38,7 +34,6 @@ def checks(runs_dir: Path) -> list[Check]:
 
 
 def check_python() -> Check:
-    """Check that this is the Python version of the locks."""
     found = ".".join(str(part) for part in sys.version_info[:3])
     if sys.version_info[:2] == (3, 11):
         return Check("Python", "ok", found)
@@ -48,7 +43,6 @@ def check_python() -> Check:
 
 
 def check_cores() -> Check:
-    """Check that there are enough cores for two ranks."""
     cores = len(os.sched_getaffinity(0))
     if cores >= 2:
         return Check("cores", "ok", str(cores))
@@ -56,7 +50,6 @@ def check_cores() -> Check:
 
 
 def check_memory() -> Check:
-    """Check that the memory suffices for the quickstart."""
     total = psutil.virtual_memory().total / GIB
     if total >= QUICKSTART_MEMORY_GIB:
         return Check("memory", "ok", f"{total:.0f} GiB")
@@ -65,7 +58,7 @@ def check_memory() -> Check:
 
 
 def check_disk(runs_dir: Path) -> Check:
-    """Check the free space where the runs will be. A full disk would stop a run half-way."""
+    """A full disk would stop a run half-way."""
     folder = _existing(runs_dir)
     if not os.access(folder, os.W_OK):
         return Check("disk", "fail", f"{folder} cannot be written", "--set runs_dir=FOLDER puts the runs elsewhere")
@@ -77,7 +70,7 @@ def check_disk(runs_dir: Path) -> Check:
 
 
 def check_locks(runs_dir: Path) -> Check:
-    """Check which file system the runs lie on, and that a flow can hold a run there."""
+    """Check that a flow can hold a run in the file system that the runs lie on."""
     folder = _existing(runs_dir)
     kind = file_system(folder) or "unknown"
     if not os.access(folder, os.W_OK) or has_locks(folder):
@@ -106,12 +99,11 @@ def check_sandbox() -> Check:
 
 
 def has_gpu() -> bool:
-    """Whether nvidia-smi lists a GPU."""
     return bool(_gpus())
 
 
 def check_gpu() -> Check:
-    """Check which GPUs the driver lists; none is fine."""
+    """Which GPUs the driver lists; none is fine."""
     gpus = _gpus()
     if gpus:
         return Check("GPU", "ok", "; ".join(gpus))

@@ -35,7 +35,7 @@ GPU_PACKAGES = {"vllm": "vllm", "transformer-engine": "transformer_engine"}
 
 
 def checks(*, gpu: bool) -> list[Check]:
-    """The findings about the packages, compared with the lock for GPUs or with the one for CPUs."""
+    """The findings about the packages, compared with the lock for GPUs or for CPUs."""
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
     pins = read_pins(lock)
     packages = PACKAGES | (GPU_PACKAGES if gpu else CPU_PACKAGES)
@@ -48,10 +48,7 @@ def checks(*, gpu: bool) -> list[Check]:
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """The version of each `name==version` or `name===version` line of a lock.
-
-    The result is empty when there is no lock, as in an installation without the project's folder.
-    """
+    """The versions of a lock; none without one, as in an installation without the project's folder."""
     if not lock.is_file():
         return {}
     pins = (re.match(r"([A-Za-z0-9._-]+)={2,3}([^\s;=]+)", line) for line in lock.read_text().splitlines())
@@ -59,7 +56,7 @@ def read_pins(lock: Path) -> dict[str, str]:
 
 
 def check_package(name: str, module: str, pinned: str | None, fix: str) -> Check:
-    """Compare an installed package with its locked version. Local parts of versions (`+cpu`) do not count."""
+    """Compare an installed package with its locked version; local parts of versions (`+cpu`) do not count."""
     try:
         found = version(name)
     except PackageNotFoundError:

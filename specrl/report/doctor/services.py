@@ -17,12 +17,10 @@ from specrl.tracking.store import why_silent
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
-PROBE_SECONDS = 5
-"""How long each service may take to answer."""
+PROBE_SECONDS = 5  # for each service to answer
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
-    """The findings about Slurm, MLflow and Prefect."""
     return [*check_slurm(), check_mlflow(runs_dir, tracking_uri), check_prefect_home(runs_dir)]
 
 
