@@ -30,8 +30,7 @@ from specrl.validation.scores import SetResponses, score_set
 @dataclass(frozen=True)
 class HeldOutSet:
     name: str
-    config: Config
-    """The configuration under which it is answered, see `config_of_set`."""
+    config: Config  # under which it is answered, see `config_of_set`
     prompts: list[Prompt]
     settings: ValidationSetConfig
 
@@ -57,9 +56,8 @@ def answer(
 ) -> tuple[SetScore, SpeculationStats]:
     """Answer a held-out set with the policy in the engine; return its scores and the counters of drafts (collective).
 
-    The seeds belong to validation alone and are the same whatever the policy, so that versions are compared on equal
-    terms. `last` holds the responses of the last validation, to draft from, and then these. Raises RewardError if the
-    reward fails on every response.
+    The seeds are validation's own and the same for every policy, so that versions are compared on equal terms. `last`
+    holds the responses of the last validation, to draft from, and then these.
     """
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
@@ -83,7 +81,7 @@ def answer(
 
 
 def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
-    """The responses of all engines, to which prompts were dealt in turn, in the order of the set (collective)."""
+    """Prompts were dealt to the engines in turn; responses come back in the order of the set (collective)."""
     own = {
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
@@ -98,10 +96,7 @@ def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: 
 def measure_acceptance(
     engine: Engine, sets: Sequence[HeldOutSet], on_progress: Callable[[int, int], None] | None = None
 ) -> list[Acceptance]:
-    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
-
-    Each prompt is answered once, with the seed that validation gives its first response.
-    """
+    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length."""
     asked = [
         (chosen, temperature)
         for chosen in sets
@@ -141,8 +136,8 @@ FOLDER = "last_answers"
 class LastAnswers:
     """Keeps the newest responses of this rank's engine to each held-out set, in memory and on disk.
 
-    After an update the policy samples nearly the same text with the same seeds. The responses are drafts and nothing
-    else, so that a file may be missing, or be of any policy, without a change to a token.
+    With the same seeds an updated policy samples nearly the same text. They are drafts and nothing else: a missing
+    file, or one of another policy, changes no token.
     """
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:

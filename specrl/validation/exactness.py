@@ -9,8 +9,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 
-SMALL_BATCH, NOISE_REQUESTS = 4, 8
-"""The smaller of the batch sizes by which the noise of plain decoding is measured, and the requests that it takes."""
+SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
 Tokens = tuple[int, ...]
 
 
@@ -22,8 +21,7 @@ class ExactnessError(RuntimeError):
 class Parity:
     comparison: Comparison
     noise: Noise
-    drafts: SpeculationStats
-    """Some must be accepted and some rejected for the comparison to say much."""
+    drafts: SpeculationStats  # some must be accepted and some rejected for the comparison to say much
 
     def counts(self, *, greedy: bool) -> ParityCounts:
         return ParityCounts(

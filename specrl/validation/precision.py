@@ -34,7 +34,7 @@ class PrecisionMonitor:
         kv_observer: KvObserver | None,
         layers_path: Path,
     ) -> None:
-        """Take None for the trainer's layers where none is in FP8, and for the observer where the KV cache is not."""
+        """`training` and `kv_observer` are None where the trainer's layers and the KV cache are not in FP8."""
         self._config, self._ranks = config, ranks
         self._generation, self._training, self._kv_observer = generation, training, kv_observer
         self._layers_path = layers_path
@@ -42,38 +42,31 @@ class PrecisionMonitor:
 
     @property
     def training_mode(self) -> Mode:
-        """How the trainer computes FP8: `native`, `emulated`, or `off`."""
         return self._training.mode if self._training is not None else "off"
 
     def check_engine(self) -> None:
-        """Raise NotQuantisedError unless the engine, before it sleeps, has computed in FP8 where it should.
-
-        It is done in every step, because each refit brings weights and scales.
-        """
+        """Raise NotQuantisedError unless the engine has computed in FP8 where it should since the last refit."""
         self._generation.assert_quantised()
 
     def check_trainer(self, num_tokens: float) -> None:
-        """Raise NotQuantisedError unless the trainer has computed in FP8 where it should, once it has computed."""
+        """Raise NotQuantisedError unless the trainer, once it has computed, has done so in FP8 where it should."""
         if self._training is not None and num_tokens and not self._is_checked:
             self._training.assert_quantised(trained=True)
             self._is_checked = True
 
     def measure_kv_scales(self) -> KvScales | None:
-        """The scales of an FP8 KV cache for the tokens trained on, None without any (collective)."""
+        """The scales of an FP8 KV cache for the tokens trained on (collective)."""
         return self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
 
     def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
-        """The `mismatch/...` metrics over all ranks' tokens; raise EngineMismatchError above the limit (collective)."""
+        """The `mismatch/...` metrics over all ranks' tokens; EngineMismatchError above the limit (collective)."""
         metrics = mismatch.over(self._ranks).metrics()
         check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)
         return metrics
 
 
 def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Path) -> None:
-    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN.
-
-    Without `mismatch/bulk_error` nothing was trained on, and there is nothing to check.
-    """
+    """Raise EngineMismatchError if training and generation disagree by more than `limit`, or NaN."""
     error = metrics.get("mismatch/bulk_error")
     if error is None or error <= limit:
         return
@@ -87,7 +80,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 
 def layer_table(layers_path: Path) -> str:
-    """As text, a table of the layers that change the model's output most when they alone are in FP8."""
+    """A table, as text, of the layers that change the model's output most when they alone are in FP8."""
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])

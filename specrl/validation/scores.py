@@ -20,12 +20,11 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class SetResponses:
-    """What is kept of the responses to a set's prompts, each an array [prompts, samples]."""
+    """A set's responses, each field an array [prompts, samples]."""
 
     rewards: Floats
     lengths: npt.NDArray[np.int64]
-    truncated: npt.NDArray[np.bool_]
-    """Whether the response was cut off at its limit."""
+    truncated: npt.NDArray[np.bool_]  # cut off at the limit
 
 
 def score_set(
@@ -61,7 +60,7 @@ def score_set(
 
 
 def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Floats:
-    """The probability, [prompts], that one of `size` of a prompt's samples at least is right.
+    """The probability, [prompts], that at least one of `size` samples of a prompt is right.
 
     It is the unbiased estimator 1 - C(n - c, size) / C(n, size) of Chen et al., 2021 (arXiv:2107.03374).
     """
@@ -70,10 +69,10 @@ def pass_at(num_right: npt.NDArray[np.int64], num_samples: int, size: int) -> Fl
 
 
 def intervals(of_prompts: dict[str, Floats]) -> dict[str, Interval]:
-    """The confidence interval of each mean over prompts.
+    """The confidence interval of each mean over prompts: prompts are the sample, since responses to one are dependent.
 
-    Prompts are the sample: the responses to one prompt depend on each other. Where every prompt has 0 or 1, it is
-    Wilson's interval, which does not vanish where all are equal; otherwise it is the bootstrap's, with a fixed seed.
+    Where every prompt has 0 or 1, it is Wilson's interval, which does not vanish where all are equal; otherwise it is
+    the bootstrap's, with a fixed seed.
     """
     bootstrapped = bootstrap({name: values for name, values in of_prompts.items() if not is_binary(values)})
     return {

@@ -1,7 +1,7 @@
 """Matched pairs: plain and speculative generation in turn, on one engine, of the step that would come after training.
 
-The train stage leaves what a step finds and no rollout tells: the texts that the last bubbles pre-generated with the
-next step's seeds. So a pair sees what training sees.
+So that a pair sees what training sees, the train stage leaves the texts that its last bubbles pre-generated for that
+step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def matched_pair(
 ) -> SpeedPair:
     """Generate all requests, `batch` at a time, plain and with `k` draft tokens, `repeats` times each, in turn.
 
-    The same seeds give the same tokens, so that both are the same work. With `k` of None the cost model chooses.
-    `give_texts` gives the engine all text to begin with, before each speculative repeat and outside of its time.
+    With `k` of None the cost model chooses. `give_texts` gives the engine all text to begin with, before each
+    speculative repeat and outside of its time.
     """
     runs: dict[int | None, list[Run]] = {0: [], k: []}
     for repeat in range(repeats):
@@ -118,16 +118,11 @@ class NextStep:
     samples_per_prompt: int
     stored: Mapping[int, Sequence[PregeneratedText]]
     """The texts that were pre-generated for the step, by the prompt's id."""
-    recent: Sequence[Sequence[Sequence[int]]]
-    """The responses that the first engine generated in each of the last steps; in both, the oldest first."""
+    recent: Sequence[Sequence[Sequence[int]]]  # the first engine's responses, by step; the oldest first in both
 
     @classmethod
     def read(cls, train_dir: Path, step: int, config: Config, source: PromptSource) -> NextStep:
-        """The step that follows the policy of `step` steps of the train stage in `train_dir`.
-
-        There is pre-generated text only for a policy after the last step, in the job that ended with that step. The
-        `source` has the prompts of the run's first step on.
-        """
+        """The step that follows `step` steps of the train stage; only its last step leaves pre-generated text."""
         path = train_dir / FOLDER / STATE_FILE
         state: dict[str, Any] = {"step": None, "begun": (0, 0)}
         if path.is_file():

@@ -8,8 +8,7 @@ from specrl.config import Config, StopConfig
 from specrl.distributed import Ranks
 from specrl.metrics import find_metric
 
-Values = Sequence[tuple[int, float]]
-"""(number of RL steps, value of the metric), in the order of steps."""
+Values = Sequence[tuple[int, float]]  # (number of RL steps, value), in order
 
 
 class EarlyStop:
@@ -19,17 +18,16 @@ class EarlyStop:
         self._condition, self._ranks = condition, ranks
         self.metric = condition.metric if condition is not None else None
         self._values: list[tuple[int, float]] = []
-        self.reason: str | None = None
-        """Why training ends, in one line; None while it goes on."""
+        self.reason: str | None = None  # why training ends
 
     def restore(self, known: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Forget everything, and take in what an earlier start measured, by step, the same on all ranks."""
+        """Take in what an earlier start measured, by step, the same on all ranks, and nothing else."""
         self._values, self.reason = [], None
         for step, metrics in sorted(known, key=lambda measured: measured[0]):
             self.observe(step, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in what was measured when `step` RL steps were done, and decide as the first rank's metrics say.
+        """Take in what was measured after `step` RL steps, and decide by the first rank's metrics.
 
         What is measured before the first step does not stop training, but later values are compared with it.
         """
@@ -44,7 +42,7 @@ class EarlyStop:
 
 
 def stop_reason(condition: StopConfig, values: Values) -> str | None:
-    """Why the latest value ends training, or None if it does not. A value that is no number ends nothing."""
+    """Why the latest value ends training, or None; NaN ends nothing."""
     step, value = values[-1]
     found = f"{condition.metric} = {value:.4g} after step {step}"
     if condition.above is not None and value > condition.above:
@@ -62,7 +60,7 @@ def stop_reason(condition: StopConfig, values: Values) -> str | None:
 
 
 def best_of(metric: str, values: Values) -> tuple[int, float] | None:
-    """The best of the values, as the metric's definition has it, the first of equal ones; None if none is a number."""
+    """The best of the values by the metric's definition, the first of equal ones; None if all are NaN."""
     definition = find_metric(metric)
     assert definition is not None and definition.better is not None, metric
     sign = 1 if definition.better == "higher" else -1
@@ -70,12 +68,9 @@ def best_of(metric: str, values: Values) -> tuple[int, float] | None:
     return max(numbers, key=lambda item: sign * item[1], default=None)
 
 
-PATIENCE = 5
-"""After how many steps in a row it is said."""
-COLLAPSED = 0.05
-"""The share of the first step's entropy below which the policy hardly explores any more."""
-FIXED = 0.005
-"""The entropy, in nats per token, below which it never does."""
+PATIENCE = 5  # steps in a row
+COLLAPSED = 0.05  # of the first step's entropy: below, the policy hardly explores any more
+FIXED = 0.005  # nats per token: below, it never does
 
 Metrics = Mapping[str, float]
 

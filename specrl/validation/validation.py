@@ -19,8 +19,8 @@ from specrl.validation.stopping import best_of
 class Validation:
     """Validates every `validate.every`-th policy version, the first and the last, and knows which one is best.
 
-    Nothing in the engine, in the choice of drafts or in the trainer is different afterwards, so that the rollouts and
-    the policy are those of a run without validation (in FP32 bit for bit). `restore` and `run` are collective.
+    Nothing in the engine, in the choice of drafts or in the trainer is different afterwards: rollouts and policy are
+    those of a run without validation (in FP32 bit for bit). `restore` and `run` are collective.
     """
 
     def __init__(
@@ -33,16 +33,13 @@ class Validation:
         tracker: Tracker,
         stage_dir: Path,
     ) -> None:
-        """Prepare the held-out sets, none if `validate.every` is 0; raise ConfigError if one is wrong."""
         self._every, self._best_metric = config.validate_.every, config.best_metric
         self._ranks, self._engine, self._tracker, self._stage_dir = ranks, engine, tracker, stage_dir
         self._rewards = rewards
         self._sets = held_out_sets(config, source) if self._every else []
         self._last = LastAnswers(engine, stage_dir / FOLDER, ranks.rank)
         self.curve: list[SetScore] = []
-        """The scores of all versions that have been validated."""
-        self._earlier = LoggedSteps(stage_dir / "logged_scores.json")
-        """The versions whose scores an earlier start of the stage has logged."""
+        self._earlier = LoggedSteps(stage_dir / "logged_scores.json")  # whose scores an earlier start has logged
 
     def restore(self, step: int) -> None:
         """Read the scores of earlier starts of the stage; forget those of policies after `step`, which is run again."""
@@ -84,11 +81,11 @@ class Validation:
 
     @property
     def measured(self) -> list[tuple[int, dict[str, float]]]:
-        """The number of RL steps and all metrics of each version that has been validated, in the order of steps."""
+        """(RL steps, all metrics) of each version that has been validated, in the order of steps."""
         return [(step, self.metrics_of(step)) for step in sorted({score.step for score in self.curve})]
 
     def best(self, among: Collection[int] | None = None) -> tuple[int, float] | None:
-        """The step and the value of the version that is best by `best_metric`, of all or `among` some, or None."""
+        """(RL steps, value) of the version, `among` some or of all, that is best by `best_metric`."""
         metric = self._best_metric
         if metric is None:
             return None
