@@ -1,9 +1,8 @@
 """MLflow: one parent run per pipeline run, a child per stage, which a resubmitted stage continues.
 
-Without `tracking.uri` everything lies in `RUNS_DIR/mlflow.db` and `RUNS_DIR/mlartifacts`. What is logged is first
-written to a log on disk (`log`), and a thread sends it from there (`sync`, `sender`): training goes on while MLflow is
-away, and what it misses arrives later. In a job, rank 0 logs and the other ranks hold a tracker that does nothing.
-MLflow takes seconds to import, so it is imported when the first of these functions is called.
+What is logged is first written to a log on disk (`log`); a thread sends it from there (`sync`, `sender`), so that
+training goes on while MLflow is away. In a job, rank 0 logs. MLflow takes seconds to import, so the functions that need
+it import it.
 """
 
 from specrl.tracking.logged import LoggedSteps

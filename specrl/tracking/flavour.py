@@ -7,13 +7,12 @@ from typing import Any
 
 from specrl.artifacts import read_json
 
-TOKENIZER = "components/tokenizer"
-"""Where below a model's folder MLflow looks for the tokenizer."""
+TOKENIZER = "components/tokenizer"  # where, below a model, MLflow looks for it
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def is_policy(folder: Path) -> bool:
-    """Whether transformers alone can generate with a folder. It cannot with EAGLE-3, which reads a policy's states."""
+    """Whether transformers alone can generate with a folder; it cannot with EAGLE-3, which reads a policy's states."""
     config = read_json(folder / "config.json")
     named = config.get("architectures") if isinstance(config, dict) else None
     is_causal = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForCausalLM")
@@ -21,11 +20,7 @@ def is_policy(folder: Path) -> bool:
 
 
 def mlmodel(folder: Path, weights_at: Path | None) -> str:
-    """Write MLflow's description of a policy, the text of its file `MLmodel`.
-
-    Args:
-        weights_at: The folder of a policy whose weights MLflow does not have; None where they are beside the file.
-    """
+    """The text of a policy's file `MLmodel`; `weights_at` is a policy whose weights are not beside the file."""
     from mlflow.models import Model
 
     config: Any = read_json(folder / "config.json")
@@ -45,7 +40,7 @@ def mlmodel(folder: Path, weights_at: Path | None) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """List what `AutoTokenizer` may read: all files but the weights."""
+    """What `AutoTokenizer` may read: all files but the weights."""
     return [
         path for path in sorted(folder.iterdir()) if path.is_file() and not any(path.match(name) for name in WEIGHTS)
     ]

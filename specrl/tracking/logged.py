@@ -10,12 +10,11 @@ from specrl.artifacts import write_json
 
 
 class LoggedSteps:
-    """The last step that earlier starts of a stage have logged, kept in a file of its folder."""
+    """The last step that earlier starts of a stage have logged, kept in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.last = int(json.loads(path.read_text())["last"]) if path.exists() else -1
-        """The last of these steps; -1 without any."""
+        self.last = int(json.loads(path.read_text())["last"]) if path.exists() else -1  # -1 without any
 
     def extend(self, steps: Iterable[int]) -> None:
         """Note that these steps have been logged, before anything that shows it is removed."""

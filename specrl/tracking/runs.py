@@ -38,18 +38,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Files = Mapping[str, Sequence[Path]]
-"""Files that become artifacts of a run, by the artifacts' folders; "" is the top."""
+Files = Mapping[str, Sequence[Path]]  # by the artifact's folder, "" for the top
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
-RESPONSES_FILE = "responses.json"
-"""The artifact with a table of responses."""
-ODD = re.compile(r"[^\w\-. /]")
-"""The characters that names of metrics must not have."""
+RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
+ODD = re.compile(r"[^\w\-. /]")  # characters that names of metrics must not have
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
-"""For how long a store that is away is waited for at the end of a stage, at the end of the flow, and at its start."""
-SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
-"""The same for `specrl sync`, and for a flow that is interrupted."""
+"""For how long a store that is away is waited for: at the end of a stage, at the end of the flow, and at its start."""
+SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = (
+    10.0,
+    3.0,
+)  # the same for `specrl sync`, and for a flow that is interrupted
 STAGE_LIMIT_SECONDS = 300.0
 """For how long a stage holds its allocation for a store that answers slowly; the flow sends the rest."""
 
@@ -57,14 +56,8 @@ STAGE_LIMIT_SECONDS = 300.0
 def start_parent_run(config: Config, description: str = "") -> str:
     """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
-    Parameters are those of the first call. A run that has an id already goes on although its store is away; a new one
-    does not begin, as its address is probably wrong.
-
-    Args:
-        description: What the page of a new run shows first, in Markdown.
-
-    Raises:
-        ConfigError: The tracking server of a new run does not answer, or the experiment has been deleted.
+    Parameters are those of the first call. A run that has an id goes on although its store is away; a new one does not
+    begin, as its address is probably wrong. `description` is Markdown.
     """
     path = config.run_dir / RUN_ID_FILE
     import_mlflow()
@@ -87,11 +80,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
 
 
 def _replace_deleted(config: Config) -> None:
-    """Have everything sent again that was logged to runs which somebody has deleted in MLflow.
-
-    Raises:
-        DeletedError: The experiment has been deleted.
-    """
+    """What was logged to runs that somebody has deleted in MLflow is sent again."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -112,7 +101,7 @@ def finish_parent_run(
     files: Files | None = None,
     responses: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """End the parent run, and mark as killed those children that could not say how they ended; send what waits."""
+    """End the parent run, mark as killed those children that could not say how they ended, and send what waits."""
     for log in unended(config.run_dir):
         Tracker(log).end("KILLED")
     log = Log(config.run_dir)
@@ -135,11 +124,7 @@ def finish_parent_run(
 def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
     """Send what a run and its stages have logged and MLflow does not have, at any time and any number of times.
 
-    Returns:
-        A line for each reason why that was not everything; none if MLflow has everything.
-
-    Raises:
-        DeletedError: The experiment has been deleted.
+    Returns a line for each reason why that was not everything. Raises DeletedError if the experiment has been deleted.
     """
     import_mlflow()
     _replace_deleted(config)
@@ -165,11 +150,7 @@ def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = Non
 def log_to_run(
     config: Config, metrics: Mapping[str, float], texts: Mapping[str, str], tags: Mapping[str, str] | None = None
 ) -> None:
-    """Add metrics, texts as artifacts, and tags to a run that has ended or goes on; one without an MLflow run is left.
-
-    Args:
-        texts: By the artifacts' names, such as `bench/run.md`.
-    """
+    """Add metrics, tags, and texts by the artifacts' names to a run, ended or not; to none without an MLflow run."""
     if not (config.run_dir / RUN_ID_FILE).exists():
         return
     tracker = Tracker(Log(config.run_dir))
@@ -197,7 +178,7 @@ def log_cell(
     files: Sequence[Path],
     error: str | None,
 ) -> None:
-    """Record a cell of a benchmark of a run, as a run in an experiment of benchmarks; once, unless it has failed."""
+    """Record a cell of a benchmark as a run in an experiment of benchmarks; once, unless it has failed."""
     experiment = f"{config.tracking.experiment}{BENCHMARKS}"
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
     import_mlflow()
@@ -215,13 +196,12 @@ def log_cell(
 
 
 def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by the names of their metrics."""
     numbers = {column: value for column, value in row.items() if isinstance(value, int | float)}
     return {f"bench/{ODD.sub('_', column)}": float(value) for column, value in numbers.items()}
 
 
 def stage_folders(run_dir: Path) -> list[Path]:
-    """The folders of a run's stages. A link is none."""
+    """The folders of a run's stages; a link is none."""
     stages = run_dir / "stages"
     return sorted(path for path in stages.glob("*") if not path.is_symlink()) if not stages.is_symlink() else []
 
@@ -229,7 +209,7 @@ def stage_folders(run_dir: Path) -> list[Path]:
 def unended(run_dir: Path) -> list[Log]:
     """The logs of the stages that have started and could not say how they ended.
 
-    Left out are those of earlier stages whose MLflow run a present stage goes on with: how it ended is for that to say.
+    Not of earlier stages whose MLflow run a present stage continues: how it ended is for that to say.
     """
     record = read_record(run_dir)
     present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()
@@ -252,8 +232,8 @@ def last_of(log: Log) -> Entry | None:
 def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
 
-    It stays RUNNING when the stage leaves its job to go on in another one. A stage that was killed continues its child,
-    whose id lies in the stage's folder. The stage never waits for MLflow except, for a short time, after the block.
+    It stays RUNNING when the stage leaves its job to go on in another one. The stage never waits for MLflow except, for
+    a short time, after the block.
     """
     nodes = context.stage_dir / "load"
     if not ranks.is_first:

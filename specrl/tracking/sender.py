@@ -1,8 +1,7 @@
 """Send the entries of a log to MLflow.
 
-What may have arrived before a connection broke can be sent again: a run is looked for before it is created, a model
-version before it is registered; a metric has the time at which it was logged, and MLflow keeps one point for each name,
-step, time and value; everything else replaces itself.
+What may have arrived before a connection broke is sent again: runs and model versions are looked for first, MLflow
+keeps one point per name, step, time and value, and the rest replaces itself.
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
-SCORE_TAG = "specrl.score"
-"""The tag of a model version by which the alias `best` is given."""
-BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
-"""MLflow's limits on the metrics and parameters of one request, and on the length of a parameter and of a tag."""
-REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}
-"""MLflow's answers to what it does not take, such as an entry of a run that somebody has deleted."""
+SCORE_TAG = "specrl.score"  # of a model version, for the alias `best`
+BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000  # MLflow's limits
+REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}  # such as for a deleted run
 
 
 class RefusedError(Exception):
-    """MLflow does not take an entry. The message is its answer, in one line."""
+    """MLflow's answer, in one line, to an entry that it does not take."""
 
 
 class MlflowSender:
-    """Sends entries of one log to the MLflow run of the log's owner, a run or a stage."""
+    """Sends the entries of one log to the MLflow run of the log's owner, a run or a stage."""
 
     def __init__(self, client: Any, config: Config, log: Log) -> None:
         self._client, self._config, self._log = client, config, log
@@ -44,10 +40,8 @@ class MlflowSender:
     def send(self, entries: Sequence[Entry], versions: dict[str, str]) -> None:
         """Send one entry, or several metrics of one run; add the numbers of new model versions to `versions`.
 
-        Raises:
-            RefusedError: MLflow answers that it does not take them.
-            FileNotFoundError: What was to be sent has been removed.
-            Exception: MLflow or its artifact store is away; whatever their clients raise.
+        Raises RefusedError where MLflow does not take them, FileNotFoundError where what was to be sent has been
+        removed, and whatever the clients raise where MLflow or its artifact store is away.
         """
         from mlflow.exceptions import MlflowException
 
@@ -143,7 +137,7 @@ class MlflowSender:
                 self._client.log_artifact(run_id, str(file), str(below))
 
     def _find_file(self, name: str) -> Path:
-        """Find what an entry names, which must lie in the folder of the pipeline's run and lead nowhere else."""
+        """It must lie in the folder of the pipeline's run, and lead nowhere else."""
         path, root = Path(os.path.normpath(self._log.owner.resolve() / name)), self._config.run_dir.resolve()
         if path == root or not path.is_relative_to(root):
             raise FileNotFoundError(f"{path} is not in the folder of the run")
@@ -155,7 +149,6 @@ class MlflowSender:
         return path
 
     def dataset(self, entry: Entry) -> None:
-        """Record a file, or a folder of Arrow files, as a data set of the run: where it lies and its digest."""
         from mlflow.data.dataset_source_registry import resolve_dataset_source
         from mlflow.data.meta_dataset import MetaDataset
         from mlflow.entities import DatasetInput, InputTag
@@ -176,7 +169,6 @@ class MlflowSender:
         self._client.log_inputs(self._run_id(entry), [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
     def _register(self, entry: Entry) -> dict[str, str]:
-        """Upload a folder and register it as a version of a model, once for each run and name of the folder."""
         name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id(entry)
         self._upload(entry, folder, entry.values["without"])
         self._upload_flavour(entry, folder)
@@ -201,10 +193,7 @@ class MlflowSender:
         self._client.log_text(run_id, mlmodel(path, path if entry.values["without"] else None), f"{folder}/MLmodel")
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
-        """Let the alias `best` be this version, unless the present best one has a higher score.
-
-        The alias `latest` is MLflow's own, and always the newest version.
-        """
+        """The alias `latest` is MLflow's own, and always the newest version."""
         best = self._client.get_registered_model(name).aliases.get("best")
         if best is not None:
             known = self._client.get_model_version(name, best).tags.get(SCORE_TAG, "-inf")
@@ -221,9 +210,9 @@ SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
     "artifact": MlflowSender.artifact,
     "dataset": MlflowSender.dataset,
 }
-"""What sends an entry of each kind but metrics, which are sent together, and models, which get a number."""
+"""All but metrics, which are sent together, and models, which get a number."""
 
 
 def registered_version(stage_dir: Path, name: str) -> str | None:
-    """The version of the model `name` that a stage has registered, or None where it has none (yet)."""
+    """The version of the model `name` that a stage has registered, if any."""
     return Sent(Log(stage_dir)).now.versions.get(name)

@@ -13,16 +13,13 @@ from typing import Any
 from specrl.config import Config, ConfigError
 from specrl.processes import reach_loopback
 
-RUN_ID_FILE = "mlflow_run_id"
-"""The file in a run's or a stage's folder with the id of its MLflow run."""
+RUN_ID_FILE = "mlflow_run_id"  # the id of the MLflow run, in a run's or a stage's folder
 EXPERIMENT_KIND = "mlflow.experimentKind"
-VIEW_NAME = "specrl"
-"""The name of the saved view of the run table."""
+VIEW_NAME = "specrl"  # of the saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
-"""What opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
+"""Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
-SERVER_SECONDS = 10.0
-"""The time within which a tracking server must answer before anything starts."""
+SERVER_SECONDS = 10.0  # for a server to answer before anything starts
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -32,10 +29,10 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-"""The environment's defaults for MLflow: no telemetry, no progress bar; `sync` does the retries."""
+"""No telemetry, no progress bar; `sync` does the retries."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
-"""MLflow, and modules that its client imports only when it first needs them."""
+"""The last two are what its client imports late."""
 HEADLINES = (
     "validate/accuracy_before",
     "validate/accuracy_after",
@@ -45,33 +42,31 @@ HEADLINES = (
     "speedup/end_to_end",
     "spec/acceptance_length",
 )
-"""The metrics that a run is judged by, in the order of the saved view's columns. The parent run has them too."""
-BENCHMARKS = "-bench"
-"""The end of the name of the experiment that holds the cells of benchmarks."""
+"""What a run is judged by, in the order of the saved view's columns. The parent run has them too."""
+BENCHMARKS = "-bench"  # suffix of the experiment of benchmarks' cells
 SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
-"""The scores of held-out sets during training, which the parent run has as well."""
+"""On held-out sets during training; the parent run has them too."""
 
 
 class DeletedError(ConfigError):
-    """MLflow has kept what is needed as deleted, and takes nothing for it until it is restored."""
+    """MLflow has what is needed as deleted, and takes nothing for it until it is restored."""
 
 
 def tracking_uri(config: Config) -> str:
     """Where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
 
-    For a run that has not begun, MLFLOW_TRACKING_URI stands for what the configuration does not say.
+    For a run that has not begun, MLFLOW_TRACKING_URI stands in for what the configuration does not say.
     """
     has_begun = (config.run_dir / RUN_ID_FILE).exists()
     return config.tracking.uri or (not has_begun and os.environ.get(URI_VARIABLE)) or own_uri(config)
 
 
 def own_uri(config: Config) -> str:
-    """The address of the sqlite file in the runs folder."""
     return f"sqlite:///{config.runs_dir.absolute() / 'mlflow.db'}"
 
 
 def connect(config: Config) -> Any:
-    """Make a client of the run's store; a sqlite database is created or migrated, and a server is not asked."""
+    """A client of the run's store; a sqlite database is created or migrated, and a server is not asked."""
     config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
     import_mlflow()
     from mlflow import MlflowClient
@@ -81,7 +76,7 @@ def connect(config: Config) -> Any:
 
 
 def import_mlflow() -> None:
-    """Import MLflow with this project's defaults, which takes seconds. Not for two threads at a time."""
+    """Import MLflow with this project's defaults, which takes seconds; not in two threads at a time."""
     reach_loopback()
     if "SSL_CERT_FILE" in os.environ:  # the variable of OpenSSL, which requests does not read
         os.environ.setdefault("REQUESTS_CA_BUNDLE", os.environ["SSL_CERT_FILE"])
@@ -94,7 +89,7 @@ def import_mlflow() -> None:
 
 
 def check_server(config: Config) -> None:
-    """Raise a `ConfigError` unless the configured tracking server answers."""
+    """Raise ConfigError unless the configured tracking server answers."""
     uri = tracking_uri(config)
     if not uri.startswith(("http://", "https://")):
         return
@@ -107,11 +102,7 @@ def check_server(config: Config) -> None:
 
 
 def why_silent(uri: str, seconds: float) -> str | None:
-    """Ask a server whether it is there, as MLflow's client asks it, with the same certificates and credentials.
-
-    Returns:
-        Why it seems not to be, in one line; None where it is.
-    """
+    """Why a server seems not to be there, asked as MLflow's client asks it, in one line; None where it is."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
@@ -127,7 +118,7 @@ def why_silent(uri: str, seconds: float) -> str | None:
 
 
 def experiment_id(client: Any, config: Config) -> str:
-    """The id of the experiment `tracking.experiment`, which is created where it does not exist."""
+    """The id of the experiment `tracking.experiment`, which is created if need be."""
     name = config.tracking.experiment
     found = client.get_experiment_by_name(name)
     if found is None:
@@ -146,7 +137,6 @@ def experiment_id(client: Any, config: Config) -> str:
 
 
 def _describe(client: Any, experiment: Any) -> None:
-    """Say that the experiment is of model training, and how its runs are best looked at, unless somebody has."""
     wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
     for name, value in wanted.items():
         if name not in experiment.tags:
@@ -154,14 +144,13 @@ def _describe(client: Any, experiment: Any) -> None:
 
 
 def is_headline(name: str) -> bool:
-    """Whether a metric belongs to what a run is judged by."""
     return name in HEADLINES or SCORES.fullmatch(name) is not None
 
 
 def saved_view() -> dict[str, Any]:
-    """A view of an experiment's run table whose first columns are those that matter, as MLflow's pages save one.
+    """A view of the run table, as MLflow's pages save one, whose first columns are the headlines.
 
-    Without it the table shows no metric, and metrics that are chosen are in the order of the alphabet.
+    Without it the table shows no metric, and those that are chosen are in alphabetical order.
     """
     columns = [f"metrics.`{name}`" for name in HEADLINES]
     shown = {
@@ -182,7 +171,6 @@ def table_address(config: Config) -> str:
 
 
 def exists(client: Any, run_id: str) -> bool:
-    """Whether the store has this run and nobody has deleted it."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -1,6 +1,6 @@
 """The load of a stage's nodes, which MLflow shows among its system metrics.
 
-The names and the measurements are MLflow's. Its own monitor is not used, since it logs to the server directly.
+Names and measurements are MLflow's; its own monitor would log to the server directly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERVAL_SECONDS = 15.0
 
 
 class LoadMonitor:
-    """Measures the use of processors, memory, disk, network and, where there are any, GPUs, in a thread of its own."""
+    """Measures processors, memory, disk, network and GPUs, in a thread of its own."""
 
     def __init__(self, on_load: Callable[[Mapping[str, float]], None]) -> None:
         self._on_load, self._parts = on_load, _parts()
@@ -48,7 +48,7 @@ class LoadMonitor:
 
 
 def leave_load(path: Path, load: Mapping[str, float]) -> None:
-    """Leave the load of a node where the first rank, which alone logs, looks for it."""
+    """Leave a node's load where the first rank, which alone logs, looks for it."""
     with contextlib.suppress(OSError):  # a full disk costs measurements
         write_json(path, load)
 

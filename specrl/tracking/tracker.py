@@ -39,14 +39,14 @@ class Tracker:
         self._append("end", status=status)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics, whose names `specrl.metrics` must define; those of `is_headline` to the pipeline's run too."""
+        """Log metrics that `specrl.metrics` defines; those of `is_headline` to the pipeline's run too."""
         self._log_metrics(None, metrics, step)
         headlines = {name: value for name, value in metrics.items() if is_headline(name)}
         if headlines and self._parent_id is not None:
             self._log_metrics(self._parent_id, headlines, step)
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log results of the whole pipeline run: to the parent run, and to the stage's own run."""
+        """Log results of the whole pipeline run, to the parent run and the stage's own."""
         self._log_metrics(None, metrics, 0)
         if self._parent_id is not None:
             self._log_metrics(self._parent_id, metrics, 0)
@@ -61,7 +61,6 @@ class Tracker:
         self._append("params", params={name: str(value) for name, value in params.items()})
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags; a tag of the same name is replaced."""
         self._append("tags", tags=dict(tags))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
@@ -94,9 +93,9 @@ class Tracker:
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
         """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
 
-        The weights of a model above `tracking.max_model_gib` stay where they are, which a tag tells. MLflow calls the
-        newest version `latest`; the one with the highest `specrl.score` among its tags is `best`. `folder` is that of
-        the run's artifacts, by default the directory's name.
+        Weights above `tracking.max_model_gib` stay where they are, which a tag tells. MLflow calls the newest version
+        `latest`; the one with the highest `specrl.score` is `best`. `folder` of the artifacts is by default the
+        directory's name.
         """
 
         def register(log: Log) -> None:
@@ -116,7 +115,6 @@ class Tracker:
         self._write(lambda log: log.append(kind, **values))
 
     def _write(self, write: Callable[[Log], None]) -> None:
-        """Write to the log; where the disk does not take it, count what is lost, and say so once."""
         if self._log is None:
             return
         try:
@@ -136,11 +134,10 @@ class Tracker:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Name a path as entries do, from the folder of their run, which may be moved."""
+    """A path as entries name it, from the folder of their run, which may be moved."""
     return os.path.relpath(path.absolute(), folder.absolute())
 
 
 def check_names(metrics: Mapping[str, float]) -> None:
-    """Assert that `specrl.metrics` defines every name."""
     unknown = [name for name in metrics if find_metric(name) is None]
     assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
