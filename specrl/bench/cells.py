@@ -13,7 +13,7 @@ from specrl.keys import SECTIONS
 from specrl.lineage.changes import config_changes
 
 SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
-"""The sections of the configuration that a training may vary: earlier stages are those of the finished run."""
+"""What a training may vary: earlier stages are those of the finished run."""
 SEED = "seed"
 BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -22,34 +22,25 @@ BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 class Cell:
     """A training, by what it changes in the run's configuration."""
 
-    name: str
-    """The same for all seeds."""
-    changes: tuple[str, ...]
-    """`KEY=VALUE` each."""
+    name: str  # without the seed
+    changes: tuple[str, ...]  # `KEY=VALUE` each
 
     @property
     def values(self) -> dict[str, str]:
-        """The changed keys with their values."""
         return {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in self.changes)}
 
     @property
     def seed(self) -> str:
-        """The seed that it sets, which makes it a repetition and no cell of its own; empty for the run's own."""
+        """Empty for the run's own; another one makes it a repetition and no cell of its own."""
         return self.values.get(SEED, "")
 
     @property
     def label(self) -> str:
-        """The name with the seed."""
         return f"{self.name} seed={self.seed}" if self.seed else self.name
 
 
 def parse_cells(vary: Sequence[str], bundles: Sequence[str]) -> tuple[Cell, ...]:
-    """Make a cell of every combination of a named bundle with a value of each varied key.
-
-    Args:
-        vary: `KEY=A,B,...` each.
-        bundles: `NAME: KEY=V, KEY=V` each; without changes it is the run as it was configured.
-    """
+    """A cell for every combination of a bundle (`NAME: KEY=V, KEY=V`) with a value of each varied key (`KEY=A,B`)."""
     named = [_bundle(text) for text in bundles] or [("", ())]
     combinations = list(product(*map(_axis, vary)))
     cells: list[Cell] = []
@@ -92,14 +83,9 @@ def split(text: str) -> list[str]:
 
 
 def config_of(config: Config, cell: Cell, steps: int, validate_every: int, sharers: int = 1) -> Config:
-    """Make the configuration of a cell's training.
+    """The configuration of a cell's training, of which `sharers` use a GPU together.
 
     A step more is configured than is taken, since the last step of a run writes a checkpoint.
-
-    Args:
-        config: The run's configuration.
-        steps: The number of steps that are taken.
-        sharers: The number of trainings that share a GPU.
     """
     for key in cell.values:
         if key.split(".")[0] not in SECTIONS_OF_TRAINING:
@@ -122,11 +108,7 @@ def config_of(config: Config, cell: Cell, steps: int, validate_every: int, share
 
 
 def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:
-    """Find the speedups that belong to the run itself: its own configuration over plain decoding, with the first seed.
-
-    Returns:
-        The values by the names of their metrics; none where either was not measured.
-    """
+    """The run's own speedups by metric: its configuration over plain decoding, if both were measured."""
     baseline = change_config(config, list(cells[0].changes))
     own = {cell.name for cell in cells[1:] if cell.values.keys() <= {SEED}}
     found = next((row for row in rows if row["cell"] in own), None)

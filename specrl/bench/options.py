@@ -1,7 +1,4 @@
-"""The options of the four benchmarks, as their processes read them. A mistake in one is a `ConfigError` of one line.
-
-This imports nothing heavy.
-"""
+"""The options of the four benchmarks, as their processes read them. This imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,22 +11,16 @@ from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 
 ADAPTIVE = "adaptive"
-GPU_SECTIONS = ("sampler", "exactness", "invariance", "generation", "training")
-"""Those of `specrl bench gpu`, in the order of their worth."""
+GPU_SECTIONS = ("sampler", "exactness", "invariance", "generation", "training")  # the most useful first
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Those of `specrl bench run`."""
-
-    cells: tuple[Cell, ...]
-    """The trainings; the first of each seed is the baseline of that seed."""
+    cells: tuple[Cell, ...]  # the first of each seed is the baseline of that seed
     steps: int
     warm_up: int
-    together: int | None
-    """The number of trainings that are in memory at once, the baseline among them; None for all of a seed."""
-    validate_every: int
-    """The number of steps from one validation to the next; 0 validates after the last step alone."""
+    together: int | None  # trainings in memory at once, baseline included; None for all of a seed
+    validate_every: int  # steps; 0 validates after the last one alone
 
     @property
     def groups(self) -> list[tuple[Cell, ...]]:
@@ -45,17 +36,14 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Those of `specrl bench rollouts`."""
-
-    methods: tuple[str, ...]
-    """The draft methods; empty for all that the run's drafter allows."""
+    methods: tuple[str, ...]  # empty for all that the run's drafter allows
     ks: tuple[int | str, ...]
     batches: tuple[int, ...]
     repeats: int
     max_tokens: int
 
     def methods_of(self, config: Config) -> tuple[str, ...]:
-        """Choose the draft methods to measure on a run."""
+        """The draft methods to measure on a run."""
         own = config.speculation.draft_method
         allowed = tuple(
             row.name for row in METHODS.values() if row.drafts and (row.model is None or row.same_model(own))
@@ -68,8 +56,6 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Those of `specrl bench drafter`."""
-
     model: Path | None
     drafters: tuple[Path, ...]
     data: Path | None
@@ -79,8 +65,7 @@ class DrafterOptions:
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
     repeats: int
-    sources: tuple[str, ...]
-    """What the drafters of a run are initialised with: `none`, `general` or `task`."""
+    sources: tuple[str, ...]  # what a run's drafters are initialised with: `none`, `general` or `task`
     steps: int
 
     def check(self, config: Config | None) -> None:
@@ -108,14 +93,12 @@ class DrafterOptions:
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """Those of a section of `specrl bench gpu`."""
-
     section: str
     short: bool
 
 
 def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Split a list with commas."""
+    """Split a list at its commas."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in words:
         if word not in allowed:
@@ -124,7 +107,7 @@ def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
-    """Split a list with commas of positive numbers and of these words."""
+    """Split a list of positive numbers, and of these words, at its commas."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if part not in words and not (part.isdigit() and int(part)):
@@ -134,5 +117,4 @@ def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Split a list with commas of positive numbers."""
     return tuple(map(int, numbers(text, option)))

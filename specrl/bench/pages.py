@@ -17,23 +17,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str) -> None:
-    """Write rows and page.
-
-    Args:
-        machine: What `hardware` returned where the rows were measured.
-    """
+    """Write rows and page; `machine` is what `hardware` returned where the rows were measured."""
     write_json(job.json_path, list(rows))
     how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine}."
     write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
 
 def table(rows: Rows, columns: Mapping[str, str]) -> str:
-    """Make a Markdown table.
-
-    Args:
-        columns: The names of the rows' columns by the titles of the table's. A value may be of several, such as `step`
-            for `step_ratio`, `step_min` and `step_max`.
-    """
+    """A Markdown table, given the rows' columns by title; `step` is `step_ratio`, `step_min` and `step_max`."""
     lines = [f"| {' | '.join(columns)} |", "| " + " | ".join("---" for _ in columns) + " |"]
     lines += ["| " + " | ".join(_word(row, name) for name in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
@@ -52,7 +43,7 @@ def _word(row: Mapping[str, Any], name: str) -> str:
 
 
 def hardware(threads: int) -> str:
-    """Describe the machine that this process runs on, and the versions of vLLM, torch and Megatron."""
+    """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
     found = {one.name: one.version for one in distributions()}

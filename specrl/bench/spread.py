@@ -9,24 +9,21 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, the least and the greatest of repeated measurements."""
-
     median: float
     least: float
     greatest: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Measure the spread of these values."""
         return cls(median(values), min(values), max(values))
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
-    """Measure the spread of `fast[i] / slow[i]`: both come from round i, so that what slows down that round cancels."""
+    """The spread of `fast[i] / slow[i]`: both come from round i, so that what slows down that round cancels."""
     return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
 
 
 def order_of(count: int, round: int) -> list[int]:
-    """Order a round of `count` things: each begins with the next one, and after all have begun one, it is reversed."""
+    """The order of a round: each begins with the next thing, and once all have begun one, it is reversed."""
     order = [(round + place) % count for place in range(count)]
     return order[::-1] if round // count % 2 else order

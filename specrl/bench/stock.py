@@ -1,8 +1,8 @@
 """Stock vLLM, in a process of its own: the plain generation that speculative generation is compared with.
 
-Such an engine has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device
-has them. Its environment variables and compiled kernels are not those of `VllmEngine`, hence the other process, which
-runs `stock_process`.
+It has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device has them. Its
+environment variables and compiled kernels are not those of `VllmEngine`, hence the other process, which runs
+`stock_process`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,13 @@ from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
-"""The variables of `ENVIRONMENT` that stock vLLM gets too: its threads run on the cores of this process, and it reports
-nothing to anybody."""
+"""Those of `ENVIRONMENT` that stock vLLM gets too: the cores of its threads, and no reports to anybody."""
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables by which this process has joined a process group, of which stock vLLM is no part."""
-FREE_SHARE = 0.92
-"""The part of a GPU's free memory that the engine takes at most."""
-ANSWER_SECONDS = 3600
-"""How long the engine may take to start, or to generate one batch, before it is killed."""
-POLLING_SECONDS = 1.5
-"""How long a worker of vLLM may poll after its last order, which takes most of a core."""
-EXIT_SECONDS = 30
-"""How long the engine may take to end after it was told to."""
+"""Those by which this process has joined a group, of which stock vLLM is no part."""
+FREE_SHARE = 0.92  # of a GPU's free memory, at most
+ANSWER_SECONDS = 3600  # to start or to generate one batch
+POLLING_SECONDS = 1.5  # a worker of vLLM polls after its last order, which takes most of a core
+EXIT_SECONDS = 30  # to end after it was told to
 
 
 class StockError(RuntimeError):
@@ -45,17 +40,12 @@ class StockError(RuntimeError):
 class GpuShare(NamedTuple):
     """The GPUs of stock vLLM, and the part of their memory that it may take."""
 
-    devices: str
-    """The value of CUDA_VISIBLE_DEVICES."""
+    devices: str  # CUDA_VISIBLE_DEVICES
     share: float
 
     @classmethod
     def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
-        """The share that the GPUs of this rank's engine have free at the moment; None on a CPU.
-
-        Raises:
-            StockError: This rank does not see all GPUs of its engine.
-        """
+        """What the GPUs of this rank's engine have free at the moment; None on a CPU."""
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
@@ -76,19 +66,11 @@ class StockEngine:
         local_rank: int = 0,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the engine, and wait until it can generate.
+        """Start the engine, and wait until it can generate; StockError if it does not start.
 
-        Args:
-            policy_dir: The policy's Hugging Face directory. FP8 recipes in it are not read: the engine computes in
-                `model.dtype`.
-            config: The configuration, of which the model's type and length, the seed, the size of the engine's group
-                and of its KV cache are read. On a CPU the engine is compiled only if `engine.compile` says so.
-            log: The file that gets what the engine prints.
-            local_rank: The number of this rank's GPU among those that it sees.
-            overrides: Further arguments of vLLM's `LLM`.
-
-        Raises:
-            StockError: The engine did not start; the message has the last line of the log.
+        FP8 recipes in `policy_dir` are not read: it computes in `model.dtype`. On a CPU it is compiled only if
+        `engine.compile` says so. `local_rank` is the place of this rank's GPU among those that it sees, and `overrides`
+        are arguments of vLLM's `LLM`.
         """
         gpu = GpuShare.beside(config, local_rank)
         environment = stock_environment(os.environ)
@@ -101,16 +83,9 @@ class StockEngine:
         self._ask((str(log), stock_arguments(policy_dir, config, gpu) | dict(overrides or {})))
 
     def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
-        """Generate exactly so many tokens for each request, with no prompt cached and `batch` requests at a time.
+        """Generate exactly `lengths` tokens for the requests, no prompt cached; return the seconds of each batch.
 
-        The tokens are the engine's own, since its sampler has other random numbers. The work is that of responses of
-        these lengths: nothing ends at a stop token.
-
-        Returns:
-            The seconds that each batch took.
-
-        Raises:
-            StockError: The engine has ended, or has not answered within `ANSWER_SECONDS`.
+        Its tokens are its own, since its sampler has other random numbers; nothing ends at a stop token.
         """
         prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
         params = [
@@ -157,16 +132,7 @@ class StockEngine:
 
 
 def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
-    """The GPUs of the engine that this rank belongs to, as CUDA_VISIBLE_DEVICES wants them.
-
-    Args:
-        visible: The GPUs that this rank sees.
-        local_rank: The number of the rank's own GPU among these.
-        size: The number of GPUs of an engine.
-
-    Raises:
-        StockError: The rank sees fewer GPUs than its engine has.
-    """
+    """CUDA_VISIBLE_DEVICES of this rank's engine, which has `size` GPUs; StockError if the rank does not see all."""
     first = local_rank // size * size
     if first + size > len(visible):
         raise StockError(
@@ -177,7 +143,7 @@ def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
 
 
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of stock vLLM: this process's, without those that are meant for its own engine."""
+    """This process's variables, without those that are meant for its own engine."""
     own = ENVIRONMENT | {BATCH_INVARIANT: "1"}
     kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}

@@ -13,17 +13,13 @@ from specrl.report.results import find_stages, finished, read_config
 
 @dataclass(frozen=True)
 class Subject:
-    """The models of a finished run, before and after its RL steps."""
+    """A finished run, before and after its RL steps."""
 
     config: Config
-    policy_dir: Path
-    """The policy after the RL steps."""
-    drafter_dir: Path | None
-    """The drafter after the RL steps; None if the run has none."""
-    first_policy_dir: Path
-    """The policy before the RL steps."""
-    stages: dict[StageName, Path]
-    """The folders of the finished stages before the RL steps."""
+    policy_dir: Path  # after the RL steps
+    drafter_dir: Path | None  # after the RL steps
+    first_policy_dir: Path  # before the RL steps
+    stages: dict[StageName, Path]  # the finished stages before the RL steps
 
     @property
     def prompts_dir(self) -> Path:
@@ -32,11 +28,7 @@ class Subject:
 
 
 def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
-    """Find the policy and the drafter of a finished run.
-
-    Args:
-        changes: `KEY=VALUE` each, of the run's settings that are measured with another value.
-    """
+    """Find a finished run's policy and drafter; `changes` are `KEY=VALUE`, settings to measure with another value."""
     stages = find_stages(run_dir)
     prepared = finished(stages, "prepare", PrepareResult)
     pretrained = finished(stages, "pretrain", PretrainResult)

@@ -17,14 +17,11 @@ class Candidate:
     """A drafter that is measured, n-gram lookup, or plain decoding."""
 
     name: str
-    kind: str
-    """The draft method by which the engine uses it; `plain` for no drafts."""
+    kind: str  # the draft method; `plain` for no drafts
     layers: int = 0
-    loss: str | None = None
-    """The loss that it was trained with, if its folder says so."""
+    loss: str | None = None  # trained with, if its folder says so
     folder: Path | None = None
-    notes: tuple[str, ...] = ()
-    """What was found in the folder, as lines for the page."""
+    notes: tuple[str, ...] = ()  # what was found in the folder, as lines for the page
 
 
 NGRAM_LOOKUP, NO_DRAFTS = Candidate("ngram", "ngram"), Candidate("plain", "plain")
@@ -33,9 +30,9 @@ NGRAM_LOOKUP, NO_DRAFTS = Candidate("ngram", "ngram"), Candidate("plain", "plain
 def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
     """Read what the folder of a drafter holds.
 
-    EAGLE-3 drafters may have the layout of the published checkpoints or that of the `speculators` library. Another
-    folder of the policy's own architecture drafts with its multi-token-prediction layer, and any other model that
-    specrl knows is a draft model with the policy's vocabulary.
+    It may be an EAGLE-3 drafter as published or of the `speculators` library. Another folder of the policy's own
+    architecture drafts with its multi-token-prediction layer, and any other model that specrl knows is a draft model
+    with the policy's vocabulary.
     """
     config = read_model_config(folder)
     trained_with, names = (

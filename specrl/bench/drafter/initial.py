@@ -30,10 +30,10 @@ TOPICS = ("the ocean", "electric cars", "bread", "chess", "jazz", "remote work",
 
 
 def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folder: Path) -> dict[str, Path]:
-    """Make a drafter for each initialisation, and return their folders.
+    """Make a drafter for each initialisation, trained on the policy's responses to as many prompts; return the folders.
 
-    Each is trained on the policy's responses to as many prompts; one without training has the draft vocabulary of the
-    task's. General prompts are those of `drafter.data`, or else generic instructions.
+    One without training has the draft vocabulary of the task's. General prompts are those of `drafter.data`, or else
+    generic instructions.
     """
     config, policy_dir = subject.config, subject.first_policy_dir
     drafter = config.drafter.model_copy(update={"data": config.drafter.data or (write_instructions(folder),)})
@@ -65,7 +65,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
 
 
 def write_instructions(folder: Path) -> Path:
-    """Write chat-like prompts that no task asks, as a file for `drafter.data`."""
+    """Write prompts that no task asks, as a file for `drafter.data`."""
     texts = [request.format(topic) for request, topic in product(REQUESTS, TOPICS)]
     write_text(folder / "general.jsonl", "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder / "general.jsonl"

@@ -27,8 +27,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.vllm.engine.arguments import gpu_memory
 
-PROMPT_TOKENS = 1024
-"""The longest prompt of a file; of a longer one the end is asked."""
+PROMPT_TOKENS = 1024  # of a longer prompt of a file, the end is asked
 HOW = """
 Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every
 round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The
@@ -55,7 +54,6 @@ COLUMNS = {
 
 
 def main(job: BenchJob) -> None:
-    """Measure drafters on a file of prompts, or those of a run over its RL steps; write rows and page."""
     options = TypeAdapter(DrafterOptions).validate_python(job.options)
     ranks = join()
     if job.run_dir is None:
@@ -119,7 +117,6 @@ def workload(options: DrafterOptions, prompts: Sequence[Prompt], batch: int, tem
 
 
 def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> Engine:
-    """Start an engine that drafts with a candidate."""
     assert options.model is not None
     is_policy = candidate.folder is not None and candidate.folder.resolve() == options.model.resolve()
     drafter_dir: Path | None = candidate.folder if candidate.kind in ("eagle3", "mtp") and not is_policy else None
@@ -128,7 +125,6 @@ def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> En
 
 
 def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
-    """Make the configuration of an engine that drafts with a candidate."""
     assert options.model is not None
     hf_config, cuda = check_directory(options.model, max_length=1), torch.cuda.is_available()
     dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype"))
@@ -156,7 +152,6 @@ def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
 
 
 def report(job: BenchJob, options: DrafterOptions, prompts: int, rows: list[dict[str, Any]]) -> None:
-    """Write rows and page."""
     drafted = [row for row in rows if row["k"]]
     how = HOW.format(
         policy=options.model,

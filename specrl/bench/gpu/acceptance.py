@@ -1,4 +1,4 @@
-"""An acceptance that is made up, for benchmarks of a model without a trained drafter."""
+"""Synthetic acceptance, for benchmarks of a model without a trained drafter."""
 
 from __future__ import annotations
 
@@ -11,18 +11,10 @@ from specrl.rollout.sampling.verification import Verified
 
 
 class SyntheticAcceptance:
-    """Makes up how many tokens of every draft are accepted, whatever they are, so that they come to a given mean.
-
-    What is generated is not the policy's. All the work of drafting, verification and sampling is done as ever. Use it
-    as a context manager.
-    """
+    """A context in which drafts are accepted at random: all work is done as ever, and the text is not the policy's."""
 
     def __init__(self, sampler: Any, acceptance_length: float, k: int, vocab_size: int) -> None:
-        """Prepare for drafts of up to `k` tokens and a mean acceptance length, bonus token included.
-
-        Raises:
-            ValueError: The acceptance length is not in [1, k + 1].
-        """
+        """The mean acceptance length is for drafts of up to `k` tokens, bonus token included."""
         self._sampler, self._sampling, self._vocab_size = sampler, sampler.sampling, vocab_size
         self._rate = rate_for(acceptance_length, k)
         self._generator = torch.Generator(sampler.longest.gpu.device).manual_seed(0)
@@ -44,11 +36,7 @@ class SyntheticAcceptance:
 
 
 def rate_for(acceptance_length: float, k: int) -> float:
-    """The rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length.
-
-    Raises:
-        ValueError: The acceptance length is not in [1, k + 1].
-    """
+    """The rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length."""
     if not 1 <= acceptance_length <= k + 1:
         raise ValueError(f"an acceptance length of {acceptance_length} is not in [1, {k + 1}], with k = {k}")
     low, high = 0.0, 1.0

@@ -26,7 +26,6 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def compare(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
-    """Yield a row for each type, draft source, and with CUDA graphs or without them."""
     for dtype in ("float32", "bfloat16"):
         policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
@@ -65,7 +64,6 @@ def compare(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
 
 
 def mixed_requests(count: int) -> list[Request]:
-    """Requests with random prompts of likely tokens, at several temperatures, top-p and top-k."""
     generator = random.Random(0)
     settings = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.0, 1.0, 0), (1.0, 1.0, 5), (1.3, 0.8, 8))
     return [

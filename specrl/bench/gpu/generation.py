@@ -22,8 +22,7 @@ from specrl.rollout.vllm.engine.arguments import schedule
 
 K = 3
 PROMPT_TOKENS = 64
-ACCEPTANCE_LENGTHS = (2.0, 2.5, 3.0)
-"""Published ones; drafts for random weights would never be accepted."""
+ACCEPTANCE_LENGTHS = (2.0, 2.5, 3.0)  # published ones; with random weights, no draft would be accepted
 DUMMY = {"load_format": "dummy"}
 
 

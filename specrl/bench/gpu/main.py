@@ -19,7 +19,7 @@ from specrl.bench.pages import hardware, table, write_results
 
 
 def main(job: BenchJob) -> None:
-    """Measure a section, unless an earlier call has, and write rows and page of this one and the others."""
+    """Measure a section, unless an earlier call has, and write rows and page of all so far."""
     options = TypeAdapter(GpuOptions).validate_python(job.options)
     scale = SHORT if options.short or not torch.cuda.is_available() else FULL
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
@@ -47,5 +47,4 @@ def main(job: BenchJob) -> None:
 
 
 def section(name: str) -> ModuleType:
-    """Import the module of a section."""
     return importlib.import_module(f"specrl.bench.gpu.{name}")

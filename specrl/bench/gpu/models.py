@@ -16,8 +16,7 @@ from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.io import config_dict, vocabulary_tensors, write_drafter
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
-LIKELY = tuple(range(8, 18))
-"""The tokens that the sharp policy likes, so that even an untrained drafter of these is often right."""
+LIKELY = tuple(range(8, 18))  # what the sharp policy likes, so that even an untrained drafter of these is often right
 GIB = 2**30
 Row = dict[str, Any]
 
@@ -25,7 +24,6 @@ Row = dict[str, Any]
 def decoder(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
 ) -> Qwen3Config:
-    """Describe a decoder of the Qwen3 family."""
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         tie_word_embeddings=False,
@@ -42,22 +40,16 @@ def decoder(
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of everything that is measured."""
-
     name: str
-    served: Qwen3Config
-    """The policy whose generation is timed, with dummy weights."""
+    served: Qwen3Config  # its generation is timed, with dummy weights
     draft_vocab: int
-    trained: Qwen3Config
-    """The policy that is trained for a few steps."""
+    trained: Qwen3Config  # for a few steps
     sequences: int
-    length: int
-    """The length of a training sequence, in tokens."""
+    length: int  # of a training sequence, in tokens
     batches: tuple[int, ...]
     new_tokens: int
     repeats: int
-    requests: int
-    """The number of requests that exactness is checked on."""
+    requests: int  # for exactness
 
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
@@ -68,7 +60,6 @@ FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:
-    """A run's configuration for a model in a directory."""
     gpus = int(torch.cuda.is_available())
     gib = torch.cuda.mem_get_info()[1] / GIB if gpus else 80.0
     return Config.model_validate(
@@ -93,11 +84,7 @@ def write_config(model: Qwen3Config, max_length: int, directory: Path) -> Path:
 def write_policy(
     model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
 ) -> Path:
-    """Write a random policy; return its directory.
-
-    Args:
-        sharp: Whether it likes the tokens of `LIKELY`, each a bit less than the one before.
-    """
+    """Write a random policy, which if `sharp` likes the tokens of `LIKELY`, each a bit less than the one before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.max_position_embeddings, model.dtype = max_length, dtype
@@ -114,7 +101,7 @@ def write_policy(
 
 
 def write_untrained_drafter(policy_dir: Path, tokens: Sequence[int], directory: Path) -> Path:
-    """Write a random EAGLE-3 drafter that drafts these tokens; return its directory."""
+    """Write a random EAGLE-3 drafter that drafts these tokens."""
     policy = AutoConfig.from_pretrained(policy_dir)
     shape = Eagle3Shape.from_policy(policy, len(tokens), None)
     with torch.random.fork_rng(devices=[]):

@@ -74,6 +74,5 @@ def _step_seconds(policy: Policy, scale: Scale, micro_batch: int, ranks: Ranks) 
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The negative mean log-prob of the response tokens."""
     del entropy
     return -logprobs[batch.mask].sum() / max(batch.num_tokens, 1), {}

@@ -16,17 +16,12 @@ from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
-LOG_FILE = "stock.log"
-"""The file with what stock vLLM prints."""
-GPU_SHARE = 0.85
-"""The share of a GPU's memory that all engines have together."""
-KV_CACHE_GIB = 0.5
-"""The largest KV cache of an engine on a CPU, in GiB, since all engines exist at once."""
+LOG_FILE = "stock.log"  # of stock vLLM
+GPU_SHARE = 0.85  # of a GPU's memory, for all engines together
+KV_CACHE_GIB = 0.5  # of an engine on a CPU, since all exist at once
 
 
 class Engines:
-    """All engines of the benchmark; all but stock vLLM are in this process."""
-
     def __init__(self, subject: Subject, options: RolloutOptions) -> None:
         self.subject, self.options = subject, options
         self.methods = options.methods_of(subject.config)
@@ -36,29 +31,21 @@ class Engines:
         self.stock: StockVariant | None = None
 
     def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> None:
-        """Start stock vLLM; its log lies in the folder.
-
-        Args:
-            lengths: The length of the natural response to each request, by the request's seed.
-            local_rank: The number of this rank's GPU among those that it sees.
-
-        Raises:
-            StockError: It did not start.
-        """
+        """Start stock vLLM; `lengths` are those of the natural response to each request, by the request's seed."""
         log = folder / LOG_FILE
         engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), log, local_rank=local_rank)
         say("stock vLLM: started")
         self.stock = StockVariant(engine, lengths)
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods; those with replay draft from stored responses, by prompt."""
+        """Start the engines of the draft methods; those with replay draft from `stored` responses, by prompt."""
         for method in self.methods:
             self.drafting[method] = self._engine(method)
             if self.drafting[method].replays:
                 self.drafting[method].set_replay(stored)
 
     def variants(self) -> list[Variant]:
-        """List what is compared with plain decoding: every k for a drafter, and `adaptive` alone for stored text."""
+        """What is compared with plain decoding: every k for a drafter, and `adaptive` alone for stored text."""
         only = (ADAPTIVE,) if ADAPTIVE in self.options.ks else self.options.ks
         return [
             Variant(method, k, engine)
@@ -87,7 +74,6 @@ class Engines:
         return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
-        """Stop all engines."""
         for engine in (self.plain.engine, *self.drafting.values()):
             engine.shutdown()
         if self.stock is not None:
@@ -95,13 +81,11 @@ class Engines:
 
 
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:
-    """Change the run's speculation to another draft method and longest draft."""
     draft_model = run.draft_model if METHODS[method].model == "draft_model" else None
     return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
 
 
 def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
-    """Generate responses to be replayed as stored text, by prompt."""
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
         found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)

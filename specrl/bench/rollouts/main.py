@@ -73,17 +73,13 @@ def main(job: BenchJob) -> None:
 
 
 def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
-    """Make 64 requests of natural length. If there are fewer prompts, they are repeated with other seeds."""
+    """64 requests of natural length; where there are fewer prompts, they are repeated with other seeds."""
     origin, count = Origin(derive_seed(config.seed, stream), step=0), len(prompts)
     return [make_request(prompts[index % count], index // count, config, origin) for index in range(POOL_SIZE)]
 
 
 def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, max_tokens: int) -> list[Request]:
-    """Choose the requests whose responses reach `max_tokens`, and cut them there; at least `count`, the longest first.
-
-    Args:
-        lengths: The length of the natural response to each request, by the request's seed.
-    """
+    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first."""
     order = sorted(requests, key=lambda request: -min(lengths[request.seed], max_tokens))
     lasting = sum(length >= max_tokens for length in lengths.values())
     return [replace(request, max_tokens=max_tokens) for request in order[: max(count, lasting)]]
@@ -113,7 +109,6 @@ def measure_load(engines: Engines, load: Workload) -> list[dict[str, Any]]:
 
 
 def report(job: BenchJob, options: RolloutOptions, rows: list[dict[str, Any]]) -> None:
-    """Write rows and page."""
     assert job.run_dir is not None
     fast = [row for row in rows if row["k"] != 0]
     how = HOW.format(

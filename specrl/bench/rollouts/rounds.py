@@ -11,8 +11,7 @@ from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
-LEAST_REQUESTS = 8
-"""The least number of requests in a round, which are generated one batch after another; fewer would say little."""
+LEAST_REQUESTS = 8  # in a round, one batch after another; fewer would say little
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,11 @@ class StockVariant:
     """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
 
     engine: StockEngine
-    lengths: Mapping[int, int]
-    """The length of the natural response to each request of the workloads, by the request's seed."""
+    lengths: Mapping[int, int]  # of the natural response to each request, by the request's seed
     k: int = 0
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
-        """Generate `batch` requests at a time, with no prompt cached; the generations hold no tokens."""
+        """The generations hold no tokens."""
         lengths = [min(request.max_tokens, self.lengths[request.seed]) for request in requests]
         parts = [lengths[start : start + batch] for start in range(0, len(requests), batch)]
         seconds = self.engine.generate(requests, lengths, batch)
@@ -68,29 +66,26 @@ class Measurement:
     """The generations of one variant on one workload."""
 
     variant: Variant | StockVariant
-    generations: list[list[Generation]] = field(default_factory=list)
-    """The generations of each round."""
+    generations: list[list[Generation]] = field(default_factory=list)  # of each round
 
     @property
     def rates(self) -> list[float]:
-        """The tokens per second of each round."""
+        """Tokens per second, by round."""
         return [
             sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts) for parts in self.generations
         ]
 
     @property
     def stats(self) -> SpeculationStats:
-        """The drafts of all rounds together."""
         return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
 
     @property
     def tokens(self) -> list[list[int]]:
-        """The tokens of every response, in the order they were asked for."""
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
 def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
-    """Run each variant once in each round, after uncounted runs of the first round that warm up.
+    """Run each variant once in each round, after uncounted runs that warm up.
 
     All variants of a round do the same work, since drafts change no token. The order changes, so that a machine that
     slows down or speeds up favours none of them.
@@ -112,7 +107,7 @@ def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
 
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
-    """The columns of acceptance and equal tokens, and of the speed beside plain decoding in the same rounds."""
+    """The columns of acceptance, equal tokens, and speed beside plain decoding in the same rounds."""
     speedup, stats = ratios(own.rates, plain.rates), own.stats
     return {
         "tokens_per_s": Spread.of(own.rates).median,

@@ -21,7 +21,6 @@ from specrl.projection.budgets import rank_of, stage_budgets
 
 
 def main(job: BenchJob) -> None:
-    """Train every cell, and write the rows and the page."""
     train_cells(job, TypeAdapter(RunOptions).validate_python(job.options), job.subject)
 
 

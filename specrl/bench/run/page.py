@@ -56,15 +56,11 @@ SECONDS = {
     "idle_s": "bubble/idle_s",
     "idle_used_s": "bubble/used_s",
 }
-"""Columns that are medians of the counted steps, in seconds, with their metrics."""
+"""Columns that are medians of the counted steps, with their metrics."""
 
 
 def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None = None) -> None:
-    """Write rows and page.
-
-    Args:
-        failed: The errors of the cells that failed, by their labels.
-    """
+    """Write rows and page, with the errors of `failed` cells by label."""
     sections = [
         HOW.format(baseline=next(row["cell"] for row in rows if row["is_baseline"])),
         table(rows, NAMES | SPEED),

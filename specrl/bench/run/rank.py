@@ -16,12 +16,7 @@ from specrl.tracking import Tracker
 
 
 def run_rank(path: Path, parent: int) -> None:
-    """Build the train stage without MLflow and take the loop's own steps, each when the parent says so.
-
-    Args:
-        path: The file with the stage's context.
-        parent: The process id of the parent.
-    """
+    """Build the train stage without MLflow and take the loop's own steps, each when the parent says so."""
     end_with_parent(parent)
     turns = Turns()
     context = StageContext.load(path)

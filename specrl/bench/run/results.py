@@ -16,8 +16,7 @@ from specrl.bench.spread import Spread, ratios
 from specrl.projection.simulator.measured import GPUS, DecodingCounts, step_seconds
 from specrl.schemas import Rollout, read_folder
 
-ResponseKey = tuple[int, int, int]
-"""The step, the prompt and the number of the response among those to it."""
+ResponseKey = tuple[int, int, int]  # step, prompt, number of the response to it
 MEANS = {
     "token_mult_prob_error": "mismatch/token_mult_prob_error",
     "kl": "mismatch/kl",
@@ -29,32 +28,26 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Results:
-    """A finished training."""
-
     training: Training
     warm_up: int
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
-        """The metrics of each step."""
         return self.training.metrics()
 
     @cached_property
     def responses(self) -> dict[ResponseKey, Rollout]:
-        """All responses."""
         found = read_folder(self.training.folder / "rollouts")
         return {(rollout.step, rollout.prompt_id, rollout.sample): rollout for rollout in found}
 
     @cached_property
     def tokens(self) -> Counter[int]:
-        """The number of response tokens of each step."""
         found: Counter[int] = Counter()
         for (step, *_), rollout in self.responses.items():
             found[step] += len(rollout.response_tokens)
         return found
 
     def per_token(self, value: Callable[[Metrics], float]) -> list[float]:
-        """Divide a value of each counted step by the tokens of that step."""
         counted = enumerate(self.metrics[self.warm_up :], self.warm_up)
         return [value(metrics) / self.tokens[step] for step, metrics in counted]
 
@@ -71,12 +64,11 @@ class Results:
         return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes / tokens)
 
     def mean(self, metric: str) -> float | None:
-        """Average a metric over the steps that have it."""
         found = [metrics[metric] for metrics in self.metrics if metric in metrics]
         return fmean(found) if found else None
 
     def rewards(self) -> dict[tuple[int, int], float]:
-        """Average the rewards of the responses to each prompt of each step."""
+        """The mean reward of the responses to each (step, prompt)."""
         groups: dict[tuple[int, int], list[float]] = {}
         for (step, prompt, _), rollout in self.responses.items():
             groups.setdefault((step, prompt), []).append(rollout.reward)
@@ -127,7 +119,7 @@ class Results:
     def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
         """How many times as fast as the baseline's the step of an 8B policy is, epoch by epoch.
 
-        There are no such columns beside a baseline that drafts: the projection begins with a step without drafts.
+        None beside a baseline that drafts: the projection begins with a step without drafts.
         """
         config = self.training.context.config
         if baseline.training.context.config.speculation.draft_method.drafts:
@@ -146,7 +138,6 @@ class Results:
 
 
 def measured_seconds(metrics: Metrics) -> float:
-    """The time of a step without its validation."""
     return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
 
 

@@ -32,25 +32,19 @@ class Training:
 
     cell: Cell
     context: StageContext
-    workers: list[Worker] = field(default_factory=list)
-    """Its ranks."""
-    start_s: float = 0.0
-    """The wall time until its ranks had loaded everything, in seconds. Nothing else was started beside them."""
-    walls: list[float] = field(default_factory=list)
-    """The wall time of each step, from the order to take it until the last rank has taken it, in seconds."""
+    workers: list[Worker] = field(default_factory=list)  # its ranks
+    start_s: float = 0.0  # until its ranks had loaded everything, with nothing else started beside them
+    walls: list[float] = field(default_factory=list)  # seconds of each step, until the last rank has taken it
 
     @property
     def folder(self) -> Path:
-        """The folder of the stage."""
         return self.context.stage_dir
 
     @property
     def end_to_end_s(self) -> float:
-        """The wall time of the training: its start, and all steps with their validations."""
         return self.start_s + sum(self.walls)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Read the metrics of each step, under their MLflow names."""
         files = sorted((self.folder / "steps").glob("step=*.json"))
         return [json.loads(path.read_text())["metrics"] for path in files]
 
@@ -62,7 +56,6 @@ class Training:
         self.start_s = time.monotonic() - began
 
     def step(self) -> None:
-        """Take one step on all ranks."""
         began = time.monotonic()
         for worker in self.workers:
             worker.begin_step()
@@ -112,12 +105,10 @@ def make_training(
 
 
 def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:
-    """Start trainings one after the other, and have them take a step each in turn; the baseline is the first of them.
+    """Start trainings one after the other, and have them take a step each in turn.
 
-    The baseline starts last: the first to start reads files that are not cached yet, which must not count as a gain.
-
-    Raises:
-        RuntimeError: A rank failed; the message names its log.
+    The baseline, the first of them, starts last: the first to start reads files that are not cached yet, which must not
+    count as a gain.
     """
     with ExitStack() as stack:
         for training in reversed(list(trainings.values())):

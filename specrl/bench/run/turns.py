@@ -1,7 +1,6 @@
 """Processes that take one step at a time, each when it is told to, so that no other computes while one is timed.
 
-The parent writes a line to the standard input of a process, which then takes one step and answers with a line on its
-standard output. What libraries print goes to the log.
+For each line on its standard input, a process takes a step and answers with a line on its standard output.
 """
 
 from __future__ import annotations
@@ -23,13 +22,7 @@ class Worker(AbstractContextManager["Worker"]):
     """A process that takes steps, as its parent sees it. It is ready when its first answer has come."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start the process, without waiting for it.
-
-        Args:
-            name: What error messages call it.
-            command: The words after `python -m`; the id of this process is added to them.
-            environment: What is added to this process's environment.
-        """
+        """Start `python -m COMMAND PID`, with additions to this environment; `name` is for error messages."""
         self.name, self.log = name, log
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -44,21 +37,16 @@ class Worker(AbstractContextManager["Worker"]):
         self._orders, self.answers = self.process.stdin, self.process.stdout
 
     def begin_step(self) -> None:
-        """Tell the process to take a step."""
         self._orders.write(TURN)
         self._orders.flush()
 
     def end(self) -> None:
-        """Tell the process that there are no more steps, without waiting for it."""
+        """There are no more steps; this does not wait."""
         self._orders.close()
         self.process.stdin = None  # or waiting for the process would write to it
 
     def await_answer(self) -> None:
-        """Wait until the process is ready, or has taken its step.
-
-        Raises:
-            RuntimeError: It has ended.
-        """
+        """Wait until the process is ready, or has taken its step."""
         if self.answers.readline() != DONE:
             killed = self.process.wait() == -signal.SIGKILL
             why = " (it was killed, as Linux does where memory is short)" if killed else ""
@@ -73,10 +61,7 @@ class Worker(AbstractContextManager["Worker"]):
 def await_all(workers: Sequence[Worker]) -> None:
     """Wait until all processes are ready, or have taken their step.
 
-    They may wait for each other, so that without the one that has ended the others would never answer.
-
-    Raises:
-        RuntimeError: One has ended.
+    They may wait for each other, so that without one that has ended the others would never answer.
     """
     waiting = {worker.answers: worker for worker in workers}
     while waiting:
@@ -85,18 +70,15 @@ def await_all(workers: Sequence[Worker]) -> None:
 
 
 class Turns:
-    """The parent's orders, as the process sees them."""
-
     def __init__(self) -> None:
         """Keep the standard output for answers; whatever else is written to it goes to the log from now on."""
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def wait(self) -> bool:
-        """Wait for the next turn; False when there is none any more."""
+        """Wait for the next turn; False when there are no more."""
         return sys.stdin.readline() == TURN
 
     def done(self) -> None:
-        """Say that this process is ready, or has taken its step."""
         self._answers.write(DONE)
         self._answers.flush()
