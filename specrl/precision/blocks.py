@@ -1,7 +1,6 @@
-"""The arithmetic of blockwise e4m3 quantisation of matrices.
+"""Blockwise e4m3 quantisation of matrices.
 
-Where the block size does not divide a dimension, such as 576 = 4.5 blocks of 128, the last block is padded with zeros;
-the padding is not returned.
+Where the block size does not divide a dimension, such as 576 = 4.5 blocks of 128, the last block is padded with zeros.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 BLOCK = 128
-ALONG_ROWS = (1, BLOCK)
-"""The block of activations and gradients in products that sum over the last dimension."""
-ALONG_TOKENS = (BLOCK, 1)
-"""The block of activations and gradients in products that sum over tokens, the first dimension: weight gradients."""
+ALONG_ROWS = (1, BLOCK)  # for products that sum over the last dimension
+ALONG_TOKENS = (BLOCK, 1)  # for products that sum over tokens, the first dimension: weight gradients
 SQUARE = (BLOCK, BLOCK)
 
-MIN_AMAX = 2.0**-100
-"""The smallest largest magnitude that a scale is computed from, so that blocks of zeros do not divide by zero."""
+MIN_AMAX = 2.0**-100  # so that blocks of zeros do not divide by zero
 
 
 def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:

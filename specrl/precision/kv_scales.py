@@ -1,9 +1,7 @@
 """Scales of an FP8 KV cache, measured in the policy's own forward passes: of rotated queries and keys, and of values.
 
-A token's maximum is its largest magnitude over the heads and channels of one tensor-parallel rank. In each layer the
-99.9th percentile of the tokens' maxima, plus a margin, is mapped to the largest e4m3 value; the few larger magnitudes
-saturate. Maxima are counted in bins by their logarithm, so that the counts of ranks and micro-batches can be added, and
-a step costs little.
+A token's maximum is its largest magnitude over the heads and channels of one rank. In each layer the 99.9th percentile
+of these, plus a margin, is mapped to the largest e4m3 value. They are counted in logarithmic bins, which add up.
 """
 
 from __future__ import annotations
@@ -21,12 +19,10 @@ from specrl.distributed import Ranks
 from specrl.precision.blocks import E4M3_MAX
 from specrl.precision.recipe import KvScales
 
-PERCENTILE = 0.999
-"""The share of tokens whose maximum does not saturate."""
+PERCENTILE = 0.999  # of tokens have a maximum that does not saturate
 MARGIN = 1.05
-"""The factor by which the largest representable magnitude exceeds the percentile."""
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
-"""The bins are narrow enough that the upper edge of one is at most 2.2 % above the maxima in it."""
+"""The upper edge of a bin is at most 2.2 % above the maxima in it."""
 QUERY, KEY, VALUE = range(3)
 
 
@@ -34,11 +30,10 @@ class KvObserver:
     """Watches the attention layers of a policy, which must know it as `policy.kv_observer`."""
 
     def __init__(self, model: Any, num_layers: int, device: torch.device, *, training_only: bool = True) -> None:
-        """Watch this rank's attention layers; with `training_only` not in the parity probe's passes, for instance."""
+        """Watch this rank's attention layers; with `training_only`, not in the parity probe's passes, for instance."""
         self.training_only = training_only
         shape = (3, num_layers, BINS_PER_OCTAVE * NUM_OCTAVES)
-        self.num_tokens: int | None = None
-        """The number of tokens at the beginning of the row that are observed; None while nothing is."""
+        self.num_tokens: int | None = None  # observed at the beginning of the row; None while none are
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._hooks: list[Any] = []
         for layer in model.decoder.layers:
@@ -49,8 +44,8 @@ class KvObserver:
     def forward_pass(self, num_tokens: int) -> Iterator[None]:
         """Observe the attention of one micro-batch inside the block, and of its row the first `num_tokens`.
 
-        What the backward pass recomputes after it is left out: the same tokens would count twice, and with pipeline
-        parallelism another micro-batch has passed in between.
+        What the backward pass recomputes is left out: tokens would count twice, and with pipeline parallelism another
+        micro-batch may have passed in between.
         """
         self.num_tokens = num_tokens
         try:

@@ -1,12 +1,9 @@
-"""Measures of how far training and generation disagree about the tokens that were sampled.
+"""How far training and generation disagree about the tokens that were sampled.
 
-They compare the natural log-probs that the trainer and the engine give to the response tokens that the engine sampled.
-Both are of the whole distribution at the sampling temperature, whatever `sampling.top_p` and `top_k` drop, so that the
-measures show numerics alone.
-Below, p is the engine's probability of a token, q the trainer's, and r = q / p its importance ratio; expectations over
-p are means over the tokens. Where `top_p` or `top_k` drop tokens, they are expectations over those that are kept.
-
-Each rank counts its share of the tokens, and one sum over the ranks gives the measures of all.
+Compared are the natural log-probs of the sampled response tokens, of the whole distribution at the sampling
+temperature, so that the measures show numerics alone. Below, p is the engine's probability of a token, q the trainer's,
+and r = q / p; expectations over p are means over the tokens (where `top_p` or `top_k` drop tokens, over those that are
+kept).
 """
 
 from __future__ import annotations
@@ -21,21 +18,16 @@ from torch import Tensor
 
 from specrl.distributed import Ranks, sum_arrays
 
-QUANTILES = (0.5, 0.9, 0.99, 0.999)
-"""The quantiles of the importance ratio that are logged, besides the maximum."""
-LARGE_RATIO = 2.0
-"""The importance ratio above which `mismatch/truncated_fraction` counts a token, and `tis` truncates by default."""
+QUANTILES = (0.5, 0.9, 0.99, 0.999)  # of the importance ratio, besides the maximum
+LARGE_RATIO = 2.0  # above it `mismatch/truncated_fraction` counts, and `tis` truncates by default
 
 OCTAVES, PER_OCTAVE = (-30, 6), 64
-"""The histogram of |log r| has so many bins between one power of two and the next, from the first to the second power.
-
-Smaller values are in a bin of their own around 0, and larger ones in the last bin.
-"""
+"""The bins of |log r| go from 2**-30 to 2**6; smaller values are in a bin around 0, larger ones in the last."""
 MANTISSA_BITS, EXPONENT_BIAS = 52, 1023
 NUM_BINS = (OCTAVES[1] - OCTAVES[0]) * PER_OCTAVE
 TOKENS, NOT_NUMBERS, MULT_ERROR, KL, JS, LARGE = range(6)
-"""The places of the sums in `MismatchSums.totals`: the tokens, those of them whose log r is no number, the sums of
-exp(|log r|) and of the terms of KL and JS, and the tokens whose r is above `LARGE_RATIO`."""
+"""Places in `MismatchSums.totals`: tokens, those whose log r is NaN, the sums of exp(|log r|) and of the terms of KL
+and JS, and the tokens whose r is above `LARGE_RATIO`."""
 
 Floats = NDArray[np.float64]
 
@@ -44,18 +36,14 @@ Floats = NDArray[np.float64]
 class MismatchSums:
     """Sums over tokens from which the measures are made; those of several shares add up.
 
-    The histogram decides quantiles and the largest thousandth: what is asked for is the mean of its bin, which differs
-    from the exact value by less than 1/64 of its |log r|, and is exact where the bin's tokens are equal.
+    For quantiles and the largest thousandth, the mean of a histogram's bin stands for its values, which is off by less
+    than 1/64 of |log r|.
     """
 
-    totals: Floats
-    """[6]: see `TOKENS` and the names after it."""
-    counts: Floats
-    """[2 * NUM_BINS + 1]: the number of tokens by log r, in ascending order; the bin of 0 is in the middle."""
-    errors: Floats
-    """[2 * NUM_BINS + 1]: the sum of exp(|log r|) in each bin."""
-    largest: float
-    """The largest log r; minus infinity without any token."""
+    totals: Floats  # [6]
+    counts: Floats  # [2 * NUM_BINS + 1]: tokens by ascending log r; the bin of 0 is in the middle
+    errors: Floats  # [2 * NUM_BINS + 1]: the sum of exp(|log r|) in each bin
+    largest: float  # the largest log r; minus infinity without tokens
 
     @classmethod
     def of(cls, training: ArrayLike, generation: ArrayLike) -> MismatchSums:
@@ -103,8 +91,8 @@ class MismatchSums:
     def bulk_error(self) -> float:
         """`token_mult_prob_error` without the largest thousandth of its terms, and at least without the largest.
 
-        Rounding can make a token that is nearly a toss-up hundreds of times more likely, and one such token among a
-        thousand would weigh as much as all others. A single token gives 1, and NaN gives NaN.
+        Rounding can make a near toss-up hundreds of times more likely, and one such token among a thousand would weigh
+        as much as all others. A single token gives 1, and NaN gives NaN.
         """
         if self.totals[NOT_NUMBERS]:
             return math.nan
@@ -120,28 +108,25 @@ class MismatchSums:
 
     @property
     def kl(self) -> float:
-        """Schulman's k3 estimate of KL(p || q) in nats per token: the mean of r - 1 - log r.
-
-        It is unbiased, and none of its terms is negative.
-        """
+        """Schulman's k3 estimate of KL(p || q) in nats per token: unbiased, with terms r - 1 - log r of at least 0."""
         return self._mean(KL)
 
     @property
     def js(self) -> float:
         """The Jensen-Shannon divergence in nats per token, between 0 and log 2 in expectation.
 
-        It is E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2. None of its terms is negative,
-        because f is convex and f(1) = f'(1) = 0.
+        It is E_p[f(r)] with f(r) = (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2, of which no term is negative: f is
+        convex and f(1) = f'(1) = 0.
         """
         return self._mean(JS)
 
     @property
     def truncated_fraction(self) -> float:
-        """The share of the tokens whose r is above `LARGE_RATIO`, where truncated importance sampling cuts it off."""
+        """The share of the tokens that truncated importance sampling cuts off."""
         return self._mean(LARGE)
 
     def importance_ratio_quantiles(self) -> dict[float, float]:
-        """The quantiles of r, by their share: those in `QUANTILES`, and the maximum under 1.0."""
+        """The quantiles of r by share: `QUANTILES`, and the maximum under 1.0."""
         reached = np.cumsum(self.counts)
         found = {}
         for share in QUANTILES:
@@ -170,7 +155,7 @@ class MismatchSums:
 
 
 def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
-    """log r = log q - log p as float64 [tokens]; raise ValueError for other shapes."""
+    """log r = log q - log p as float64 [tokens]."""
     q, p = np.asarray(training, np.float64), np.asarray(generation, np.float64)
     if q.shape != p.shape or q.ndim != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """FP8 on GPUs by Transformer Engine's `Float8BlockScaling`: e4m3 in blocks of 128x128 and 1x128, forward and backward.
 
 Megatron enables Transformer Engine's autocast around every transformer layer; the layers that stay in BF16 disable it
-for themselves. This is not used on a CPU. `tests/gpu/test_fp8_native.py` compares it with the emulation.
+for themselves.
 """
 
 from __future__ import annotations
@@ -18,23 +18,15 @@ from specrl.models.families import head_dim
 from specrl.precision.blocks import BLOCK
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""The environment variable by which scales may be any float32 number; otherwise they are powers of two.
-
-Transformer Engine reads it when its recipes are imported.
-"""
-QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-"""The attributes of `Float8BlockScaling` that say how inputs, weights and gradients are scaled."""
-FIRST_CAPABILITY = (9, 0)
-"""The lowest compute capability of GPUs that multiply e4m3 in blocks.
-
-On older ones vLLM would use kernels that leave activations in BF16.
-"""
+"""Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
+QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")  # attributes of its recipe
+FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave activations in BF16
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
     """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set the kind of scales.
 
-    It must be called before Transformer Engine is used.
+    To be called before Transformer Engine is used.
     """
     if not torch.cuda.is_available():
         if config.hardware == "native":
@@ -72,8 +64,7 @@ def check_device(key: str) -> None:
 def set_scales(*, power_of_two: bool) -> None:
     """Set the kind of scales of the recipes that Transformer Engine makes from now on, or raise ValueError.
 
-    Megatron has imported Transformer Engine, which read its environment variable then and keeps what it says in
-    attributes of the recipe's class; these are set here.
+    Megatron has imported it, so that its environment variable has been read, into the attributes that are set here.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 

@@ -1,8 +1,7 @@
 """The FP8 recipe of a policy: which layers compute in FP8 and with which scales, in trainer, engine and export alike.
 
-A recipe belongs to one policy, which it identifies by the digest of its weights and configuration. The `train` stage
-reads the recipe that `calibrate` wrote, and writes it with the newest KV-cache scales into the directory of the trained
-policy.
+It is of one policy, known by the digest of its weights and configuration. `train` reads the recipe of `calibrate`, and
+writes it with the newest KV-cache scales beside the trained policy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from specrl.models.families import Family, expert_shape_of_model, family_of, hea
 from specrl.precision.blocks import BLOCK
 
 Mode = Literal["native", "emulated", "off"]
-"""How an engine computes FP8: by the device's own kernels, by rounding in the compute type, or not at all."""
+"""By the device's own kernels, by rounding in the compute type, or not at all."""
 
 RECIPE_FILE = "precision.json"
 
@@ -45,12 +44,9 @@ class Recipe:
 
     family: Family
     num_layers: int
-    bf16_layers: frozenset[str] = frozenset()
-    """The trainer's names of the layers that stay in BF16, such as `layers.3.linear_fc2`."""
-    power_of_two: bool = False
-    """Whether scales are rounded up to powers of two."""
-    kv_scales: KvScales | None = None
-    """The scales of an FP8 KV cache; None where they were not calibrated."""
+    bf16_layers: frozenset[str] = frozenset()  # by the trainer's names, such as `layers.3.linear_fc2`
+    power_of_two: bool = False  # scales are rounded up to powers of two
+    kv_scales: KvScales | None = None  # None where they were not calibrated
 
     @property
     def kept_layers(self) -> list[str]:
