@@ -23,10 +23,8 @@ class ExportedDrafter:
 
     directory: Path
     policy_dir: Path
-    policy: str
-    """The directory or hub id of the policy, as the serving side will name it."""
-    k: int
-    """The number of draft tokens per iteration that is recommended."""
+    policy: str  # the directory or hub id, as the serving side will name it
+    k: int  # recommended draft tokens per iteration
 
     @property
     def config(self) -> dict[str, Any]:
@@ -44,9 +42,9 @@ def serve_arguments(
 ) -> list[str]:
     """The words of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 
-    With a run's configuration, the type, the longest sequence and the number of GPUs are those of the run. A run
-    without GPUs is then served as its engine generated, with a KV cache of the same size; vLLM would take nearly all
-    memory of the machine. A drafter directory that is the policy's stands for a layer of the policy.
+    With a run's configuration, a run without GPUs is served as its engine generated, with a KV cache of the same size;
+    vLLM would take nearly all memory of the machine. A drafter directory that is the policy's stands for a layer of the
+    policy.
     """
     speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:
@@ -58,7 +56,7 @@ def serve_arguments(
 
 
 def window_options(directory: Path) -> list[str]:
-    """What `vllm serve` must be told about a drafter with a sliding window; nothing for any other one.
+    """What `vllm serve` must be told about a drafter with a sliding window.
 
     vLLM would divide the policy's layers into groups as small as the drafter, each with a table of blocks of its own.
     """

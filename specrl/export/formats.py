@@ -1,10 +1,8 @@
 """The formats that a drafter is exported in, each from the EAGLE-3 directory that specrl itself writes.
 
-SGLang reads other names and keys; this was written for 0.5.23, and older versions know neither the norms of EAGLE-3.1
-nor several layers. It leaves out tensors that it has no place for without a word, so what it does not compute is
-refused here. What has the format of the `speculators` library is served with `vllm serve DIRECTORY` alone: it has the
-tensors under the library's names, the policy's name, and its embeddings, which version 0.9 of the library leaves
-undefined where they are missing, and trains on.
+SGLang (0.5.23; older versions know neither the norms of EAGLE-3.1 nor several layers) silently leaves out tensors that
+it has no place for, so what it does not compute is refused here. The format of the `speculators` library has the
+policy's embeddings, too: version 0.9 leaves them undefined where they are missing.
 """
 
 from __future__ import annotations
@@ -51,16 +49,13 @@ def write_sglang(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def sglang_name(name: str) -> str:
-    """The name that SGLang has for a tensor of the EAGLE-3 directory.
-
-    The norm before the attention is called `hidden_norm` in all of its layers.
-    """
+    """SGLang's name of a tensor: the norm before the attention is called `hidden_norm` in all layers."""
     prefix, _, rest = name.partition(".input_layernorm.")
     return f"{prefix}.hidden_norm.{rest}" if rest and prefix.startswith("layers.") else name
 
 
 def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """SGLang's `config.json`, given the EAGLE-3 directory's and the number of the policy's layers; see `write_sglang`.
+    """SGLang's `config.json`, given that of the EAGLE-3 directory and the number of the policy's layers.
 
     SGLang names a feature by the layer that it leaves, in `eagle_config`, and not by the one that it enters.
     """
@@ -101,10 +96,8 @@ LAYER_KEYS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
-EMBEDDINGS = "embed_tokens.weight"
-"""The name of the embeddings; in the policy it has a prefix."""
-WINDOW_KEYS = ("sliding_window", "layer_types")
-"""The keys of `config.json` that only a drafter with a sliding window has."""
+EMBEDDINGS = "embed_tokens.weight"  # in the policy it has a prefix
+WINDOW_KEYS = ("sliding_window", "layer_types")  # only with a sliding window
 
 
 def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
@@ -121,7 +114,6 @@ def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
 
 
 def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
-    """The contents of the library's `config.json`; the errors are those of `write_speculators`."""
     eagle3 = drafter.config
     if eagle3["norm_before_fc"] and eagle3["fc_norm"]:
         raise ValueError(
@@ -151,11 +143,8 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    write: Callable[[ExportedDrafter, Path], None]
-    """Writes the format into a new folder; raises ValueError where the format, or what loads it, cannot hold the
-    drafter."""
-    command: Callable[[ExportedDrafter, Path], str]
-    """Returns the command that serves that folder."""
+    write: Callable[[ExportedDrafter, Path], None]  # into a new folder; ValueError where it cannot hold the drafter
+    command: Callable[[ExportedDrafter, Path], str]  # the command that serves the folder
 
 
 def _write_eagle3(drafter: ExportedDrafter, directory: Path) -> None:
@@ -177,7 +166,7 @@ FORMATS: dict[str, Format] = {
     "speculators": Format(write_speculators, _speculators_command),
     "sglang": Format(write_sglang, sglang_command),
 }
-"""All formats by name. `eagle3` is the original layout, which vLLM loads."""
+"""`eagle3` is the original layout, which vLLM loads."""
 
 
 def find_format(name: str) -> Format:

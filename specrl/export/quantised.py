@@ -1,10 +1,8 @@
 """The drafter with 8-bit linear layers, in the layout of the `compressed-tensors` library, which vLLM loads as it is.
 
-A weight becomes an 8-bit matrix with one float32 scale per output channel, each value rounded to the nearest; nothing
-is calibrated. While serving, vLLM quantises what a layer reads, with one scale per token. The layers of the decoder are
-quantised. Norms and head stay as they are, and so does `fc`, which reads the policy's hidden states: in many models a
-few of their elements are far larger than the others, and set the scale of a token alone. vLLM computes both formats on
-CPUs, too: INT8 natively, FP8 with PyTorch's matrix product, which saves no time there.
+Each weight is rounded to the nearest, with one float32 scale per output channel. What a layer reads is quantised while
+serving, with one scale per token. `fc` stays as it is, with norms and head: it reads the policy's hidden states, in
+many models a few of whose elements are far larger than the others and would set the scale of a token alone.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
 from specrl.models.hf_io import TensorReader, write_tensors
 from specrl.precision.blocks import quantise
 
-INT8_MAX = 127
-"""The largest number that is used of int8, so that the range is symmetric."""
-QUANTISED = "_proj.weight"
-"""The end of the names of the weights that are quantised."""
+INT8_MAX = 127  # a symmetric range
+QUANTISED = "_proj.weight"  # suffix of the weights that are quantised
 KEPT = ("fc", "lm_head")
 
 
@@ -34,12 +30,9 @@ KEPT = ("fc", "lm_head")
 class Scheme:
     """A number format of weights and of what the layers read."""
 
-    words: str
-    """Its name on the model card."""
-    kind: str
-    """What `compressed-tensors` calls its numbers."""
-    layout: str
-    """What `compressed-tensors` calls the layout of the tensors."""
+    words: str  # on the model card
+    kind: str  # what `compressed-tensors` calls its numbers
+    layout: str  # what it calls that of the tensors
 
 
 SCHEMES = {"int8": Scheme("INT8", "int", "int-quantized"), "fp8": Scheme("FP8 (e4m3)", "float", "float-quantized")}
