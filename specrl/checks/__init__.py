@@ -14,7 +14,5 @@ class Check:
 
     name: str
     status: Status
-    found: str
-    """The state of the machine, in a few words."""
-    fix: str = ""
-    """How to fix it: a command, or what to do. It is empty when nothing is wrong."""
+    found: str  # the state of the machine, in a few words
+    fix: str = ""  # a command, or what to do, if anything

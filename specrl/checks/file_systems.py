@@ -14,8 +14,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 SHARED = re.compile(
     r"(fuse\.)?(nfs4?|lustre|gpfs|beegfs|cifs|smb3?|ceph(fs)?|wekafs|glusterfs|pvfs2|orangefs|panfs|afs|sshfs|daos|"
     r"juicefs|vast\w*|ocfs2|gfs2)"
-)
-"""The types of such file systems, as Linux calls them."""
+)  # as Linux calls them
 SERVER = "tracking.uri = the address of an MLflow server (mlflow server --backend-store-uri sqlite:////LOCAL/mlflow.db)"
 
 

@@ -1,7 +1,6 @@
 """Check that a GPU can do what a stage asks of it: its driver, the packages built for it, its memory, its compiler.
 
-What is found is gathered once, into `GpuFacts`; the checks are functions of that and of `GpuNeeds`, so that all of them
-can be tried on a machine without a GPU. `specrl doctor` and every job with GPUs use the same checks.
+Checks are functions of `GpuFacts` and `GpuNeeds`, so that all of them can be tried on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -22,79 +21,55 @@ from pathlib import Path
 from specrl.checks import Check, Status
 
 GIB = 2**30
-LEAST_NVCC = (12, 9)
-"""The first CUDA compiler that builds DeepGEMM's and FlashInfer's kernels."""
-MEMORY_SLACK_GIB = 1.0
-"""The memory of a GPU that may be missing, for the CUDA context of this process."""
-FIRST_FP8_CAPABILITY = (9, 0)
-"""The first compute capability with FP8 in blocks."""
+LEAST_NVCC = (12, 9)  # the first that builds DeepGEMM's and FlashInfer's kernels
+MEMORY_SLACK_GIB = 1.0  # for the CUDA context of this process
+FIRST_FP8_CAPABILITY = (9, 0)  # with FP8 in blocks
 ENVIRONMENT = "make env LOCK=requirements/gpu.lock"
-DRIVERS = {12: "R525", 13: "R580"}
-"""The first driver branch for each major version of CUDA."""
-COMPILE_SECONDS = 120
-"""How long the compilation of a kernel may take, on a file system that answers slowly."""
+DRIVERS = {12: "R525", 13: "R580"}  # the first driver branch for each major version of CUDA
+COMPILE_SECONDS = 120  # for a kernel, on a file system that answers slowly
 KERNEL = """
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda/std/cstdint>
 __global__ void kernel(const __nv_fp8_e4m3* x, __nv_bfloat16* y) { y[0] = __nv_bfloat16(float(x[0])); }
 """
-SYSTEM_CUDA = "/usr/local/cuda"
-"""Where DeepGEMM looks last."""
-PROBE_SECONDS = 20
-"""How long the driver and the compiler may take to answer."""
+SYSTEM_CUDA = "/usr/local/cuda"  # where DeepGEMM looks last
+PROBE_SECONDS = 20  # for the driver and the compiler to answer
 Version = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The state of a GPU, its driver and the packages for it; a version is None where the thing is not there."""
+    """A GPU, its driver and its packages; what is not there, a version or a problem, is None."""
 
-    driver: str | None = None
-    """The release of the NVIDIA driver, such as 580.82.07."""
-    driver_cuda: Version | None = None
-    """The newest version of CUDA that the driver has."""
+    driver: str | None = None  # such as 580.82.07
+    driver_cuda: Version | None = None  # the newest version that it has
     torch: str | None = None
-    torch_cuda: Version | None = None
-    """The version of CUDA that torch was built for; None for a CPU build."""
-    torch_problem: str | None = None
-    """Why torch sees no GPU, in its own words; None where it sees one."""
-    capability: Version | None = None
-    """The compute capability of this rank's GPU; None where none was looked at."""
+    torch_cuda: Version | None = None  # that it was built for; None for a CPU build
+    torch_problem: str | None = None  # why torch sees no GPU, in its own words
+    capability: Version | None = None  # None where no GPU was looked at
     free_gib: float = 0.0
     total_gib: float = 0.0
-    nccl: Version | None = None
-    """The version of the NCCL library that torch has loaded."""
-    nccl_package: Version | None = None
-    """The version of the NCCL package that is installed beside torch."""
+    nccl: Version | None = None  # of the library that torch has loaded
+    nccl_package: Version | None = None  # installed beside torch
     transformer_engine: str | None = None
-    transformer_engine_problem: str | None = None
-    """The error with which Transformer Engine cannot be imported; None where it can, or where that was not tried."""
+    transformer_engine_problem: str | None = None  # the error of its import
     nvcc: Version | None = None
-    nvcc_path: str | None = None
-    """Where the compiler is, although the environment does not lead to it; None where it does, or there is none."""
-    compile_problem: str | None = None
-    """Why the compiler fails on a kernel for this GPU; None where it does not, or where that was not tried."""
-    compiles_flashinfer: bool = False
-    """Whether FlashInfer is installed without its precompiled kernels."""
+    nvcc_path: str | None = None  # where it is, if the environment does not lead to it
+    compile_problem: str | None = None  # why it fails on a kernel for this GPU
+    compiles_flashinfer: bool = False  # it is installed without its precompiled kernels
 
 
 @dataclass(frozen=True)
 class GpuNeeds:
     """What a stage asks of its GPU."""
 
-    engine_fraction: float = 0.0
-    """The part of the GPU's memory that the engine takes at its start; 0 without an engine."""
-    planned_gib: float = 0.0
-    """The memory that the plan counts for this rank, engine included; 0 where it knows the model's shape not."""
-    given_gib: float = 0.0
-    """`gpu_memory_gib` of the stage's resources; 0 where it is not known."""
-    transformer_engine: bool = False
-    """Whether the stage trains or scores with Megatron, whose layers on GPUs are Transformer Engine's."""
-    fp8_generation: bool = False
-    """Whether the engine's linear layers are in FP8, whose kernels are compiled at run time."""
-    several_ranks: bool = False
-    """Whether ranks exchange tensors, by NCCL."""
+    engine_fraction: float = 0.0  # of the GPU's memory, at its start; 0 without an engine
+    planned_gib: float = 0.0  # engine included; 0 where the plan does not know the model's shape
+    given_gib: float = 0.0  # `gpu_memory_gib` of the stage's resources; 0 where it is not known
+    transformer_engine: bool = False  # for Megatron's layers on GPUs
+    fp8_generation: bool = False  # its kernels are compiled at run time
+    several_ranks: bool = False  # ranks exchange tensors by NCCL
 
 
 def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
@@ -131,7 +106,7 @@ def check_driver(facts: GpuFacts) -> Check:
 
 
 def check_device(facts: GpuFacts, needs: GpuNeeds) -> Check:
-    """Check that torch sees a GPU, if it was asked, and that it computes in FP8 where the engine shall."""
+    """Check that torch sees a GPU, if it was asked, and that this computes in FP8 where the engine shall."""
     if facts.torch_problem is not None:
         fix = "echo $CUDA_VISIBLE_DEVICES and nvidia-smi in the job show what it was given; gpus_per_rank asks for it"
         return Check("GPU device", "fail", f"torch sees none: {facts.torch_problem}", fix)
@@ -169,7 +144,7 @@ def check_nccl(facts: GpuFacts) -> Check:
 
 
 def check_transformer_engine(facts: GpuFacts) -> Check:
-    """Check that Transformer Engine is there and can be imported; it fits only the torch that it was built against."""
+    """Check that Transformer Engine can be imported; it fits only the torch that it was built against."""
     name = "Transformer Engine"
     if facts.transformer_engine is None:
         return Check(name, "fail", "not installed; Megatron's layers on GPUs are its own", ENVIRONMENT)
@@ -214,12 +189,7 @@ def check_without_driver(torch_version: str | None) -> Check:
 
 
 def gather_facts(*, use_torch: bool) -> GpuFacts:
-    """What this machine has.
-
-    Args:
-        use_torch: Whether to import torch and Transformer Engine, and to look at the GPU. A job does, as it imports
-            them anyway; a login node does not.
-    """
+    """What this machine has; `use_torch` imports torch and Transformer Engine, as a job does anyway."""
     driver_cuda, (nvcc, nvcc_path) = _driver_cuda(), find_nvcc()
     facts: dict[str, object] = {
         "driver": _driver_release(),
@@ -280,10 +250,7 @@ def _driver_release() -> str | None:
 
 
 def find_nvcc() -> tuple[Version | None, str | None]:
-    """The version and the path of the compiler that kernels are compiled with.
-
-    It is the one that DeepGEMM and FlashInfer find by themselves or, where that does not fit, this environment's.
-    """
+    """Version and path of the compiler that DeepGEMM and FlashInfer find, or else of this environment's."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or f"{SYSTEM_CUDA}/bin/nvcc"
     own = sorted(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc")))
@@ -302,7 +269,7 @@ def own_cuda_home() -> str | None:
 
 
 def compile_problem(nvcc: str, capability: Version) -> str | None:
-    """Compile a kernel with the headers that DeepGEMM's have, and say in one line why that fails, or None."""
+    """Why a kernel with the headers of DeepGEMM's does not compile, in one line, or None."""
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= FIRST_FP8_CAPABILITY else ''}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.cu")
@@ -337,15 +304,11 @@ def _version(package: str) -> str | None:
 
 
 def installed_torch() -> str | None:
-    """The version of the installed torch, or None without one."""
     return _version("torch")
 
 
 def cuda_of_build(torch_version: str | None) -> Version | None:
-    """The CUDA version of a torch build by its name, such as 2.13.0+cu130; None for a CPU build.
-
-    The name of PyPI's build has no such part; its CUDA packages tell.
-    """
+    """The CUDA version of a torch build: in its name (2.13.0+cu130), or by PyPI's packages; None for a CPU build."""
     if torch_version is None or "+cpu" in torch_version:
         return None
     if found := re.search(r"\+cu(\d+)(\d)$", torch_version):
@@ -354,11 +317,9 @@ def cuda_of_build(torch_version: str | None) -> Version | None:
 
 
 def as_version(text: str | None) -> Version | None:
-    """The leading numbers of a version."""
     found = re.match(r"\d+(?:\.\d+)*", text or "")
     return tuple(int(part) for part in found[0].split(".")) if found else None
 
 
 def dotted(parts: Version) -> str:
-    """A version as text."""
     return ".".join(map(str, parts))
