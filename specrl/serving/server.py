@@ -32,34 +32,23 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment variables of the server, unless the user has set them."""
-KEY = "VLLM_API_KEY"
-"""The variable from which vLLM's server reads the key that it asks of its clients."""
-LOOK_SECONDS = 0.2
-"""The pause between two looks at whether the server answers."""
-AT_ONCE = 4
-"""The number of requests that are under way at the same time."""
-COUNT_SECONDS = 10
-"""How long the server may take to count a response after it has sent it."""
-END_SECONDS = 30
-"""How long the server may take to end after it was told to, before it is killed."""
+"""The server's, unless the user has set them."""
+KEY = "VLLM_API_KEY"  # what vLLM's server asks of its clients
+LOOK_SECONDS = 0.2  # between two looks at whether the server answers
+AT_ONCE = 4  # requests under way
+COUNT_SECONDS = 10  # for the server to count a response after it has sent it
+END_SECONDS = 30  # to end after it was told to, before it is killed
 
 
 class ServerEndedError(RuntimeError):
-    """vLLM's server ended without having been told to, or refused a request. The message is one line."""
+    """vLLM's server ended without having been told to, or refused a request."""
 
 
 class ModelServer:
     """vLLM's server, which exists as long as the context of this object, and never longer than this process."""
 
     def __init__(self, arguments: Sequence[str], port: int, log: Path) -> None:
-        """Start the server, and return before it answers.
-
-        Args:
-            arguments: The options of `vllm serve`, with the model as `--model`, and the port.
-            port: That port.
-            log: The file that gets what the server prints.
-        """
+        """Start `vllm serve` with these options, among them `--model` and `--port`; it does not answer yet."""
         self.url = f"http://{LOOPBACK}:{port}"
         self._log = log
         with log.open("wb") as output:
@@ -76,7 +65,6 @@ class ModelServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the server and all processes that it has started."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
@@ -85,11 +73,7 @@ class ModelServer:
         self._process.wait()
 
     def wait_until_it_answers(self) -> None:
-        """When the server can take requests.
-
-        Raises:
-            ServerEndedError: It ended instead.
-        """
+        """Return when the server can take requests; ServerEndedError if it ended instead."""
         while self._process.poll() is None:
             with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return
@@ -97,21 +81,15 @@ class ModelServer:
         self.wait_until_it_ends()
 
     def wait_until_it_ends(self) -> NoReturn:
-        """Wait for the server's end.
-
-        Raises:
-            ServerEndedError: The server has ended.
-        """
         code = self._process.wait()
         raise ServerEndedError(
             f"vLLM's server ended with code {code}: {_last_words(self._log)}; its log is {self._log}"
         )
 
     def answer(self, prompts: Sequence[Prompt], config: Config) -> tuple[int, SpeculationStats]:
-        """The number of tokens with which the server answers prompts, sampled as `sampling` says, and its drafts.
+        """The tokens with which the server answers prompts, sampled as `sampling` says, and its drafts.
 
-        Raises:
-            ServerEndedError: The server refuses a request, has ended, or has drafted nothing.
+        ServerEndedError where it refuses a request, has ended, or has drafted nothing.
         """
         (model, *_) = json.loads(self._read("/v1/models"))["data"]
         bodies = [{"model": model["id"], **body_of(prompt, config)} for prompt in prompts]
@@ -145,10 +123,7 @@ class ModelServer:
 
 
 def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
-    """A request to complete a prompt, as OpenAI's API and vLLM's additions to it have it.
-
-    It has no seed: on CPUs, vLLM cannot rewind a request's own random numbers.
-    """
+    """A request of OpenAI's API, with vLLM's additions; without a seed, since vLLM cannot rewind one on CPUs."""
     sampling = config.sampling
     return {
         "prompt": prompt.tokens,
@@ -161,10 +136,10 @@ def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
 
 
 def parse_metrics(page: str) -> tuple[int, SpeculationStats]:
-    """The number of generated tokens and the counters of drafts that vLLM's page /metrics shows.
+    """The generated tokens and the counters of drafts on vLLM's page /metrics, of all engines together.
 
-    The page does not say how many drafts reached each position. Nearly all of them have full length, so every position
-    counts as drafted in all of them. Engines of the same server are added up.
+    The page does not say how many drafts reached each position: nearly all have full length, so every position counts
+    in all of them.
     """
     totals: Counter[tuple[str, str]] = Counter()
     for family in text_string_to_metric_families(page):
