@@ -1,7 +1,6 @@
 """The exchange of arrays between ranks: rows of different lengths go to the ranks that need them, and to no others.
 
-Nothing is pickled. Arrays travel as bytes through the group's CPU backend, so that any NumPy type can be sent, and GPUs
-hold none of it. A rank exchanges with one other at a time, and with those alone that have something for each other.
+Arrays travel as bytes through the group's CPU backend, so that any NumPy type can be sent, and GPUs hold none of it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Ragged:
     An item of a row may be an array itself, such as the experts of each layer for one token: all items have one shape.
     """
 
-    rows: list[Array]
-    """The rows, each [length, *item_shape] and contiguous."""
+    rows: list[Array]  # each [length, *item_shape] and contiguous
     dtype: np.dtype[Any]
     item_shape: tuple[int, ...]
 
@@ -62,17 +60,14 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Route:
-    """Which rank sends which rows to which others. It is the same on every rank."""
+    """Which rank sends which rows to which others, the same on every rank."""
 
-    sender: NDArray[np.int64]
-    """[rows]: the rank that sends the row to those that want it and do not hold it."""
-    wanted: Sequence[NDArray[np.int64]]
-    """By rank: the numbers of the rows that the rank wants, in the order in which it wants them."""
-    held: Sequence[NDArray[np.int64]]
-    """By rank: the numbers of the rows that the rank holds already, in ascending order."""
+    sender: NDArray[np.int64]  # [rows]: the rank that sends a row to those that want it and do not hold it
+    wanted: Sequence[NDArray[np.int64]]  # by rank: row numbers, in the order in which it wants them
+    held: Sequence[NDArray[np.int64]]  # by rank: row numbers, in ascending order
 
     def messages(self, sender: int, receiver: int) -> NDArray[np.int64]:
-        """The positions in `wanted` of the receiver at which the rows stand that the sender sends it."""
+        """The positions in `wanted` of the receiver of the rows that the sender sends it."""
         wanted = self.wanted[receiver]
         if sender == receiver:
             return np.flatnonzero(np.isin(wanted, self.held[receiver]))
@@ -154,18 +149,13 @@ class _Peer:
     """What this rank exchanges in one round: it sends to one rank and receives from another."""
 
     to: int
-    sends: NDArray[np.int64]
-    """The positions in what this rank holds."""
+    sends: NDArray[np.int64]  # positions in what this rank holds
     source: int
-    receives: NDArray[np.int64]
-    """The positions in what this rank wants."""
+    receives: NDArray[np.int64]  # positions in what this rank wants
 
 
 def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
-    """This rank's rounds: in round i it sends to the i-th rank after it and receives from the i-th before it.
-
-    Every rank goes through the rounds in the same order, so none waits for one that waits for it.
-    """
+    """In round i a rank sends to the i-th after it and receives from the i-th before it: none waits in a circle."""
     held, found = route.held[ranks.rank], []
     for distance in range(1, ranks.world_size):
         to, source = (ranks.rank + distance) % ranks.world_size, (ranks.rank - distance) % ranks.world_size

@@ -14,15 +14,11 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from specrl.processes import free_port
 
 T = TypeVar("T")
-LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
-"""The variable with which gloo connects two ranks of a group when they first exchange something. Otherwise each group
-connects all pairs of its ranks at once, which takes minutes with hundreds of ranks."""
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # else gloo connects all pairs of ranks at once: minutes for hundreds
 PINNED = "PYTORCH_ALLOC_CONF"
-"""The variable with settings of torch's allocators. By default pinned memory is rounded up to a power of two: the copy
-for a checkpoint could take twice its size of the host's memory, and the plan counts it once."""
+"""By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned."""
 TIMEOUT = timedelta(days=7)
-"""The time that a rank waits for the others. What ends a hang are the limits of the job (`cluster.hang_minutes`, or ten
-times a step's usual time, and `cluster.start_minutes`), which may be far above gloo's own half hour."""
+"""Far above gloo's half hour: the limits of the job end a hang (`cluster.hang_minutes` and `cluster.start_minutes`)."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,7 @@ def join() -> Ranks:
     """Join the job's process group (NCCL on GPUs, gloo on CPUs) and pin this process to its device and threads.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are read as torchrun and submitit set them. Those that are
-    not set are set here, because vLLM reads them: to the values of the group if there is one, or else to those of a
-    process that is alone.
+    not set are set here, because vLLM reads them: to the group's, or else to those of a process that is alone.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     alone = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
