@@ -30,7 +30,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"
 def materialise_model(config: ModelConfig, seed: int, directory: Path) -> Path:
     """Write the model of `model.source` as a Hugging Face directory, unless that exists, and return its path.
 
-    The small files of a source that is a directory are copied, and its weights linked. `seed` is that of random weights.
+    The small files of a source that is a directory are copied, and its weights linked. `seed` is for random weights.
     """
     if directory.is_dir():
         check_model_folder(directory, config.max_length)

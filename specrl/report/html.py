@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
-from specrl.report.results import find_stages, finished, read_config
+from specrl.report.results import StageRecord, find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import event_table, exported, headlines, summary_tables
 from specrl.timeline import timeline_from
@@ -35,9 +36,9 @@ class Chart:
 
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
-    config = read_config(run_dir)
-    stages = find_stages(run_dir)
+    config, stages = read_config(run_dir), find_stages(run_dir)
     results, *tables = summary_tables(run_dir, stages)
+    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters["clipped"] = clipped
     page = templates.get_template(TEMPLATE).render(
@@ -46,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
         results=results,
         tables=[table for table in (*tables, event_table(stages)) if table.rows],
         serving=exported(run_dir, stages),
-        charts=[replace(chart, svg=embedded(chart.svg)) for chart in _charts(run_dir)],
+        charts=[replace(chart, svg=embedded(chart.svg)) for chart in charts],
         steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
@@ -54,12 +55,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _charts(run_dir: Path) -> list[Chart]:
-    return [*_rollout_charts(run_dir), *_result_charts(run_dir)]
-
-
-def _rollout_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _rollout_charts(stages: Mapping[str, StageRecord]) -> list[Chart]:
     if "train" not in stages:
         return []
     steps, rewards, lengths = read_columns(stages["train"].stage_dir / "rollouts")
@@ -74,8 +70,7 @@ def _rollout_charts(run_dir: Path) -> list[Chart]:
     ]
 
 
-def _result_charts(run_dir: Path) -> list[Chart]:
-    stages = find_stages(run_dir)
+def _result_charts(stages: Mapping[str, StageRecord]) -> list[Chart]:
     train, validation = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
     charts = []
     if train:

@@ -52,7 +52,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def readable_config(run_dir: Path) -> Config:
-    """What is understood of a configuration, perhaps somebody else's or of another version, and defaults for the rest."""
+    """What is understood of a configuration, perhaps of somebody else or another version, and defaults for the rest."""
     record = read_json(run_dir / RUN_FILE)
     settings = record.get("settings") if isinstance(record, dict) else None
     data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)

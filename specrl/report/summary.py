@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -191,7 +191,9 @@ def headlines(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[tuple[st
 def exported(run_dir: Path, stages: Mapping[str, StageRecord]) -> tuple[str, str] | None:
     """The folder of the exported drafter, and the command that serves it with its policy."""
     export, config = readable(stages, "export", ExportResult), readable_config(run_dir)
-    if not (export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir)))):
+    if export is None or export.drafter_dir is None:
+        return None
+    if not all(path.resolve().is_relative_to(run_dir.resolve()) for path in (export.drafter_dir, export.policy_dir)):
         return None
     command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
     return str(export.drafter_dir), command
@@ -200,10 +202,6 @@ def exported(run_dir: Path, stages: Mapping[str, StageRecord]) -> tuple[str, str
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
     stages = find_stages(run_dir)
     return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
-
-
-def _lies_in(run_dir: Path) -> Callable[[Path], bool]:
-    return lambda path: path.resolve().is_relative_to(run_dir.resolve())
 
 
 def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
@@ -239,7 +237,7 @@ def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     before, after = validation["accuracy_before"], validation["accuracy_after"]
     rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
-    return [*rows, *_exactness_rows(validation.get("exactness"))]
+    return [*rows, *_exactness_rows(validation["exactness"])]
 
 
 def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
@@ -293,19 +291,18 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     train, refit = summary["train"], summary["refit"]
     if not train:
         return []
-    precision = summary.get("precision")  # runs of earlier versions have none
     steps = _count(train["steps"], "step")
     return [
-        *([("precision", _precision_words(precision))] if precision else []),
+        ("precision", _precision_words(summary["precision"])),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
-        *_estimate_rows(train.get("speedup_estimate")),
+        *_estimate_rows(train["speedup_estimate"]),
         (
             "refit parity",
             f"{refit['checks']} checks, {refit['failures']} failures, "
             f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
         ),
-        *[("drafter", event) for event in refit.get("drafter_events", [])],
+        *[("drafter", event) for event in refit["drafter_events"]],
     ]
 
 

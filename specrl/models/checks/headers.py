@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a folder, by their headers, and whether they are the model's. No torch here."""
+"""The tensors in the safetensors files of a folder, by their headers, and whether these are the model's. No torch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def check_slurm() -> list[Check]:
     if absent:
         return [Check("Slurm", "warn", f"missing {', '.join(absent)}", f"{APT} slurm-client")]
     return [
-        Check("Slurm", "ok", _first_line("sinfo", "--version") or "commands found"),
+        Check("Slurm", "ok", _output("sinfo", "--version").partition("\n")[0] or "commands found"),
         _check_sacct(),
         _check_munge(),
         _check_cluster(),
@@ -118,10 +118,6 @@ def _succeeds(*command: str) -> bool:
 
 def _output(*command: str) -> str:
     return (_run(command) or "").strip()
-
-
-def _first_line(*command: str) -> str:
-    return _output(*command).partition("\n")[0]
 
 
 def _run(command: tuple[str, ...]) -> str | None:
