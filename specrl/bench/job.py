@@ -21,8 +21,8 @@ from specrl.bench.subject import Subject, find_subject
 from specrl.context import StageContext
 from specrl.processes import end_with_parent
 
-ENTRY = "specrl.bench.job:main"  # of a cluster's job
-JOB_FILE, PAGE_FILE = "job.json", "page.md"  # in the results of such a job
+ENTRY = "specrl.bench.job:main"  # what a cluster's job calls
+JOB_FILE, PAGE_FILE = "job.json", "page.md"  # in its folder of results
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the job's rank, which a benchmark must not take for those of its own ranks."""
 
@@ -34,8 +34,8 @@ class BenchResult(Artifact):
 @dataclass(frozen=True)
 class BenchJob:
     name: str
-    options: dict[str, Any]  # of the benchmark's class in `specrl/bench/options.py`
-    command: str  # for the page
+    options: dict[str, Any]  # the fields of a class in `specrl/bench/options.py`
+    command: str  # the command line, for the page
     folder: Path  # for what it leaves beside page and rows
     page: Path
     run_dir: Path | None = None  # the finished run that is measured, if any

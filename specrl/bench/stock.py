@@ -27,7 +27,7 @@ KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGG
 """Those of `ENVIRONMENT` that stock vLLM gets too: the cores of its threads, and no reports to anybody."""
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Those by which this process has joined a group, of which stock vLLM is no part."""
-FREE_SHARE = 0.92  # of a GPU's free memory, at most
+FREE_SHARE = 0.92  # the most of a GPU's free memory that it takes
 ANSWER_SECONDS = 3600  # to start or to generate one batch
 POLLING_SECONDS = 1.5  # a worker of vLLM polls after its last order, which takes most of a core
 EXIT_SECONDS = 30  # to end after it was told to

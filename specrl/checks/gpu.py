@@ -45,13 +45,13 @@ class GpuFacts:
     driver: str | None = None  # such as 580.82.07
     driver_cuda: Version | None = None  # the newest version that it has
     torch: str | None = None
-    torch_cuda: Version | None = None  # that it was built for; None for a CPU build
+    torch_cuda: Version | None = None  # what torch was built for; None for a CPU build
     torch_problem: str | None = None  # why torch sees no GPU, in its own words
     capability: Version | None = None  # None where no GPU was looked at
     free_gib: float = 0.0
     total_gib: float = 0.0
-    nccl: Version | None = None  # of the library that torch has loaded
-    nccl_package: Version | None = None  # installed beside torch
+    nccl: Version | None = None  # the library that torch has loaded
+    nccl_package: Version | None = None  # the package beside torch
     transformer_engine: str | None = None
     transformer_engine_problem: str | None = None  # the error of its import
     nvcc: Version | None = None
@@ -64,10 +64,10 @@ class GpuFacts:
 class GpuNeeds:
     """What a stage asks of its GPU."""
 
-    engine_fraction: float = 0.0  # of the GPU's memory, at its start; 0 without an engine
+    engine_fraction: float = 0.0  # of the GPU's memory, taken at its start; 0 without an engine
     planned_gib: float = 0.0  # engine included; 0 where the plan does not know the model's shape
     given_gib: float = 0.0  # `gpu_memory_gib` of the stage's resources; 0 where it is not known
-    transformer_engine: bool = False  # for Megatron's layers on GPUs
+    transformer_engine: bool = False  # Megatron's layers on GPUs are its own
     fp8_generation: bool = False  # its kernels are compiled at run time
     several_ranks: bool = False  # ranks exchange tensors by NCCL
 

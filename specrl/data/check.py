@@ -10,7 +10,7 @@ from specrl.data.rendering import check_template
 from specrl.data.rewards.functions import make_reward
 from specrl.data.rewards.trial import Trial, try_reward
 
-PATIENCE_S = 5.0  # of drawing for each held-out set; `prepare` waits longer to see whether there are enough
+PATIENCE_S = 5.0  # to draw each held-out set; where that takes longer, `prepare` sees whether there are enough
 
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:

@@ -16,7 +16,7 @@ class Problem:
     question: str  # before the template is applied
     answer: str
     demonstration: str  # a response that earns full reward
-    entry: dict[str, Any] = field(default_factory=dict)  # for the generator's own scorer; of files the other columns
+    entry: dict[str, Any] = field(default_factory=dict)  # for the generator's scorer; a file's other columns
     generator: int = 0  # index into `data.generators`; 0 for files
     context: list[dict[str, Any]] = field(default_factory=list)
     """The messages before the question, as chat templates read them."""

@@ -96,8 +96,8 @@ LAYER_KEYS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
-EMBEDDINGS = "embed_tokens.weight"  # in the policy it has a prefix
-WINDOW_KEYS = ("sliding_window", "layer_types")  # only with a sliding window
+EMBEDDINGS = "embed_tokens.weight"  # the policy's has a prefix
+WINDOW_KEYS = ("sliding_window", "layer_types")  # present only with a sliding window
 
 
 def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:

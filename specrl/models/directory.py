@@ -9,10 +9,10 @@ from typing import Any
 from specrl.config import ConfigError
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"  # where they are in one file
+WEIGHTS_FILE = "model.safetensors"  # if there is one file
 INDEX_FILE = "model.safetensors.index.json"  # its `weight_map` says which of several files has a tensor
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # all but the weights
-LFS_POINTER = "version https://git-lfs"  # in place of a file that Git has not fetched
+LFS_POINTER = "version https://git-lfs"  # how a file begins that Git has not fetched
 
 
 def weight_files(directory: Path) -> list[str]:

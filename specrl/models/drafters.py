@@ -21,7 +21,7 @@ from specrl.models.sources import HUB_ID, download, is_path
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # specrl writes the first
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """See `training/drafter/kinds/eagle3.py`."""
-PICKLED_FILE = "pytorch_model.bin"  # of drafters from before safetensors
+PICKLED_FILE = "pytorch_model.bin"  # in drafters older than safetensors
 FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]  # downloaded from the hub
 MUST_BE = {
     "model_type": "llama",

@@ -71,7 +71,7 @@ EXPERTS = (
         "gate_up",
     ),
     Linear("mlp.experts.linear_fc2", "mlp.experts", ("mlp.experts.{expert}.down_proj",), "columns"),
-)  # which the engine holds in one module
+)  # the engine holds them in one module
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class Router:
     """The module inside the Hugging Face layer and inside vLLM's."""
 
 
-EXPERTS_IN_A_BYTE = 256  # that one byte can tell apart
+EXPERTS_IN_A_BYTE = 256  # the most that one byte tells apart
 
 
 @dataclass(frozen=True)
 class ExpertShape:
     """The dimensions of a mixture of experts."""
 
-    num_experts: int  # in each transformer layer
-    per_token: int  # that compute each token
-    intermediate_size: int  # of one expert
+    num_experts: int  # per transformer layer
+    per_token: int  # how many compute each token
+    intermediate_size: int  # the width of one expert
 
     @property
     def route_type(self) -> str:

@@ -25,7 +25,7 @@ from specrl.models.directory import (
 )
 from specrl.models.families import family_of
 
-FILE_BYTES = 4 * 2**30  # of a written file, unless it holds a single tensor that is larger
+FILE_BYTES = 4 * 2**30  # the largest file written, unless a single tensor is larger
 
 
 class TensorReader:
@@ -33,7 +33,7 @@ class TensorReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, Any] = {}  # by tensor
+        self._files: dict[str, Any] = {}  # the open file of each tensor
         for name in weight_files(directory):
             if not (directory / name).is_file():
                 raise ValueError(f"no weights in {directory}: {name} is missing")

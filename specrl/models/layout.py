@@ -7,7 +7,7 @@ from specrl.models.drafters import with_source_heads
 from specrl.models.shapes import ModelShape
 
 FP8_BLOCK = 128  # rows and columns of a block of weights with one scale
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # for which vLLM has kernels
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those that vLLM has CPU kernels for
 
 
 def layout_problems(config: Config, shape: ModelShape) -> list[str]:

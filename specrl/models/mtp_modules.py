@@ -21,11 +21,11 @@ class MtpModule:
     The names are those of modules on disk, in which `{layer}` stands for the layer's number, from 0.
     """
 
-    prefix: str  # of the names of all its tensors
+    prefix: str  # common to the names of all tensors
     block: str  # prefix of the names of a decoder layer's tensors
     token_norm: str  # the norm of the embedding
     hidden_norm: str  # the norm of the hidden state
-    projection: str  # of both
+    projection: str  # of both, side by side
     final_norm: str | None  # the norm of the layer's output
     in_engine: tuple[tuple[str, str], ...]
     """(prefix on disk, prefix in vLLM) of the first layer's names, with `{first}` for its number. The first pair that

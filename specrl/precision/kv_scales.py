@@ -19,7 +19,7 @@ from specrl.distributed import Ranks
 from specrl.precision.blocks import E4M3_MAX
 from specrl.precision.recipe import KvScales
 
-PERCENTILE = 0.999  # of tokens have a maximum that does not saturate
+PERCENTILE = 0.999  # the share of tokens whose maximum does not saturate
 MARGIN = 1.05
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
 """The upper edge of a bin is at most 2.2 % above the maxima in it."""

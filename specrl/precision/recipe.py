@@ -44,7 +44,7 @@ class Recipe:
 
     family: Family
     num_layers: int
-    bf16_layers: frozenset[str] = frozenset()  # by the trainer's names, such as `layers.3.linear_fc2`
+    bf16_layers: frozenset[str] = frozenset()  # the trainer's names, such as `layers.3.linear_fc2`
     power_of_two: bool = False  # scales are rounded up to powers of two
     kv_scales: KvScales | None = None  # None where they were not calibrated
 

@@ -23,7 +23,7 @@ SPAN_COLOURS = {
 WIDTH, ROW = 900, 26  # width of the picture and the height of a rank's row, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
 """The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
-BOX = 0.65  # height of a box, of its row
+BOX = 0.65  # the height of a box, as a share of its row
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:

@@ -31,7 +31,7 @@ COLUMNS = (
     "finish_reason",
 )
 PAGE_STEPS = 30  # steps whose samples the report page shows
-PAGE_CHARACTERS = 4000  # of a text on the report page
+PAGE_CHARACTERS = 4000  # the longest text on the report page
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sample:
     prompt_id: int
     sample: int  # its number among those to the same prompt in the same step
     reward: float
-    num_tokens: int  # of the response
+    num_tokens: int  # in the response
     finish_reason: str
     prompt: str
     response: str

@@ -36,7 +36,7 @@ ENVIRONMENT = {
 KEY = "VLLM_API_KEY"  # what vLLM's server asks of its clients
 LOOK_SECONDS = 0.2  # between two looks at whether the server answers
 AT_ONCE = 4  # requests under way
-COUNT_SECONDS = 10  # for the server to count a response after it has sent it
+COUNT_SECONDS = 10  # within which the server counts a response that it has sent
 END_SECONDS = 30  # to end after it was told to, before it is killed
 
 

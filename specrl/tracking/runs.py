@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Files = Mapping[str, Sequence[Path]]  # by the artifact's folder, "" for the top
+Files = Mapping[str, Sequence[Path]]  # by the folder of the artifacts, "" for the top
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
 RESPONSES_FILE = "responses.json"  # the artifact with a table of responses

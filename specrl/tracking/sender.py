@@ -21,7 +21,7 @@ from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
-SCORE_TAG = "specrl.score"  # of a model version, for the alias `best`
+SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000  # MLflow's limits
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}  # such as for a deleted run
 

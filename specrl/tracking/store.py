@@ -15,11 +15,11 @@ from specrl.processes import reach_loopback
 
 RUN_ID_FILE = "mlflow_run_id"  # the id of the MLflow run, in a run's or a stage's folder
 EXPERIMENT_KIND = "mlflow.experimentKind"
-VIEW_NAME = "specrl"  # of the saved view of the run table
+VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
-SERVER_SECONDS = 10.0  # for a server to answer before anything starts
+SERVER_SECONDS = 10.0  # within which a server must answer before anything starts
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -27,7 +27,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.vllm.engine.arguments import gpu_memory
 
-PROMPT_TOKENS = 1024  # of a longer prompt of a file, the end is asked
+PROMPT_TOKENS = 1024  # a longer prompt loses its beginning
 HOW = """
 Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every
 round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The

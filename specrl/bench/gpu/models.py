@@ -43,13 +43,13 @@ class Scale:
     name: str
     served: Qwen3Config  # its generation is timed, with dummy weights
     draft_vocab: int
-    trained: Qwen3Config  # for a few steps
+    trained: Qwen3Config  # trained for a few steps
     sequences: int
-    length: int  # of a training sequence, in tokens
+    length: int  # tokens in a training sequence
     batches: tuple[int, ...]
     new_tokens: int
     repeats: int
-    requests: int  # for exactness
+    requests: int  # that exactness is checked on
 
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)

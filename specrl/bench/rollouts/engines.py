@@ -16,9 +16,9 @@ from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
-LOG_FILE = "stock.log"  # of stock vLLM
-GPU_SHARE = 0.85  # of a GPU's memory, for all engines together
-KV_CACHE_GIB = 0.5  # of an engine on a CPU, since all exist at once
+LOG_FILE = "stock.log"
+GPU_SHARE = 0.85  # of a GPU's memory for all engines together
+KV_CACHE_GIB = 0.5  # at most, on a CPU: all engines exist at once
 
 
 class Engines:

@@ -11,7 +11,7 @@ from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
-LEAST_REQUESTS = 8  # in a round, one batch after another; fewer would say little
+LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StockVariant:
     """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
 
     engine: StockEngine
-    lengths: Mapping[int, int]  # of the natural response to each request, by the request's seed
+    lengths: Mapping[int, int]  # natural response lengths by the request's seed
     k: int = 0
 
     def generate(self, requests: list[Request], batch: int) -> list[Generation]:
@@ -66,7 +66,7 @@ class Measurement:
     """The generations of one variant on one workload."""
 
     variant: Variant | StockVariant
-    generations: list[list[Generation]] = field(default_factory=list)  # of each round
+    generations: list[list[Generation]] = field(default_factory=list)  # by round
 
     @property
     def rates(self) -> list[float]:

@@ -35,7 +35,7 @@ from specrl.processes import end_helper, start_helper
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 600  # for a process to import the reward
-PATIENCE_SECONDS = 0.1  # for one reward until another process is started, up to `data.reward_workers`
+PATIENCE_SECONDS = 0.1  # for one reward, before another process is started, up to `data.reward_workers`
 BACKLOG = 32  # waiting responses at which another process is started
 TRIES = 2  # processes that a reward may end until it counts as failed: anybody may have killed the first
 GRACE_SECONDS = 30.0  # beyond `data.reward_timeout_s`, after which a process that says nothing is ended

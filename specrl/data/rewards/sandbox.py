@@ -24,7 +24,7 @@ from pathlib import Path
 MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond what the reward's import took
 FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
 FILES = 10_000  # in a scratch folder that is a file system of its own
-PROCESSES = 200  # that a reward of the user's may start for a response
+PROCESSES = 200  # a reward of the user's may start so many for each response
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Without these, Python or text may not work as they do in the rank."""
 

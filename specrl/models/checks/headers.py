@@ -15,7 +15,7 @@ from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TYPES = ("F32", "BF16", "F16")  # that trainer and engine both take for what they are
+TYPES = ("F32", "BF16", "F16")  # trainer and engine read these alike
 LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
 COMPARED = 2**26  # bytes of two tensors that are compared at once
 SHOWN = 3  # tensors or files that a message names

@@ -18,7 +18,7 @@ from specrl.data.rewards import sandbox
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16  # needed by `configs/quickstart.toml`
 QUICKSTART_DISK_GIB = 10  # needed by `configs/quickstart.toml`
-PROBE_SECONDS = 10  # for nvidia-smi to answer
+PROBE_SECONDS = 10  # for nvidia-smi
 
 
 def checks(runs_dir: Path) -> list[Check]:

@@ -17,7 +17,7 @@ from specrl.tracking.store import why_silent
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
-PROBE_SECONDS = 5  # for each service to answer
+PROBE_SECONDS = 5  # per service
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
