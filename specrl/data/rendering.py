@@ -15,7 +15,7 @@ from specrl.data.formats.messages import Message
 from specrl.data.problems import Counts, Misfit, Problem
 
 CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
-TOKENS_PER_BYTE = 3  # a byte has at least one token of its own, and NFC makes three of it at most
+TOKENS_PER_BYTE = 3  # a token stands for at least one byte, and NFC makes at most three of one
 MOST_SPECIAL = 16  # tokens that a tokenizer adds to a text
 CHUNK = 1000  # prompts that the tokenizer gets at once
 LONGEST_TOKEN = 64  # characters of a token at most, when a question is cut: of a longer one less is left than fits

@@ -64,7 +64,7 @@ def check_device(key: str) -> None:
 def set_scales(*, power_of_two: bool) -> None:
     """Set the kind of scales of the recipes that Transformer Engine makes from now on, or raise ValueError.
 
-    Megatron has imported it, so that its environment variable has been read, into the attributes that are set here.
+    Megatron has imported it by then, and its variable has been read into the attributes that are set here.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 

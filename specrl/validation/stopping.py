@@ -21,7 +21,7 @@ class EarlyStop:
         self.reason: str | None = None  # why training ends
 
     def restore(self, known: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Take in what an earlier start measured, by step, the same on all ranks, and nothing else."""
+        """Take in what an earlier start measured, and nothing else; it is the same on all ranks."""
         self._values, self.reason = [], None
         for step, metrics in sorted(known, key=lambda measured: measured[0]):
             self.observe(step, metrics)

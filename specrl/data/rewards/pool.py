@@ -97,9 +97,7 @@ class Scores:
     waited_s: float
 
     def in_groups(self, groups: Sequence[int]) -> list[float]:
-        """The rewards, a response that was left out having the mean of its group, and so no advantage; 0 where the
-        whole group was.
-        """
+        """The rewards; one that was left out is its group's mean, so that it has no advantage, or 0 if all were."""
         known: dict[int, list[float]] = {}
         for group, reward in zip(groups, self.rewards, strict=True):
             known.setdefault(group, []).extend([] if math.isnan(reward) else [reward])
