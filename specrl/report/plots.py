@@ -39,44 +39,17 @@ def line_chart(
     x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, marks: Mapping[float, str] | None = None
 ) -> str:
     """Draw one line with a dot at each point, and a vertical line at each mark, with its words in the legend."""
-    return line_charts({"": list(zip(x, y, strict=True))}, x_label, y_label, marks=marks)
-
-
-def line_charts(
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    x_label: str,
-    y_label: str,
-    *,
-    log_x: bool = False,
-    marks: Mapping[float, str] | None = None,
-) -> str:
-    """Draw a line of (x, y) points for each name, and a vertical line at each mark, with a legend below the axes.
-
-    A line without a name is not in the legend. With `log_x`, each value of x that occurs has a label.
-    """
     marks = marks or {}
 
     def paint(axes: Any) -> None:
-        for index, (name, points) in enumerate(series.items()):
-            x, y = zip(*points, strict=True) if points else ((), ())
-            axes.plot(
-                x,
-                y,
-                label=name or None,
-                color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)],
-                linestyle="-" if index < len(COLOURS) else "--",
-            )
+        axes.plot(x, y, color=COLOURS[0], marker=MARKERS[0])
         for index, (place, words) in enumerate(marks.items()):
             axes.axvline(place, color="#888888", linestyle=MARK_STYLES[index % len(MARK_STYLES)], label=words)
         axes.set(xlabel=x_label, ylabel=y_label)
-        _begin_at_zero(axes, "y")
-        if log_x:
-            _label_powers(axes, sorted({x for points in series.values() for x, _ in points}))
-        else:
-            axes.xaxis.get_major_locator().set_params(integer=_are_whole(series))
+        _begin_at_zero(axes)
+        axes.xaxis.get_major_locator().set_params(integer=all(value == int(value) for value in x))
 
-    return draw(paint, SIZE, names=[*(name for name in series if name), *marks.values()])
+    return draw(paint, SIZE, names=list(marks.values()))
 
 
 def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]], x_label: str, y_label: str) -> str:
@@ -89,7 +62,7 @@ def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(x, y, label=name, color=colour, marker=marker)
         axes.set(xlabel=x_label, ylabel=y_label)
-        _begin_at_zero(axes, "y")
+        _begin_at_zero(axes)
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     return draw(paint, SIZE, names=list(series))
@@ -168,16 +141,5 @@ def _title(text: str | None) -> str:
     return "" if text is None else f"<title>{escape(text)}</title>"
 
 
-def _begin_at_zero(axes: Any, axis: str) -> None:
-    least = axes.dataLim.x0 if axis == "x" else axes.dataLim.y0
-    axes.set(**{f"{axis}lim": (min(0.0, least), None)})
-
-
-def _label_powers(axes: Any, values: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [f"{value:g}" for value in values])
-    axes.minorticks_off()
-
-
-def _are_whole(series: Mapping[str, Sequence[tuple[float, float]]]) -> bool:
-    return all(x == int(x) for points in series.values() for x, _ in points)
+def _begin_at_zero(axes: Any) -> None:
+    axes.set(ylim=(min(0.0, axes.dataLim.y0), None))

@@ -8,13 +8,13 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+def cpu_name() -> str:
     """The processor's name, or the architecture where Linux reports none."""
-    return _field("model name", cpuinfo) or platform.processor() or platform.machine()
+    return _field("model name") or platform.processor() or platform.machine()
 
 
-def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    return frozenset(_field("flags", cpuinfo).split())
+def cpu_flags() -> frozenset[str]:
+    return frozenset(_field("flags").split())
 
 
 def bf16_support(flags: frozenset[str]) -> str:
@@ -26,6 +26,6 @@ def bf16_support(flags: frozenset[str]) -> str:
     return "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "AVX-512, no BF16"
 
 
-def _field(name: str, cpuinfo: Path) -> str:
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+def _field(name: str) -> str:
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -26,7 +26,7 @@ from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
 from specrl.report.gantt import gantt
-from specrl.report.plots import line_charts
+from specrl.report.plots import line_chart
 from specrl.rollout.requests import Request
 from specrl.timeline import Bubble, RankTimeline, rank_spans
 
@@ -173,12 +173,12 @@ def test_every_kind_of_picture_is_xml_with_one_name_space() -> None:
     bubble = Bubble(0, 100.0, 101.0, 102.0, 12, 0.1, pace=[(2, 12, 0.1)])
     charts = (
         gantt([RankTimeline(bubble, rank_spans(bubble, []))]),
-        line_charts({"a < b": [(1, 1.0), (4, 2.0)]}, "x", "y", log_x=True),
+        line_chart([1, 4], [1.0, 2.0], "x", "y", {2.0: "a < b"}),
     )
     for svg in charts:
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert "a &lt; b" in charts[1]
-    assert ">4</text>" in charts[1]  # the x axis is named in batch sizes, not in their logarithms
+    assert ">4</text>" in charts[1]  # whole numbers on the x axis stay whole
 
 
 def test_a_rank_dies_with_whoever_started_it() -> None:
