@@ -209,7 +209,7 @@ def stage_folders(run_dir: Path) -> list[Path]:
 def unended(run_dir: Path) -> list[Log]:
     """The logs of the stages that have started and could not say how they ended.
 
-    Not of earlier stages whose MLflow run a present stage continues: how it ended is for that to say.
+    Earlier stages whose MLflow run a present stage continues are left out: how it ended is for that to say.
     """
     record = read_record(run_dir)
     present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()

@@ -136,7 +136,7 @@ FOLDER = "last_answers"
 class LastAnswers:
     """Keeps the newest responses of this rank's engine to each held-out set, in memory and on disk.
 
-    With the same seeds an updated policy samples nearly the same text. They are drafts and nothing else: a missing
+    With the same seeds an updated policy samples nearly the same text. Responses are drafts and nothing else: a missing
     file, or one of another policy, changes no token.
     """
 
