@@ -18,7 +18,7 @@ from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
-from specrl.report.results import find_stages, finished, read_config
+from specrl.report.results import StageRecord, find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import event_table, exported, headlines, summary_tables
 from specrl.timeline import timeline_from
@@ -39,6 +39,7 @@ def write_report(run_dir: Path) -> Path:
     config, stages = read_config(run_dir), find_stages(run_dir)
     charts = [*_rollout_charts(stages), *_result_charts(stages)]
     results, *tables = summary_tables(run_dir, stages)
+    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters["clipped"] = clipped
     page = templates.get_template(TEMPLATE).render(
