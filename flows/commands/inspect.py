@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.commands.options import AsJson, RunName, RunsDir, option, print_json
+from flows.commands.options import AsJson, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
 from flows.mlflow_ui import TOKEN
@@ -129,7 +129,9 @@ def _print_from(log: Path, position: int) -> int:
 
 def ui(
     runs_dir: RunsDir = Path("runs"),
-    port: Annotated[int, typer.Option(metavar="PORT", help="The port on 127.0.0.1.")] = 5000,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="The port on 127.0.0.1, by default 5000 or another free one.")
+    ] = None,
 ) -> None:
     """Serve MLflow's pages on this machine.
 
@@ -138,6 +140,9 @@ def ui(
     """
     from specrl.tracking import table_address, tracking_uri
 
+    if not runs_dir.is_dir():
+        raise ConfigError(f"no runs in {runs_dir.absolute()}, which is no folder")
+    chosen = usable_port(port, 5000)
     store, table = tracking_uri(Config(name="ui", runs_dir=runs_dir)), ""
     if (runs_dir / "mlflow.db").is_file():
         table = table_address(Config(name="ui", runs_dir=runs_dir))
@@ -148,8 +153,19 @@ def ui(
         "DO_NOT_TRACK": "true",
         TOKEN: token,
     }
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--app-name", "specrl"]
-    print(f"MLflow is at http://127.0.0.1:{port}/?token={token}{table} ; Ctrl-C ends it", flush=True)
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "ui",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(chosen),
+        "--app-name",
+        "specrl",
+    ]
+    print(f"MLflow is at http://127.0.0.1:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
     code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
     raise typer.Exit(code.returncode)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flows.folder import anchor
-from specrl.config import Config, load_config
+from specrl.config import Config, ConfigError, load_config
+from specrl.processes import LOOPBACK, free_port
 
 
 def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
@@ -50,3 +52,24 @@ def load(config_path: Path, cluster: str | None, overrides: list[str] | None) ->
 def print_json(value: Any) -> None:
     """Print a value as JSON; what JSON does not know, such as a path, becomes its text."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def usable_port(asked: int | None, usual: int = 0) -> int:
+    """A port of this machine on which nothing listens: the one that is asked for, or the usual one if it is free.
+
+    Raises:
+        ConfigError: The one that is asked for cannot be used.
+    """
+    port = usual if asked is None else asked
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except (OSError, OverflowError) as error:
+            if asked is None:
+                return free_port()
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"--port {port}: {LOOPBACK}:{port} cannot be used ({why}); leave --port out for a free one"
+            ) from error
+    return port or free_port()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunName, RunsDir, option
+from flows.commands.options import RunName, RunsDir, option, usable_port
 from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.artifacts import ExportResult
 from specrl.config import Config, ConfigError
 from specrl.export.card import serve_arguments
-from specrl.processes import LOOPBACK, free_port
+from specrl.processes import LOOPBACK
 from specrl.report.results import find_stages, finished, read_config
 from specrl.serving.server import ModelServer, ServerEndedError
 
@@ -48,7 +47,7 @@ def serve_model(
     run_dir = find_own_run(name, runs_dir)
     config, exported = read_config(run_dir), _exported(run_dir)
     assert exported.drafter_dir is not None
-    chosen = _checked(port) if port is not None else free_port()
+    chosen = usable_port(port)
     address = ["--host", LOOPBACK, "--port", str(chosen)]
     k = config.speculation.k
     drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config)
@@ -118,15 +117,3 @@ def _exported(run_dir: Path) -> ExportResult:
                 f"run {run_dir.name}: what it exported to {folder} is gone; specrl resume exports it again"
             )
     return exported
-
-
-def _checked(port: int) -> int:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, port))
-        except OSError as error:
-            raise ConfigError(
-                f"--port {port}: {LOOPBACK}:{port} cannot be used ({error.strerror}); leave --port out for a free one"
-            ) from error
-    return port

@@ -18,7 +18,7 @@ from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart, curve_of
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
-from specrl.report.results import StageRecord, find_stages, finished, read_config
+from specrl.report.results import find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import event_table, exported, headlines, summary_tables
 from specrl.timeline import timeline_from

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flows.cli import invoke
+from flows.commands.options import usable_port
 from specrl.artifacts import ExportResult, write_result, write_text
 from specrl.config import dump_config, parse_config
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -63,6 +64,13 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         listener.listen()
         port = listener.getsockname()[1]
         assert f"--port {port}: 127.0.0.1:{port} cannot be used" in complaint(capsys, run, "--port", str(port))
+        for words in (["--port", str(port)], ["--port", "99999"]):
+            assert invoke(["ui", "--runs-dir", str(tmp_path), *words]) == 2
+            assert f"--port {words[1]}: 127.0.0.1:{words[1]} cannot be used (" in capsys.readouterr().err
+        assert usable_port(None, port) != port
+    assert invoke(["ui", "--runs-dir", str(tmp_path / "absent")]) == 2
+    assert "absent, which is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "absent").exists()
 
 
 def test_acceptance_is_read_from_the_servers_metrics() -> None:
