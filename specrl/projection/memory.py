@@ -190,8 +190,8 @@ def saved_bytes(rank: Rank) -> float:
 
 
 def _passing_bytes(rank: Rank) -> float:
-    # On their way back: gradients of two residuals and of the SwiGLU's output and, after a gradient of the whole sequence
-    # that the output's is made of, of its input. What the layers of CPUs keep in float32 is more.
+    # On their way back: gradients of two residuals and of the SwiGLU's output, and then of its input; or before that,
+    # of the whole sequence, gathered from the tensor-parallel ranks. What the layers of CPUs keep in float32 is more.
     if not rank.gpu:
         return 0.0
     parallel, mlp = rank.config.policy.tensor_parallel, rank.shape.active_mlp_size
