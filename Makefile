@@ -100,6 +100,10 @@ lock: env
 	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
 	$(COMPILE) docs.in $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.lock) -o docs.lock
 	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
+	cp requirements/gpu.lock requirements/aarch64.lock
+	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform aarch64-manylinux_2_34 -o aarch64.lock
+	cmp requirements/gpu.lock requirements/aarch64.lock  # GH200 and GB200 have the same packages, and hashes are of all wheels
+	rm requirements/aarch64.lock
 	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
 
 clean:

@@ -31,7 +31,8 @@ PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy
 SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
 GRAPHS = "engine's CUDA graphs"
 GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
-LOGIT_CHUNK = {0: 2**21, 1: 2**27}  # logits in float32 at a time, on a CPU and on a GPU (`training/megatron/scores.py`)
+MAX_LOGITS = 2**27  # that exist at a time (`training/megatron/scores.py`)
+LOGIT_CHUNK = {0: 2**21, 1: 2**25}  # of them in float32, on a CPU and on a GPU
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
 CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/calibration.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/attention.py`)
@@ -154,7 +155,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
-    return [*items, activations(rank, trainable=trainable), logits(rank)]
+    return [*items, activations(rank, trainable=trainable), logits(rank, trainable=trainable)]
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
@@ -174,12 +175,28 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     tokens, how = rank.longest_micro_batch, f"{rank.longest_micro_batch} tokens x {layer / 1024:.0f} KiB"
     if not trainable:
         return _item("activations", tokens * layer, f"{how}, one layer at a time", "policy")
+    passing = tokens * _passing_bytes(rank)
     if config.policy.recompute:
-        saved = shape.num_layers * shape.hidden_size * rank.dtype_bytes / config.policy.tensor_parallel
-        return _item(
-            "activations", tokens * (saved + layer), f"{how} of one layer + the layers' inputs (recompute)", "policy"
-        )
-    return _item("activations", tokens * layer * shape.num_layers, f"{how} x {shape.num_layers} layers", "policy")
+        how = f"{how} of one layer + the layers' inputs (recompute)"
+        return _item("activations", saved_bytes(rank) + tokens * layer + passing, how, "policy")
+    how = f"{how} x {shape.num_layers} layers"
+    return _item("activations", tokens * layer * shape.num_layers + passing, how, "policy")
+
+
+def saved_bytes(rank: Rank) -> float:
+    """Count the layers' inputs, from which their activations are computed again, and the output of the last one."""
+    numbers = rank.longest_micro_batch * (rank.shape.num_layers + 1) * rank.shape.hidden_size
+    return numbers * rank.dtype_bytes / rank.config.policy.tensor_parallel
+
+
+def _passing_bytes(rank: Rank) -> float:
+    # On their way back: gradients of two residuals and of the SwiGLU's output, and then of its input; or before that,
+    # of the whole sequence, gathered from the tensor-parallel ranks. What the layers of CPUs keep in float32 is more.
+    if not rank.gpu:
+        return 0.0
+    parallel, mlp = rank.config.policy.tensor_parallel, rank.shape.active_mlp_size
+    gathered = parallel * rank.shape.hidden_size if parallel > 1 else 0
+    return (2 * rank.shape.hidden_size + mlp + max(mlp, gathered)) * rank.dtype_bytes / parallel
 
 
 def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
@@ -212,12 +229,20 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
     ]
 
 
-def logits(rank: Rank) -> MemoryItem:
-    """Count the logits of a micro-batch, which their gradient overwrites."""
-    columns = rank.shape.vocab_size / rank.config.policy.tensor_parallel
-    whole = rank.longest_micro_batch * columns
-    how = f"{rank.longest_micro_batch} tokens x {columns:.0f} x {rank.dtype_bytes} B, two chunks in float32"
-    return _item("logits", whole * rank.dtype_bytes + 2 * FP32 * min(whole, LOGIT_CHUNK[rank.gpu]), how, "policy")
+def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
+    """Count the logits of some tokens of a micro-batch, which their gradient overwrites.
+
+    Beside them are two chunks in float32, or the gradient of the output layer; the layer's input, and the whole
+    sequence that it is taken from, or the input's gradient.
+    """
+    hidden, columns = rank.shape.hidden_size, rank.shape.vocab_size / rank.config.policy.tensor_parallel
+    tokens, size = rank.longest_micro_batch, rank.dtype_bytes
+    most = min(tokens * columns, MAX_LOGITS)
+    beside = 2 * FP32 * min(most, LOGIT_CHUNK[rank.gpu])
+    if trainable:
+        beside = max(beside, columns * hidden * size)
+    how = f"{most / columns:.0f} tokens x {columns:.0f} x {size} B, beside them float32 or the layer's gradient"
+    return _item("logits", most * size + beside + 2 * tokens * hidden * size, how, "policy")
 
 
 def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
@@ -268,15 +293,25 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     slot += 2 * shape.kv_size * (size + FP32)  # a part's own copy of the keys and values that it sees, and gradients
     slot += (layers - 1) * (layer + size * (2 * shape.query_size + 4 * shape.kv_size))
     step = layers * layer + size * vocabulary
-    chains = min(tokens, DRAFTER_CHAINS)
+    chains, parameters = min(tokens, DRAFTER_CHAINS), rank.drafter_parameters
     scores = min(chains * shape.num_heads * rank.config.model.max_length, DRAFTER_SCORES)
     cast = size if size < FP32 else 0
-    mask = 1 / shape.num_heads
-    scored = scores * (2 * FP32 + cast + mask) if size == FP32 or not rank.gpu else 0  # flash attention keeps none
-    weights = rank.drafter_parameters * (size + cast)
+    forward = chains * (steps * step + 7 * FP32 * vocabulary)
+    at_once = forward + parameters * (size + cast)
+    if not (rank.gpu and cast):  # flash attention keeps no scores
+        at_once += round(scores * (2 * FP32 + cast + 1 / shape.num_heads))
+    elif not policy_layer:
+        # Gradients of keys and values are in the compute type, and the backward pass of all slots comes later. In that
+        # of a part, a step is gone when the weights have gradients; the head has two more while they are added up.
+        slot -= (FP32 + size) * hidden + 2 * shape.kv_size * (FP32 - size)
+        once = (
+            parameters - drafter.num_features * hidden * hidden
+        )  # what all slots alone are multiplied with is not held
+        backward = chains * (steps - 1) * step + once * size + 2 * size * vocabulary * hidden
+        at_once = once * cast + max(forward, backward)
     return _item(
         "drafter's activations",
-        tokens * slot + chains * (steps * step + 7 * FP32 * vocabulary) + scored + weights,
+        tokens * slot + at_once,
         f"{tokens} tokens x {slot / 1024:.0f} KiB, {chains} chains x {steps} steps x {step / 1024:.0f} KiB",
         "drafter",
     )

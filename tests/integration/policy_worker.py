@@ -26,7 +26,9 @@ from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import FeatureSpec
+from specrl.training.megatron import scores
 from specrl.training.megatron.policy import Policy
+from specrl.training.megatron.scores import MAX_LOGITS
 from tests.forks import fork, wait
 from tests.traffic import refit_traffic
 
@@ -193,7 +195,20 @@ def run_family(model_dir: Path, layout: tuple[int, int], ranks: Ranks, scratch: 
     alone = [pack([sequence], policy.pad_multiple, policy.pad_multiple)[0] for sequence in my_sequences(policy)]
     result["shared"] = sum(batch.num_shared for batch in batches)
     result["gradients"] = [gradients(policy, batches), gradients(policy, alone)]
+    result["passes"] = [one_pass(policy, batches, MAX_LOGITS), one_pass(policy, batches, 5 * VOCABULARY)]
     return result
+
+
+def one_pass(policy: Policy, batches: list[MicroBatch], most: int) -> dict[str, list[Tensor]]:
+    """What a forward and a backward pass give where at most so many logits exist at a time."""
+    scores.MAX_LOGITS = most  # this process is the test's own
+    features = policy.forward_features(batches, SPEC)
+    return {
+        "logprobs": policy.logprobs(batches, temperature=0.7),
+        "targets": [item.targets for item in features],
+        "top1": [item.target_top1 for item in features],
+        "gradients": gradients(policy, batches),
+    }
 
 
 def train_drafter(policy: Policy, as_hidden: bool) -> dict[str, Any]:

@@ -94,6 +94,21 @@ def test_attention_over_a_flat_row(
     assert_same(batch, PackedAttention(None, 1, kernel), inputs(len(batch.tokens), heads, groups, dtype))
 
 
+def test_every_layer_of_a_pass_hands_the_kernel_the_same_lengths() -> None:
+    """Transformer Engine chooses its backend anew where they differ: once for a micro-batch, and not in every layer."""
+    lengths = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+        lengths.append((layout.most_queries, layout.longest, *(ends.data_ptr() for ends in layout.ends)))
+        return variable_length(q, k, v, layout)
+
+    batch = row()
+    tensors = inputs(len(batch.tokens), 6, 2, torch.float32)
+    for layer in range(1, 5):
+        PackedAttention(None, layer, kernel)(*tensors, batch.segments.clone())
+    assert len(lengths) == 4 and len(set(lengths)) == 1
+
+
 def test_a_scale_of_the_softmax_is_one_of_queries_and_keys() -> None:
     batch = row()
     q, k, v = inputs(len(batch.tokens), 6, 2, torch.float32)

@@ -144,6 +144,20 @@ def test_the_cpu_lock_has_the_hashes_of_torchs_own_cpu_builds_and_the_gpu_lock_o
     assert not hashes("cpu.lock", "torch==") & hashes("gpu.lock", "torch===")
 
 
+def test_the_gpu_lock_is_compared_with_what_aarch64_resolves_to(project: Path) -> None:
+    lines = make(project, "-n", "lock").stdout.splitlines()
+    [own, other] = [line for line in lines if " gpu.in " in line]
+    assert own.replace("x86_64-manylinux_2_28 -o gpu", "aarch64-manylinux_2_34 -o aarch64") == other
+    assert lines.index(other) < lines.index(
+        next(line for line in lines if line.startswith("cmp requirements/gpu.lock requirements/aarch64.lock"))
+    )
+
+
+def test_what_fetches_data_sets_is_asked_for_and_not_only_in_a_lock() -> None:
+    asked = (ROOT / "requirements/base.in").read_text().splitlines()
+    assert [line for line in asked if line.split(" ")[0] == "datasets"]
+
+
 def test_both_locks_have_one_version_of_triton() -> None:
     assert packages.read_pins(ROOT / "requirements/cpu.lock")["triton"] == GPU_PINS["triton"]
 

@@ -148,7 +148,7 @@ class KlDivergence:
             self._policy.logprobs([batch])
         if not seen:
             return None
-        logits = seen[0].flatten(0, -2)
+        logits = torch.cat(seen).flatten(0, -2)
         first = self._policy.tp_rank * logits.shape[1]
         logits = logits[:, : max(0, self._policy.vocab_size - first)]
         return _log_softmax(logits, model.output_layer.tp_group)

@@ -27,7 +27,7 @@ from specrl.models.families import ExpertShape, Family, expert_shape_of_model, f
 from specrl.models.rope import rope_frequencies
 from specrl.training.batches import rows_of
 from specrl.training.megatron.attention import PackedAttention, row_layout
-from specrl.training.megatron.scores import columns_of, most_likely, token_scores
+from specrl.training.megatron.scores import OutputLayer, columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -99,48 +99,58 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # without the output layer, which `_score` applies to the positions that need it
 
-    def logits(self, hidden: Tensor) -> tuple[Tensor, int]:
-        """The logits of this rank's columns, without padded ones, and the vocabulary id of the first."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden[:, None], weight=weight)
-        logits = logits.squeeze(1)
-        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
-        if first + logits.shape[1] > self.true_vocab_size:
-            logits = logits[:, : self.true_vocab_size - first]
-        return logits, first
+    def output(self) -> OutputLayer:
+        """The output layer without the columns that pad the vocabulary."""
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+        columns = min(len(weight), self.true_vocab_size - first)
+
+        def logits(hidden: Tensor) -> Tensor:
+            found, _ = self.output_layer(hidden[:, None], weight=weight if shared else None)
+            return found[:, 0, :columns]  # type: ignore[no-any-return]
+
+        return OutputLayer(weight, logits, first, columns, parallel_state.get_tensor_model_parallel_group())
 
     def _score(self, hidden: Tensor, head: HeadInput) -> HeadOutput:
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        chosen = rows_of(hidden[:, 0], head.places)
-        logits, first = self.logits(chosen)
-        group = parallel_state.get_tensor_model_parallel_group()
-        targets = top1 = None
-        if head.wanted is not None:
-            targets, top1 = _targets(chosen.detach(), logits.detach(), first, head.wanted)
-        logprobs, entropy = token_scores(logits, head.targets, temperature=head.temperature, first=first, group=group)
-        return HeadOutput(logprobs, entropy, targets, top1)
+        chosen, layer = rows_of(hidden[:, 0], head.places), self.output()
+        targets = None if head.wanted is None else _Targets(head.wanted, layer)
+        logprobs, entropy = token_scores(chosen, head.targets, layer, temperature=head.temperature, see=targets)
+        if targets is None:
+            return HeadOutput(logprobs, entropy)
+        return HeadOutput(logprobs, entropy, *targets.of(chosen.detach()))
 
     @torch.no_grad()
     def head_rows(self, tokens: Tensor) -> Tensor:
         """The output layer's rows of some vocabulary ids, [m, hidden]; the last stage's ranks call it together."""
-        shared = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
-        group = parallel_state.get_tensor_model_parallel_group()
-        first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
-        return columns_of(weight.t(), tokens, first, group).t().contiguous()
+        layer = self.output()
+        return columns_of(layer.weight.t(), tokens, layer.first, layer.group).t().contiguous()
 
 
-def _targets(hidden: Tensor, logits: Tensor, first: int, wanted: TargetInput) -> tuple[Tensor, Tensor]:
-    """The drafter's targets and the most likely tokens; the tensor-parallel ranks call it together."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if wanted.kept is not None:
-        hidden, logits = hidden[wanted.kept], logits[wanted.kept]
-    top1 = most_likely(logits, first, group)
-    own = slice(None) if wanted.own is None else wanted.own
-    if wanted.as_hidden:
-        return hidden[own], top1[own]
-    return columns_of(logits, wanted.draft_tokens, first, group)[own], top1[own]
+class _Targets:
+    """Collects the drafter's targets and the most likely tokens; the tensor-parallel ranks call it together."""
+
+    def __init__(self, wanted: TargetInput, layer: OutputLayer) -> None:
+        self._wanted, self._layer = wanted, layer
+        self._top1: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> None:
+        first, group = self._layer.first, self._layer.group
+        self._top1.append(most_likely(logits, first, group))
+        if not self._wanted.as_hidden:
+            self._logits.append(columns_of(logits, self._wanted.draft_tokens, first, group))
+
+    def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the wanted positions, given the output layer's input."""
+        wanted = self._wanted
+        targets, top1 = hidden if wanted.as_hidden else torch.cat(self._logits), torch.cat(self._top1)
+        for chosen in (wanted.kept, wanted.own):
+            if chosen is not None:
+                targets, top1 = targets[chosen], top1[chosen]
+        return targets, top1
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:

@@ -1,99 +1,139 @@
-"""Log-probability, entropy and most likely token from logits, in one pass over a vocabulary that ranks share.
+"""Log-probability, entropy and most likely token from hidden states, over a vocabulary that ranks share.
 
 For logits x at temperature T, z = x / T:  log p(y) = z_y - log Z,  H = log Z - sum_v p_v z_v,  log Z = logsumexp(z).
 The gradient of log p(y) is (1[v = y] - p_v) / T, and that of H is -p_v (log p_v + H) / T.
+
+Logits exist for a bounded number of tokens at a time. Those of the last tokens stay for the backward pass, the others
+are computed again there, at the price of one more product with the output layer.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
-"""The number of logits that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
+MAX_LOGITS = 2**27
+"""The most logits, in the compute type, that exist at a time."""
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
+"""The number of them that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The output layer's part on this tensor-parallel rank."""
+
+    weight: Tensor
+    """[columns and padding, hidden]; where logits do not fit at once, part of the gradient goes to its `main_grad`."""
+    logits: Callable[[Tensor], Tensor]
+    """A function of [n, hidden] that returns [n, columns], without padding."""
+    first: int
+    """The vocabulary id of the first column."""
+    columns: int
+    group: dist.ProcessGroup
 
 
 class _TokenScores(torch.autograd.Function):
-    """Computes log-probabilities and entropies, and overwrites the logits with what the backward pass needs.
+    """Computes log-probabilities and entropies, and overwrites logits with what the backward pass needs.
 
-    The forward pass leaves e^(z - max) where the logits were, which is the gradient up to rounding and a factor per
-    row. Nobody else reads the logits, and so the largest tensor of the step exists only once. The gradient at the
-    target is a difference of nearly equal numbers where the policy is confident: it is computed apart, in float32.
+    That is e^(z - max), the gradient up to rounding and a factor per row. The gradient at the target is a difference of
+    nearly equal numbers where the policy is confident: it is computed apart, in float32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, first: int, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        layer: OutputLayer,
+        see: Callable[[Tensor], None] | None,
     ) -> tuple[Tensor, Tensor]:
-        scale = 1.0 / temperature
-        local = targets - first
-        peak, total, weighted, chosen = _local_sums(logits, local, scale, keep_weights=ctx.needs_input_grad[0])
-        shrink = torch.ones_like(peak)
-        if group.size() > 1:
+        scale, local = 1.0 / temperature, targets - layer.first
+        sums = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        parts = _parts(len(hidden), len(weight), MAX_LOGITS)  # padding included: the same on all ranks
+        for part in parts:
+            logits = None  # before the next ones are made
+            logits = layer.logits(hidden[part])
+            if see is not None:
+                see(logits)
+            keep = ctx.needs_input_grad[0] and part == parts[-1]
+            _local_sums(logits, local[part], scale, sums[:, part], keep_weights=keep)
+        peak, total, weighted, chosen = sums.unbind()
+        shrink, highest = torch.ones_like(peak), peak
+        if layer.group.size() > 1:
             highest = peak.clone()
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=layer.group)
             shrink = torch.exp(peak - highest)
-            sums = torch.stack((total * shrink, weighted * shrink, chosen))
-            dist.all_reduce(sums, group=group)
-            peak, (total, weighted, chosen) = highest, sums.unbind()
-        log_z = peak + total.log()
+            shared = torch.stack((total * shrink, weighted * shrink, chosen))
+            dist.all_reduce(shared, group=layer.group)
+            total, weighted, chosen = shared.unbind()
+        log_z = highest + total.log()
         logprobs, entropy = chosen - log_z, log_z - weighted / total
-        ctx.save_for_backward(logits, local, logprobs, entropy, shrink / total)
-        ctx.scale = scale
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(hidden, weight, local, logprobs, entropy, peak, shrink / total)
+            ctx.layer, ctx.scale, ctx.last = layer, scale, logits
         ctx.set_materialize_grads(False)  # most losses do not read the entropy
         return logprobs, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        weights, targets, logprobs, entropy, factor = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, logprobs, entropy, peak, share = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
-        grad: Tensor = weights.detach()
-        slope = -grad_logprobs * ctx.scale
-        for part in _chunks(grad):
-            if grad_entropy is None:
-                grad[part].mul_((slope * factor)[part, None].to(grad.dtype))
-                continue
-            p = grad[part].float() * factor[part, None]
-            of_entropy = torch.xlogy(p, p).addcmul_(p, entropy[part, None])
-            grad[part] = p.mul_(slope[part, None]).addcmul_(of_entropy, -ctx.scale * grad_entropy[part, None])
-        mine = (targets >= 0) & (targets < grad.shape[1])
-        columns = targets.clamp(0, grad.shape[1] - 1)[:, None]
-        at_target = -torch.expm1(logprobs) * grad_logprobs * ctx.scale
-        if grad_entropy is not None:
-            at_target -= logprobs.exp() * (logprobs + entropy) * grad_entropy * ctx.scale
-        at_target = at_target[:, None].to(grad.dtype)
-        # The places of other ranks' targets are not picked out, for which the host would have to wait.
-        grad.scatter_(1, columns, torch.where(mine[:, None], at_target, grad.gather(1, columns)))
-        return grad, None, None, None, None
+        gradient = _Gradient.of(logprobs, entropy, share, grad_logprobs * ctx.scale, grad_entropy, ctx.scale)
+        columns, grad_hidden = weight[: layer.columns], torch.empty_like(hidden)
+        logits, ctx.last = ctx.last, None
+        *others, last = _parts(len(hidden), len(weight), MAX_LOGITS)
+        order = (last, *others)
+        for part in order:
+            if part != last:
+                logits = layer.logits(hidden[part])
+                _exponentials(logits, peak[part], ctx.scale)
+            gradient.replace(logits, targets[part], part)
+            torch.mm(logits, columns, out=grad_hidden[part])
+            if part != order[-1]:  # added up as those of several micro-batches are
+                weight.main_grad[: layer.columns].add_(logits.t() @ hidden[part])
+                logits = None
+        grad_weight = logits.t() @ hidden[order[-1]]
+        if len(grad_weight) < len(weight):
+            grad_weight = torch.cat((grad_weight, weight.new_zeros(len(weight) - len(grad_weight), weight.shape[1])))
+        if layer.group.size() > 1:
+            dist.all_reduce(grad_hidden, group=layer.group)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _parts(rows: int, columns: int, elements: int) -> list[slice]:
+    step = max(1, elements // max(1, columns))
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+    return _parts(len(logits), logits.shape[1], CHUNK_ELEMENTS[logits.device.type])
 
 
-def _local_sums(
-    logits: Tensor, targets: Tensor, scale: float, *, keep_weights: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Max z, sum e^(z - max), sum e^(z - max) z and z at the target, each [n] float32, over this rank's columns.
+def _scaled(logits: Tensor, scale: float) -> Tensor:
+    z = logits.to(torch.float32, copy=True)
+    return z if scale == 1.0 else z.mul_(scale)
+
+
+def _local_sums(logits: Tensor, targets: Tensor, scale: float, sums: Tensor, *, keep_weights: bool) -> None:
+    """Fill `sums` [4, n], over this rank's columns: max z, sum e^(z - max), sum e^(z - max) z and z at the target.
 
     z at the target is 0 where the target is among another rank's columns. With `keep_weights` the logits are
     overwritten with e^(z - max).
     """
-    rows, vocabulary = logits.shape
-    peak, total, weighted, chosen = logits.new_empty(4, rows, dtype=torch.float32).unbind()
-    mine = (targets >= 0) & (targets < vocabulary)
-    columns = targets.clamp(0, vocabulary - 1)
+    peak, total, weighted, chosen = sums.unbind()
+    mine = (targets >= 0) & (targets < logits.shape[1])
+    columns = targets.clamp(0, logits.shape[1] - 1)
     for part in _chunks(logits):
-        z = logits[part].to(torch.float32, copy=True)
-        if scale != 1.0:
-            z.mul_(scale)
+        z = _scaled(logits[part], scale)
         torch.amax(z, 1, out=peak[part])
         chosen[part] = torch.where(mine[part], z.gather(1, columns[part, None])[:, 0], 0.0)
         weights = torch.sub(z, peak[part, None]).exp_()
@@ -101,24 +141,80 @@ def _local_sums(
         if keep_weights:
             logits[part] = weights
         torch.sum(weights.mul_(z), 1, out=weighted[part])
-    return peak, total, weighted, chosen
+        del z, weights  # before the next ones are made
+
+
+def _exponentials(logits: Tensor, peak: Tensor, scale: float) -> None:
+    """Overwrite the logits with e^(z - max)."""
+    for part in _chunks(logits):
+        logits[part] = _scaled(logits[part], scale).sub_(peak[part, None]).exp_()
+
+
+class _Gradient(NamedTuple):
+    """The gradient of logits by their e^(z - max), [n] each."""
+
+    share: Tensor
+    """What turns e^(z - max) into a probability."""
+    of_logprob: Tensor
+    """The gradient by the log-prob, over T."""
+    of_entropy: Tensor | None
+    entropy: Tensor
+    at_target: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: Tensor,
+        entropy: Tensor,
+        share: Tensor,
+        of_logprob: Tensor,
+        grad_entropy: Tensor | None,
+        scale: float,
+    ) -> _Gradient:
+        at_target, of_entropy = -torch.expm1(logprobs) * of_logprob, None
+        if grad_entropy is not None:
+            of_entropy = grad_entropy * scale
+            at_target -= logprobs.exp() * (logprobs + entropy) * of_entropy
+        return cls(share, of_logprob, of_entropy, entropy, at_target)
+
+    def replace(self, weights: Tensor, targets: Tensor, rows: slice) -> None:
+        """Overwrite e^(z - max) of some rows with the gradient."""
+        share, of_logprob, entropy = self.share[rows], self.of_logprob[rows], self.entropy[rows]
+        for part in _chunks(weights):
+            if self.of_entropy is None:
+                weights[part].mul_(-(of_logprob * share)[part, None].to(weights.dtype))
+                continue
+            p = weights[part].float() * share[part, None]
+            bend = torch.xlogy(p, p).addcmul_(p, entropy[part, None])
+            of_entropy = self.of_entropy[rows][part, None]
+            weights[part] = p.mul_(-of_logprob[part, None]).addcmul_(bend, of_entropy, value=-1)
+        mine = (targets >= 0) & (targets < weights.shape[1])
+        columns = targets.clamp(0, weights.shape[1] - 1)[:, None]
+        # The places of other ranks' targets are not picked out, for which the host would have to wait.
+        here = self.at_target[rows, None].to(weights.dtype)
+        weights.scatter_(1, columns, torch.where(mine[:, None], here, weights.gather(1, columns)))
 
 
 def token_scores(
-    logits: Tensor, targets: Tensor, *, temperature: float, first: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    targets: Tensor,
+    layer: OutputLayer,
+    *,
+    temperature: float,
+    see: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `targets` and the entropies, in nats, float32 [n] each.
 
-    `logits` are [n, columns of this tensor-parallel rank], of which the first is vocabulary id `first`; they are
-    overwritten if they require a gradient.
+    The ranks that share the vocabulary call it together, with the same `hidden`, [n, hidden]. `see` is handed the
+    logits of some tokens after others, at temperature 1, and must not keep them.
     """
-    logprobs, entropy = _TokenScores.apply(logits, targets, temperature, first, group)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _TokenScores.apply(hidden, layer.weight, targets, temperature, layer, see)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 @torch.no_grad()
 def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The vocabulary id of the largest logit, the lowest among equals: [n] int64; see `token_scores`."""
+    """The vocabulary id of the largest logit, the lowest among equals: [n] int64, given [n, columns of this rank]."""
     value, column = logits.max(1)
     token = column + first
     if group.size() == 1:
@@ -133,7 +229,7 @@ def most_likely(logits: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def columns_of(logits: Tensor, tokens: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The logits of some vocabulary ids `tokens` [m]: [n, m]; see `token_scores`."""
+    """The logits of some vocabulary ids `tokens` [m]: [n, m]; see `most_likely`."""
     if group.size() == 1:
         return logits.index_select(1, tokens)
     mine = (tokens >= first) & (tokens < first + logits.shape[1])
