@@ -21,6 +21,7 @@ from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment
 from specrl.lineage.record import run_id
+from specrl.processes import importing
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,8 @@ class StageRequest:
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""
         module, _, function = self.entry.partition(":")
-        stage = importlib.import_module(module)
+        with importing():
+            stage = importlib.import_module(module)
         logger.info("Python and its imports took %.1f s of CPU", time.process_time())
         getattr(stage, function)(self.context)
 

@@ -32,6 +32,7 @@ from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
+from specrl.training.traces import traced
 from specrl.training.update import PolicyUpdate, update_policy
 from specrl.validation.precision import PrecisionMonitor
 from specrl.validation.stopping import PATIENCE, EarlyStop, lost_signals
@@ -129,7 +130,8 @@ class Trainer:
             validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
             if (stop := self.lifetime.at_boundary(self.ranks, step, validates=validates)) is not None:
                 self.leave(step, stop)
-            with logs.step(step):
+            traces = self.config.train.trace_steps, self.recorder.steps_dir.parent, self.ranks.rank
+            with logs.step(step), traced(step, *traces):
                 self.step(step, progress)
             step += 1
         with logs.phase("writing of the last checkpoint"):

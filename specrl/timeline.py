@@ -40,9 +40,11 @@ class Timer:
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         """Measure the block as the part of this name."""
+        from torch.profiler import record_function  # here, as reports read timelines without torch
+
         started, clock = time.time(), time.monotonic()
         self.running[part] = clock
-        with logs.phase(part):
+        with logs.phase(part), record_function(part):
             yield
         del self.running[part]
         self.spans.append(Span(part, started, started + time.monotonic() - clock))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from specrl.processes import free_port
+from specrl.processes import free_port, importing
 from specrl.rollout.vllm.engine.lifecycle import set_environment
 
 ROOT = Path(__file__).parents[1]
@@ -36,13 +37,15 @@ def run_module(module: str, *arguments: object, seconds: float = 1200) -> None:
 def import_engine() -> None:
     """Import what an engine on CPUs needs, for the processes that are forked from this one."""
     set_environment()
-    for module in ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
-        import_module(module)
+    with importing():
+        for module in ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
+            import_module(module)
 
 
 def fork(size: int, run: Callable[[int], object]) -> list[int]:
     """Fork the ranks of a job, each of which calls `run` with its number; return their process ids."""
     port, processes = free_port(), []
+    gc.freeze()  # so that no rank copies what it only searches for garbage
     for rank in range(size):
         if (process := os.fork()) == 0:
             code = 1

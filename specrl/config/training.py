@@ -211,6 +211,9 @@ class TrainConfig(Section):
     keep_every: Adjustable[PositiveInt | None] = None
     """Also keep the checkpoints of all steps that are multiples of this number, a multiple of `checkpoint_every`, or 1
     for all checkpoints; None keeps no others."""
+    trace_steps: Adjustable[tuple[NonNegativeInt, ...]] = ()
+    """Steps of which each rank writes a trace for Perfetto, with every operator and kernel; such a step is slower, and
+    its trace has hundreds of MiB where responses are long."""
     best_metric: Adjustable[str | None] = None
     """The metric of a held-out set by which the best policy is chosen among those validated, such as
     `validation/held-out/pass_at_k`; by default the accuracy on the first set, where `validate.every` is set."""

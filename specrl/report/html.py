@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from io import StringIO
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from jinja2 import Environment, FileSystemLoader
-from rich.console import Console
 
 from specrl.artifacts import TrainResult, ValidateResult, write_text
 from specrl.lineage.history import changes_by_step
@@ -21,7 +19,7 @@ from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
-from specrl.report.summary import render_summary
+from specrl.report.summary import event_table, exported, headlines, summary_tables
 from specrl.timeline import timeline_from
 
 REPORT_FILE = "report.html"
@@ -34,6 +32,7 @@ class Chart:
 
     title: str
     svg: str
+    is_wide: bool = False
 
 
 def write_report(run_dir: Path) -> Path:
@@ -43,14 +42,17 @@ def write_report(run_dir: Path) -> Path:
         ValueError: The folder is not a run's.
     """
     config = read_config(run_dir)
-    summary = StringIO()
-    render_summary(run_dir, Console(file=summary, force_terminal=False))
+    stages = find_stages(run_dir)
+    results, *tables = summary_tables(run_dir, stages)
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters["clipped"] = clipped
     page = templates.get_template(TEMPLATE).render(
         name=config.name,
-        summary=summary.getvalue(),
-        charts=[Chart(chart.title, embedded(chart.svg)) for chart in _charts(run_dir)],
+        headlines=headlines(run_dir, stages),
+        results=results,
+        tables=[table for table in (*tables, event_table(stages)) if table.rows],
+        serving=exported(run_dir, stages),
+        charts=[replace(chart, svg=embedded(chart.svg)) for chart in _charts(run_dir)],
         steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
@@ -106,6 +108,7 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
         Chart(
             f"Step {records[index]['step']} ({name})",
             gantt([timeline_from(rank) for rank in records[index]["ranks"]]),
+            is_wide=True,
         )
         for index, name in shown.items()
     ]

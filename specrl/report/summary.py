@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -143,17 +143,65 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """
     console = console or Console()
     stages = find_stages(run_dir)
+    for table in summary_tables(run_dir, stages):
+        print_table(console, *table)
+    if (serving := exported(run_dir, stages)) is not None:
+        drafter_dir, command = serving
+        print_line(console, f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}")
+
+
+class SummaryTable(NamedTuple):
+    """A table of results; a column whose name begins with `>` is aligned to the right."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def summary_tables(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[SummaryTable]:
+    """What a run has reached, and where its time went."""
     config, summary = readable_config(run_dir), build_summary(run_dir, stages, None)
-    print_table(console, f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages))
-    print_table(console, "Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary))
+    tables = [
+        SummaryTable(f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages)),
+        SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary)),
+    ]
     if summary["train"]:
         shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
         rows = [(name, f"{share:.1%}") for name, share in shares]
-        print_table(console, "Where the time of a training step went", ("part", ">share"), rows)
-    export = readable(stages, "export", ExportResult)
-    if export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir))):
-        print_line(console, f"drafter: {export.drafter_dir}\nserve it with the policy:")
-        print_line(console, "  " + serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config))
+        tables.append(SummaryTable("Where the time of a training step went", ("part", ">share"), rows))
+    return tables
+
+
+def event_table(stages: Mapping[str, StageRecord]) -> SummaryTable:
+    """What happened in the stages, in its order."""
+    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in _events(stages)]
+    return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
+
+
+def headlines(run_dir: Path, stages: Mapping[str, StageRecord]) -> list[tuple[str, str]]:
+    """The few figures that people look for first, each with what it is."""
+    summary = build_summary(run_dir, stages, None)
+    validation, speculation, train = summary["validation"], summary["speculation"], summary["train"]
+    found = []
+    if validation and validation["accuracy_after"] is not None:
+        before, after = validation["accuracy_before"], validation["accuracy_after"]
+        found.append((f"{before:.0%} \u2192 {after:.0%}", f"accuracy on {validation['num_prompts']} held-out prompts"))
+    if speculation and speculation["method"] != "none":
+        for batch, speedup in speculation["generation_speedup"].items():
+            found.append((f"{speedup:.2f}x", f"generation at batch {batch}, against plain decoding, matched"))
+        found.append((f"{speculation['acceptance_length']:.2f}", "tokens an iteration, drafts and one more"))
+    if train:
+        found.append((f"{train['step_seconds_median']:.1f} s", f"a step, median of {train['steps']}"))
+    return found
+
+
+def exported(run_dir: Path, stages: Mapping[str, StageRecord]) -> tuple[str, str] | None:
+    """The folder of the exported drafter, and the command that serves it with its policy."""
+    export, config = readable(stages, "export", ExportResult), readable_config(run_dir)
+    if not (export and export.drafter_dir and all(map(_lies_in(run_dir), (export.drafter_dir, export.policy_dir)))):
+        return None
+    command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
+    return str(export.drafter_dir), command
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ the launcher: it kills ranks where a run asks for it, ends the others as Slurm's
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -200,6 +201,7 @@ def measure(context: StageContext, trainer: Trainer, last: int, progress: Progre
 def start(context: StageContext, run: LoopRun) -> list[int]:
     """Fork the ranks; their process ids."""
     port = free_port()
+    gc.freeze()  # so that no rank copies what it only searches for garbage
     for path in context.run_dir.glob("ready-*"):
         path.unlink()
     processes = []

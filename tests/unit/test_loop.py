@@ -75,7 +75,7 @@ def test_what_is_run_again_is_not_logged_again(tmp_path: Path) -> None:
 def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> None:
     said: list[float] = []
     trainer = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(num_steps=2)),
+        config=SimpleNamespace(train=SimpleNamespace(num_steps=2, trace_steps=())),
         recorder=SimpleNamespace(log=lambda *_: None, steps_dir=Path("none")),
         refit_engine=lambda version: SimpleNamespace(timing=dict),
         is_last=lambda version: version == 2,

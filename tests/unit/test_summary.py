@@ -390,3 +390,8 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert "policy.lr = 1e-05 -&gt; 2e-05" in page
     assert "generation 60.0%" in page
     assert not any(word in page for word in ("<script", "http:", "https:", "src="))
+    assert "<strong>30% \u2192 50%</strong> <span>accuracy on 128 held-out prompts</span>" in page
+    assert "<td>accuracy, held out</td><td>30.0% -&gt; 50.0% (128 prompts)</td>" in page
+    assert '<td>train</td><td class="number">240</td>' in page
+    assert '<td>train</td><td class="number">2</td><td>settings</td>' in page
+    assert "<pre>" not in page and "vllm serve" in page

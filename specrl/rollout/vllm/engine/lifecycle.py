@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from specrl.processes import importing
 from specrl.rollout.errors import NonFiniteLogitsError, RefitError
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
@@ -243,7 +244,8 @@ def _check_batch_invariant() -> None:
 
 def require_version() -> None:
     """Raise RuntimeError if the installed vLLM is not the one that this package was written against."""
-    import vllm
+    with importing():
+        import vllm
 
     if vllm.__version__.split("+")[0] != VLLM_VERSION:
         raise RuntimeError(
@@ -258,10 +260,11 @@ def start(arguments: dict[str, Any]) -> Any:
     vLLM disables `torch.set_num_threads` for the whole process, and when an engine is garbage-collected it destroys the
     default process group, which is the trainer's too. Both are prevented here.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with importing():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
-    replacements.install()
+        replacements.install()
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))

@@ -1,0 +1,58 @@
+"""TensorBoard's files of what a run logs."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from specrl.config import Config
+from specrl.tracking.log import Log, Sent
+from specrl.tracking.sync import Syncing
+from specrl.tracking.tensorboard import EventFiles
+from specrl.tracking.tracker import Tracker
+
+
+def scalars(folder: Path) -> list[tuple[str, int, float]]:
+    """(name, step, value) of each metric in the files of a folder, by step."""
+    found = []
+    for path in folder.glob("events.*"):
+        data, position = path.read_bytes(), 0
+        while position < len(data):  # a record is its length, a checksum, the event, a checksum
+            (length,) = struct.unpack_from("<Q", data, position)
+            event = Event.FromString(data[position + 12 : position + 12 + length])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            position += length + 16
+    return sorted(found, key=lambda metric: metric[1])
+
+
+def test_each_metric_is_written_once_however_often_and_from_how_many_processes(tmp_path: Path) -> None:
+    log = Log(tmp_path / "stages" / "train-1")
+    tracker, files = Tracker(log, parent_id="parent"), EventFiles(tmp_path, log)
+    tracker.start("train", {})
+    tracker.log_metrics({"reward/mean": 0.25, "timing/step_s": 4.0}, step=3)
+    files.write()
+    tracker.log_metrics({"reward/mean": math.inf}, step=4)
+    files.write()
+    files.write()
+    EventFiles(tmp_path, log).write()
+    tracker.log_metrics({"timing/step_s": 2.0}, step=5)
+    EventFiles(tmp_path, log).write()
+    expected = [("reward/mean", 3, 0.25), ("timing/step_s", 3, 4.0), ("reward/mean", 4, math.inf)]
+    assert scalars(tmp_path / "tensorboard" / "train-1") == [*expected, ("timing/step_s", 5, 2.0)]
+    assert len(list((tmp_path / "tensorboard" / "train-1").iterdir())) == 2
+    assert Sent(log).waits(), "MLflow has nothing of it"
+
+
+def test_metrics_are_written_while_mlflow_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config = Config.model_validate({"name": "run", "runs_dir": tmp_path, "tracking": {"uri": "http://127.0.0.1:9"}})
+    log = Log(config.run_dir)
+    tracker = Tracker(log)
+    tracker.start("run", {})
+    tracker.log_metrics({"reward/mean": 0.5}, step=1)
+    assert not Syncing(config, log).close(patience_s=0)
+    assert scalars(config.run_dir / "tensorboard" / config.name) == [("reward/mean", 1, 0.5)]
