@@ -52,7 +52,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
         generation = small.get("generation_config.json", {})
         for problem in token_problems(generation, config["vocab_size"]):
-            raise ConfigError(f"has a generation_config.json in which {problem}")
+            raise ConfigError(f"has a generation_config.json with {problem}")
         tokens = _token_ids(directory)
         if "auto_map" in settings:
             _load_without_its_code(directory)
