@@ -17,6 +17,8 @@ T = TypeVar("T")
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # else gloo connects all pairs of ranks at once: minutes for hundreds
 PINNED = "PYTORCH_ALLOC_CONF"
 """By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned."""
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+"""On CPUs each new shape of a BF16 product leaves half a megabyte of compiled code: a gigabyte by default."""
 TIMEOUT = timedelta(days=7)
 """Far above gloo's half hour: the limits of the job end a hang (`cluster.hang_minutes` and `cluster.start_minutes`)."""
 
@@ -63,7 +65,7 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64"}.items():
+    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64", **KERNELS}.items():
         os.environ.setdefault(name, value)
     cuda = torch.cuda.is_available()
     if torch.cuda.device_count() == 1:  # this rank's own, whatever its place on the node
