@@ -23,7 +23,7 @@ import specrl
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.environment import THREAD_VARIABLES, snapshot_code
+from slurm.environment import THREAD_VARIABLES, WAITING, snapshot_code
 from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
@@ -151,7 +151,7 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
     count = os.environ.get("OMP_NUM_THREADS", str(cores))
     if resources is not None:
         count = str(min(resources.cpus_per_rank, cores))
-    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, count), **WAITING, "TOKENIZERS_PARALLELISM": "false"}
     if resources is not None and not resources.gpus_per_rank:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     job.save(path)
