@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,7 @@ class Engine(VllmEngine):
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
         self.is_first = is_first()
         """Whether this is the first rank of its engine, whose decisions hold for the others."""
-        self._policy_names = policy_weight_names(policy_dir)
-        self._drafter_names = drafter_weight_names(drafter_dir or policy_dir) if self.drafter else frozenset[str]()
+        self._directories = policy_dir, drafter_dir or policy_dir
         self.drafting = Drafting(self, config) if longest else None
         """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
         self._stopped = False
@@ -127,6 +127,14 @@ class Engine(VllmEngine):
         self.self_test()
         if self.drafting is not None and config.speculation.adaptive:
             self.set_k(None)
+
+    @cached_property
+    def _policy_names(self) -> frozenset[str]:  # a policy with random weights is never refitted, and has no files
+        return policy_weight_names(self._directories[0])
+
+    @cached_property
+    def _drafter_names(self) -> frozenset[str]:
+        return drafter_weight_names(self._directories[1]) if self.drafter else frozenset()
 
     def generate(
         self,
