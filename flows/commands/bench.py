@@ -33,6 +33,7 @@ from specrl.bench.subject import find_subject
 from specrl.config import Config, ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
+from specrl.report.results import is_run
 from specrl.tracking import log_to_run
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
@@ -70,6 +71,11 @@ class Bench:
             raise ConfigError(f"--set {sets[0]}: bench {name} measures no run whose setting this could be")
         self.folder = ((self.run_dir or runs_dir) / "bench").absolute()
         self.page = (page or self.folder / f"{name}.md").absolute()
+        if is_run(self.page.parent):
+            raise ConfigError(
+                f"--page {page}: the rows lie beside the page, and could replace a file of the run; "
+                f"take {self.page.parent / 'bench' / self.page.name}"
+            )
 
     @property
     def config(self) -> Config:

@@ -149,9 +149,10 @@ def stop(
     run_dir = find_own_run(name, runs_dir)
     watcher = Watcher(run_dir, readable_config(run_dir))
     view = watcher.look()
-    for line in ask_to_stop(run_dir) if view.state != "finished" else []:
+    of_jobs = ask_to_stop(run_dir) if view.state != "finished" else []
+    for line in of_jobs:
         print(line)
-    if not view.is_over:
+    if of_jobs or not view.is_over:
         print(f"{run_dir.name} is asked to stop; continue it with: specrl resume {run_dir.name}")
         if not wait:
             return

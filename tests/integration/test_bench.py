@@ -52,7 +52,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(run_dir: Path, name: str, *options: str) -> tuple[Any, str]:
     """What it wrote as JSON, most often rows, and its page."""
-    page = run_dir / f"{name}.md"
+    page = run_dir / "bench" / f"{name}.md"
     paths = ["--run", str(run_dir), "--page", str(page)]
     output = finish(specrl("bench", name, *paths, *options), seconds=1200)
     assert f"page: {page}" in output

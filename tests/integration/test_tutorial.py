@@ -23,7 +23,8 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(tmp_path: Path) -
         (binaries / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (binaries / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    for command in re.findall(r"^    (\S.*)$", page.partition("## Train a real model")[0], re.MULTILINE):
+    shown = re.sub(r"```.*?```", "", page.partition("## Train a real model")[0], flags=re.DOTALL)
+    for command in [*re.findall(r"^    (\S.*)$", shown, re.MULTILINE), "specrl serve-model mine --check"]:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=tmp_path,
