@@ -14,8 +14,8 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
+from slurm.commands import unknown_options
 from slurm.environment import read_environment_file
-from slurm.sbatch import unknown_options
 from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch

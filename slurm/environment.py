@@ -37,8 +37,8 @@ PACKAGES = ("flows", "tasks", "slurm", "specrl")
 ROOT = Path(__file__).parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 WAITING = {"GOMP_SPINCOUNT": "1000"}
-"""By default OpenMP's threads spin long while they wait for one another: where another process has one of the cores,
-a product takes twenty times as long. Not to spin at all takes a quarter longer where none has."""
+"""By default OpenMP's threads spin for long while they wait for one another, and where another process has one of the
+cores, every product waits for the scheduler. Where none has, a short spin is as good."""
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 """The variables by which NVIDIA's libraries, and Triton's kernels, multiply float32 numbers in float32 and not in TF32,
 which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""

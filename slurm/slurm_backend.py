@@ -32,9 +32,7 @@ from slurm.backend import (
     StageRequest,
     State,
 )
-from slurm.environment import LOOPBACK, inherited, log_path
-from slurm.failures import first_error
-from slurm.sbatch import (
+from slurm.commands import (
     COMMAND_SECONDS,
     PRESENT_SECONDS,
     as_flags,
@@ -46,6 +44,8 @@ from slurm.sbatch import (
     python_command,
     sbatch_options,
 )
+from slurm.environment import LOOPBACK, inherited, log_path
+from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event

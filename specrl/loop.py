@@ -125,14 +125,14 @@ class Trainer:
         step = first_step
         if self.is_last(step):  # an earlier job was ended after its last step
             return step
+        traces = self.recorder.steps_dir.parent / "traces"
         self.lifetime.begin_steps(step, *recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
         while not self.is_last(step):
             self.lifetime.saved(self.checkpoints.seconds)
             validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
             if (stop := self.lifetime.at_boundary(self.ranks, step, validates=validates)) is not None:
                 self.leave(step, stop)
-            traces = self.config.train.trace_steps, self.recorder.steps_dir.parent, self.ranks.rank
-            with logs.step(step), traced(step, *traces):
+            with logs.step(step), traced(step, self.config.train.trace_steps, traces, self.ranks.rank):
                 self.step(step, progress)
             step += 1
         with logs.phase("writing of the last checkpoint"):

@@ -110,8 +110,8 @@ def start_ticks(pid: int) -> int | None:
 def importing() -> Iterator[None]:
     """Collect no garbage within the block, and never look again at what was there at its end.
 
-    Large packages make a million objects that stay: to search them for garbage takes a third of the time of their
-    imports, and half a second each time that vLLM collects garbage while an engine starts.
+    Large packages make very many objects that stay: to search them for garbage takes a good part of the time of their
+    imports, and the same again each time that vLLM collects garbage while an engine starts.
     """
     gc.disable()
     try:

@@ -152,7 +152,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:
         if (self.source == "file") != (self.path is not None):
-            given = "is not set" if self.path is None else f"= {self.path}"
+            given = "is not set" if self.path is None else f"= {', '.join(map(str, self.path))}"
             raise ValueError(
                 f'data.path {given} with data.source = "{self.source}": '
                 'it must be set with data.source = "file", and only then'

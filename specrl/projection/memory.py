@@ -302,11 +302,10 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
         at_once += round(scores * (2 * FP32 + cast + 1 / shape.num_heads))
     elif not policy_layer:
         # Gradients of keys and values are in the compute type, and the backward pass of all slots comes later. In that
-        # of a part, a step is gone when the weights have gradients; the head has two more while they are added up.
+        # of a part, a step is gone when the weights have gradients; the head has two more while they are added up. The
+        # product that all slots share is over by then.
         slot -= (FP32 + size) * hidden + 2 * shape.kv_size * (FP32 - size)
-        once = (
-            parameters - drafter.num_features * hidden * hidden
-        )  # what all slots alone are multiplied with is not held
+        once = parameters - drafter.num_features * hidden * hidden
         backward = chains * (steps - 1) * step + once * size + 2 * size * vocabulary * hidden
         at_once = once * cast + max(forward, backward)
     return _item(

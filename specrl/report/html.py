@@ -20,7 +20,7 @@ from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
-from specrl.report.summary import event_table, exported, headlines, summary_tables
+from specrl.report.summary import build_summary, event_table, exported, headlines, summary_tables
 from specrl.timeline import timeline_from
 
 REPORT_FILE = "report.html"
@@ -38,15 +38,16 @@ def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
     config, stages = read_config(run_dir), find_stages(run_dir)
     charts = [*_rollout_charts(stages), *_result_charts(stages)]
-    results, *tables = summary_tables(run_dir, stages)
+    summary = build_summary(run_dir, stages, None)
+    results, *tables = summary_tables(run_dir, stages, summary)
     charts = [*_rollout_charts(stages), *_result_charts(stages)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters["clipped"] = clipped
     page = templates.get_template(TEMPLATE).render(
         name=config.name,
-        headlines=headlines(run_dir, stages),
+        headlines=headlines(summary),
         results=results,
-        tables=[table for table in (*tables, event_table(stages)) if table.rows],
+        tables=[table for table in (*tables, event_table(summary)) if table.rows],
         serving=exported(run_dir, stages),
         charts=[replace(chart, svg=embedded(chart.svg)) for chart in charts],
         steps=page_samples(run_dir),

@@ -137,7 +137,7 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print the results of a run, which may be somebody else's, from those stages that have finished."""
     console = console or Console()
     stages = find_stages(run_dir)
-    for table in summary_tables(run_dir, stages):
+    for table in summary_tables(run_dir, stages, build_summary(run_dir, stages, None)):
         print_table(console, *table)
     if (serving := exported(run_dir, stages)) is not None:
         drafter_dir, command = serving
@@ -152,11 +152,11 @@ class SummaryTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def summary_tables(run_dir: Path, stages: Mapping[str, Path]) -> list[SummaryTable]:
+def summary_tables(run_dir: Path, stages: Mapping[str, Path], summary: Mapping[str, Any]) -> list[SummaryTable]:
     """What a run has reached, and where its time went."""
-    config, summary = readable_config(run_dir), build_summary(run_dir, stages, None)
+    results = _results(readable_config(run_dir), summary, stages)
     tables = [
-        SummaryTable(f"Run {summary['run']}", ("what", "result"), _results(config, summary, stages)),
+        SummaryTable(f"Run {summary['run']}", ("what", "result"), results),
         SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary)),
     ]
     if summary["train"]:
@@ -166,15 +166,14 @@ def summary_tables(run_dir: Path, stages: Mapping[str, Path]) -> list[SummaryTab
     return tables
 
 
-def event_table(stages: Mapping[str, Path]) -> SummaryTable:
+def event_table(summary: Mapping[str, Any]) -> SummaryTable:
     """What happened in the stages, in its order."""
-    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in _events(stages)]
+    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in summary["events"]]
     return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
 
 
-def headlines(run_dir: Path, stages: Mapping[str, Path]) -> list[tuple[str, str]]:
+def headlines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The few figures that people look for first, each with what it is."""
-    summary = build_summary(run_dir, stages, None)
     validation, speculation, train = summary["validation"], summary["speculation"], summary["train"]
     found = []
     if validation and validation["accuracy_after"] is not None:

@@ -99,8 +99,7 @@ class Engine(VllmEngine):
         set_environment(batch_invariant=config.engine.batch_invariant)
         join()
         require_version()
-        self.config = config
-        self.max_length = config.model.max_length
+        self.config, self.max_length = config, config.model.max_length
         longest = max(config.speculation.draft_lengths) if speculate else 0
         self.precision = EnginePrecision(config.precision, recipe)
         self._family = family_of(read_model_config(policy_dir))

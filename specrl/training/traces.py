@@ -10,18 +10,17 @@ from pathlib import Path
 from torch.profiler import profile
 
 logger = logging.getLogger(__name__)
-FOLDER = "traces"
 
 
 @contextmanager
-def traced(step: int, steps: Sequence[int], stage_dir: Path, rank: int) -> Iterator[None]:
-    """Write `traces/step=NNNNNN-rank=NNNNN.json.gz` of the block if `step` is one of `steps`."""
+def traced(step: int, steps: Sequence[int], folder: Path, rank: int) -> Iterator[None]:
+    """Write `step=NNNNNN-rank=NNNNN.json.gz` of the block to a folder if `step` is one of `steps`."""
     if step not in steps:
         yield
         return
     with profile() as profiler:
         yield
-    path = stage_dir / FOLDER / f"step={step:06d}-rank={rank:05d}.json.gz"
+    path = folder / f"step={step:06d}-rank={rank:05d}.json.gz"
     try:
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))

@@ -71,8 +71,11 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     # Compiled on a GPU, its steps are one.
     patch.setattr(swiglu, "swiglu_back", lambda grad, y: torch.empty_like(y))
     # The norm of the gradients, whose fallback for CPUs puts numbers together, is not the memory of this module.
-    norm_or_scale = lambda op, *_: (torch.zeros(1), None) if op is clipping.l2_norm_impl else None  # noqa: E731
     patch.setattr(clipping, "multi_tensor_applier", norm_or_scale)
+
+
+def norm_or_scale(operation: Any, *_: Any) -> tuple[Tensor, None] | None:
+    return (torch.zeros(1), None) if operation is clipping.l2_norm_impl else None
 
 
 def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -60,6 +60,7 @@ def test_the_policys_memory_is_planned_phase_by_phase(name: str, tmp_path: Path)
         "update, prompt": activations,
         "update, shared prompts": items["activations"],
     }
+    print(name, *(f"{key}: {planned[key]:.2f} planned, {found[key]:.2f}" for key in planned), sep="\n  ")
     assert planned == pytest.approx(found, rel=WITHIN)
 
 
@@ -131,6 +132,7 @@ def test_the_drafters_memory_is_planned_phase_by_phase(name: str) -> None:
         "resident": items["drafter and its Adam"] + items["drafter's embeddings"],
         "update": memory.drafter_activations(rank, config.model.max_length).gib,
     }
+    print(name, *(f"{key}: {planned[key]:.2f} planned, {found[key]:.2f}" for key in planned), sep="\n  ")
     assert planned == pytest.approx(found, rel=WITHIN)
 
 

@@ -17,8 +17,8 @@ from flows.execute import continue_with_own_code
 from slurm import trust
 from slurm.access import check_access
 from slurm.backend import StageRequest
+from slurm.commands import python_command
 from slurm.environment import job_environment, snapshot_code
-from slurm.sbatch import python_command
 from specrl.config import ClusterConfig, ConfigError
 from specrl.context import StageContext
 from tests.security.hostile import (

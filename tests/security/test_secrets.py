@@ -14,8 +14,8 @@ import pytest
 from flows.cli import EXIT_USAGE, invoke
 from flows.folder import write_config
 from slurm.backend import JobError
+from slurm.commands import describe
 from slurm.environment import ROOT, job_environment, read_environment_file, snapshot_code
-from slurm.sbatch import describe
 from slurm.slurm_backend import _outside_jobs
 from slurm.submit import attach_or_submit
 from slurm.watch import wait

@@ -16,10 +16,10 @@ from submitit.slurm.slurm import _make_sbatch_string
 from flows.cli import invoke
 from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
+from slurm.commands import describe, parameters, python_command
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
 from slurm.failures import explain
 from slurm.local import visible_devices
-from slurm.sbatch import describe, parameters, python_command
 from slurm.slurm_backend import ONE_HOST, SlurmJob, interface_towards
 from slurm.submit import backend_of, backends_of
 from specrl.config import STAGES, Config, ConfigError, Resources, StageName, parse_config
@@ -136,7 +136,10 @@ def test_options_that_neither_sbatch_nor_a_plugin_of_the_site_has_are_refused_be
     assert first.startswith("cluster.sbatch.frobnicate: sbatch has no option --frobnicate; sbatch --help lists")
     assert second.startswith("cluster.sbatch.reservaton: sbatch has no option --reservaton; perhaps reservation;")
     assert third.startswith("stage_resources.train.sbatch.exclusiv: sbatch has no option --exclusiv; perhaps exclusive")
+    usual = {"mail_type": "END", "mail-user": "me@example.org", "gpus-per-socket": 1, "exclude": "node1"}
+    assert check_sbatch(configured(tmp_path, cluster={"sbatch": usual})) == []
     (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert check_sbatch(configured(tmp_path, cluster={"sbatch": usual})) == []
     assert "gpu-mode" in "".join(check_sbatch(config))
     assert check_sbatch(configured(tmp_path, **{"cluster": {**options["cluster"], "backend": "local"}})) == []
 

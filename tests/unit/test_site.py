@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flows.server import PrefectServer, _answers
-from slurm import sbatch, slurm_backend, submit
+from slurm import commands, slurm_backend, submit
 from slurm.backend import JobError, JobKey, SilentSchedulerError, StoppedError
 from slurm.failures import explain, is_of_connection, is_of_port
 from slurm.slurm_backend import SlurmBackend, SlurmJob
@@ -228,8 +228,8 @@ def test_one_squeue_is_for_all_jobs_of_a_user_and_all_flows_on_a_host(
     assert (programs / "calls").read_text() == "x\n"
     jobs[0].state()  # who asks again soon wants to know it soon
     assert (programs / "calls").read_text() == "x\nx\n"
-    sbatch.forget()
-    sbatch.listed(60)
+    commands.forget()
+    commands.listed(60)
     assert (programs / "calls").read_text() == "x\nx\nx\n"
 
 
@@ -237,11 +237,11 @@ def test_a_list_of_the_future_is_none_since_the_clock_was_set_back(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(programs, "squeue", 'echo "7|RUNNING|None|x"')
-    sbatch.listed(60)
+    commands.listed(60)
     program(programs, "squeue", 'echo "8|RUNNING|None|x"')
     now = time.time()
-    monkeypatch.setattr("slurm.sbatch.time.time", lambda: now - 3600)
-    assert [job.job_id for job in sbatch.listed(60)] == ["8"]
+    monkeypatch.setattr("slurm.commands.time.time", lambda: now - 3600)
+    assert [job.job_id for job in commands.listed(60)] == ["8"]
 
 
 def ended(stage_dir: Path, reason: Reason, log: str = "", ended_ago: float = 60, **more: str) -> None:

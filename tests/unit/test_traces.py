@@ -15,7 +15,7 @@ from specrl.training.traces import traced
 def test_a_step_that_is_asked_for_leaves_a_trace_of_its_parts_and_operators(tmp_path: Path) -> None:
     timer = Timer()
     for step in range(3):
-        with traced(step, [1], tmp_path, rank=2), timer("policy_update"):
+        with traced(step, [1], tmp_path / "traces", rank=2), timer("policy_update"):
             torch.ones(4, 4) @ torch.ones(4, 4)
     (path,) = tmp_path.glob("traces/*")
     assert path.name == "step=000001-rank=00002.json.gz"
@@ -26,6 +26,6 @@ def test_a_step_that_is_asked_for_leaves_a_trace_of_its_parts_and_operators(tmp_
 
 def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("in the way")
-    with traced(0, [0], tmp_path, rank=0):
+    with traced(0, [0], tmp_path / "traces", rank=0):
         pass
     assert (tmp_path / "traces").read_text() == "in the way"

@@ -117,7 +117,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         chosen, layer = rows_of(hidden[:, 0], head.places), self.output()
         targets = None if head.wanted is None else _Targets(head.wanted, layer)
-        logprobs, entropy = token_scores(chosen, head.targets, layer, temperature=head.temperature, see=targets)
+        logprobs, entropy = token_scores(chosen, head.targets, layer, temperature=head.temperature, on_logits=targets)
         if targets is None:
             return HeadOutput(logprobs, entropy)
         return HeadOutput(logprobs, entropy, *targets.of(chosen.detach()))

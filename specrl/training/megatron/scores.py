@@ -52,7 +52,7 @@ class _TokenScores(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         layer: OutputLayer,
-        see: Callable[[Tensor], None] | None,
+        on_logits: Callable[[Tensor], None] | None,
     ) -> tuple[Tensor, Tensor]:
         scale, local = 1.0 / temperature, targets - layer.first
         sums = hidden.new_empty(4, len(hidden), dtype=torch.float32)
@@ -60,8 +60,8 @@ class _TokenScores(torch.autograd.Function):
         for part in parts:
             logits = None  # before the next ones are made
             logits = layer.logits(hidden[part])
-            if see is not None:
-                see(logits)
+            if on_logits is not None:
+                on_logits(logits)
             keep = ctx.needs_input_grad[0] and part == parts[-1]
             _local_sums(logits, local[part], scale, sums[:, part], keep_weights=keep)
         peak, total, weighted, chosen = sums.unbind()
@@ -83,11 +83,11 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, logprobs, entropy, peak, share = ctx.saved_tensors
+        hidden, weight, targets, logprobs, entropy, peak, normaliser = ctx.saved_tensors
         layer: OutputLayer = ctx.layer
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
-        gradient = _Gradient.of(logprobs, entropy, share, grad_logprobs * ctx.scale, grad_entropy, ctx.scale)
+        gradient = _Gradient.of(logprobs, entropy, normaliser, ctx.scale, grad_logprobs, grad_entropy)
         columns, grad_hidden = weight[: layer.columns], torch.empty_like(hidden)
         logits, ctx.last = ctx.last, None
         *others, last = _parts(len(hidden), len(weight), MAX_LOGITS)
@@ -151,43 +151,45 @@ def _exponentials(logits: Tensor, peak: Tensor, scale: float) -> None:
 
 
 class _Gradient(NamedTuple):
-    """The gradient of logits by their e^(z - max), [n] each."""
+    """What turns e^(z - max) into the gradient of the logits, for each token: [n]."""
 
-    share: Tensor
-    """What turns e^(z - max) into a probability."""
+    normaliser: Tensor
+    """p = normaliser * e^(z - max)."""
     of_logprob: Tensor
-    """The gradient by the log-prob, over T."""
+    """The loss's gradient by log p(y), over T."""
     of_entropy: Tensor | None
+    """The loss's gradient by H, over T; None where it has none."""
     entropy: Tensor
     at_target: Tensor
+    """The gradient of the logit of y."""
 
     @classmethod
     def of(
         cls,
         logprobs: Tensor,
         entropy: Tensor,
-        share: Tensor,
-        of_logprob: Tensor,
-        grad_entropy: Tensor | None,
+        normaliser: Tensor,
         scale: float,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
     ) -> _Gradient:
-        at_target, of_entropy = -torch.expm1(logprobs) * of_logprob, None
-        if grad_entropy is not None:
-            of_entropy = grad_entropy * scale
+        of_logprob, of_entropy = grad_logprobs * scale, None if grad_entropy is None else grad_entropy * scale
+        at_target = -torch.expm1(logprobs) * of_logprob
+        if of_entropy is not None:
             at_target -= logprobs.exp() * (logprobs + entropy) * of_entropy
-        return cls(share, of_logprob, of_entropy, entropy, at_target)
+        return cls(normaliser, of_logprob, of_entropy, entropy, at_target)
 
     def replace(self, weights: Tensor, targets: Tensor, rows: slice) -> None:
-        """Overwrite e^(z - max) of some rows with the gradient."""
-        share, of_logprob, entropy = self.share[rows], self.of_logprob[rows], self.entropy[rows]
+        """Overwrite the e^(z - max) of some tokens with the gradient."""
+        normaliser, of_logprob, entropy = self.normaliser[rows], self.of_logprob[rows], self.entropy[rows]
         for part in _chunks(weights):
             if self.of_entropy is None:
-                weights[part].mul_(-(of_logprob * share)[part, None].to(weights.dtype))
+                weights[part].mul_(-(of_logprob * normaliser)[part, None].to(weights.dtype))
                 continue
-            p = weights[part].float() * share[part, None]
-            bend = torch.xlogy(p, p).addcmul_(p, entropy[part, None])
+            p = weights[part].float() * normaliser[part, None]
+            p_log_p_plus_h = torch.xlogy(p, p).addcmul_(p, entropy[part, None])
             of_entropy = self.of_entropy[rows][part, None]
-            weights[part] = p.mul_(-of_logprob[part, None]).addcmul_(bend, of_entropy, value=-1)
+            weights[part] = p.mul_(-of_logprob[part, None]).addcmul_(p_log_p_plus_h, of_entropy, value=-1)
         mine = (targets >= 0) & (targets < weights.shape[1])
         columns = targets.clamp(0, weights.shape[1] - 1)[:, None]
         # The places of other ranks' targets are not picked out, for which the host would have to wait.
@@ -201,14 +203,14 @@ def token_scores(
     layer: OutputLayer,
     *,
     temperature: float,
-    see: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `targets` and the entropies, in nats, float32 [n] each.
 
-    The ranks that share the vocabulary call it together, with the same `hidden`, [n, hidden]. `see` is handed the
-    logits of some tokens after others, at temperature 1, and must not keep them.
+    The ranks that share the vocabulary call it together, with the same `hidden`, [n, hidden]. `on_logits` is
+    called with the logits of some tokens after others, before the temperature, and must not keep them.
     """
-    logprobs, entropy = _TokenScores.apply(hidden, layer.weight, targets, temperature, layer, see)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _TokenScores.apply(hidden, layer.weight, targets, temperature, layer, on_logits)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 

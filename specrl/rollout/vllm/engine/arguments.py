@@ -113,13 +113,19 @@ def engine_arguments(
     elif updates:
         arguments["hf_overrides"] = updates
     if longest:
-        arguments["additional_config"] = {"drafter_k": config.speculation.draft_lengths[0]}
-        arguments["speculative_config"] = {
-            "num_speculative_tokens": longest,
+        arguments |= _drafting(config, policy_dir, drafter_dir, lengths)
+    return arguments
+
+
+def _drafting(config: Config, policy_dir: Path, drafter_dir: Path | None, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "additional_config": {"drafter_k": config.speculation.draft_lengths[0]},
+        "speculative_config": {
+            "num_speculative_tokens": max(lengths),
             "num_speculative_tokens_per_batch_size": schedule(config.engine.max_num_seqs, lengths),
             **_proposer(config, policy_dir, drafter_dir),
-        }
-    return arguments
+        },
+    }
 
 
 def schedule(max_num_seqs: int, lengths: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -78,7 +78,7 @@ def unknown_options(config: Config) -> list[str]:
     return [
         f"{key}: sbatch has no option --{name}{_perhaps(name)}; sbatch --help lists those of this cluster"
         for key, name in unknown.items()
-        if not re.search(rf"--{name}\b(?!-)", said)
+        if not re.search(rf"--{re.escape(name)}\b(?!-)", said)
     ]
 
 
