@@ -19,15 +19,15 @@ ROOT = Path(__file__).parents[1]
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def outside_of_groups() -> dict[str, str]:
-    """The environment without the process group that an engine in this process may have joined."""
-    return {name: value for name, value in os.environ.items() if name not in GROUP}
+def outside_of_engines() -> dict[str, str]:
+    """The environment as users have it: without the group and the variables of engines that were in this process."""
+    return {name: value for name, value in os.environ.items() if name not in GROUP and not name.startswith("VLLM_")}
 
 
 def run_module(module: str, *arguments: object, seconds: float = 1200) -> None:
     """Run `python -m MODULE ARGUMENTS`; it must end well."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    environment = {**outside_of_engines(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )

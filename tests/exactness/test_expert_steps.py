@@ -12,7 +12,7 @@ import pytest
 from specrl.schemas import read_folder
 from specrl.step_record import read_steps
 from tests.exactness.expert_steps import NUM_STEPS
-from tests.integration.pipeline_runs import outside_of_groups
+from tests.integration.pipeline_runs import outside_of_engines
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_steps_with_experts_are_exact_and_route_alike(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.exactness.expert_steps", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, env=outside_of_groups(), capture_output=True, text=True, timeout=1200, check=False
+        command, cwd=ROOT, env=outside_of_engines(), capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     train = tmp_path / "eagle3" / "train"

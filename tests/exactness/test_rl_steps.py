@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specrl.schemas import Rollout, read_rollouts
 from tests.exactness.rl_steps import METHODS, NUM_STEPS, SWAPPED
-from tests.integration.pipeline_runs import outside_of_groups
+from tests.integration.pipeline_runs import outside_of_engines
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rl-steps")
     command = [sys.executable, "-m", "tests.exactness.rl_steps", str(folder)]
     done = subprocess.run(
-        command, cwd=ROOT, env=outside_of_groups(), capture_output=True, text=True, timeout=1200, check=False
+        command, cwd=ROOT, env=outside_of_engines(), capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

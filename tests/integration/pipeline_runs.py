@@ -14,7 +14,7 @@ import pyarrow.dataset
 import torch
 from safetensors.torch import load_file
 
-from tests.forks import outside_of_groups
+from tests.forks import outside_of_engines
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs" / "smoke.toml"
@@ -25,7 +25,7 @@ def specrl(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "flows.cli", *arguments],
         cwd=ROOT,
-        env={**outside_of_groups(), "OMP_NUM_THREADS": "1"},
+        env={**outside_of_engines(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

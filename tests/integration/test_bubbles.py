@@ -23,7 +23,7 @@ from specrl.rollout.bubbles.texts import read_texts
 from specrl.schemas import read_folder
 from tests.checkpoints import whole_state
 from tests.integration.loop_plan import ON_FAILURE, LoopRun
-from tests.integration.pipeline_runs import outside_of_groups
+from tests.integration.pipeline_runs import outside_of_engines
 from tests.unit.test_metrics import OF_A_STEP
 
 pytestmark = pytest.mark.engine
@@ -112,7 +112,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bubbles")
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in RUNS]))
     command = [sys.executable, "-m", "tests.integration.loop_runs", str(folder), str(folder / "runs.json")]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    environment = {**outside_of_engines(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -13,7 +13,7 @@ import pyarrow.dataset
 import pytest
 
 from tests.integration.loop_plan import LoopRun
-from tests.integration.pipeline_runs import outside_of_groups
+from tests.integration.pipeline_runs import outside_of_engines
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in plan]))
     command = [sys.executable, "-m", "tests.integration.loop_runs", str(folder), str(folder / "runs.json")]
-    environment = {**outside_of_groups(), "OMP_NUM_THREADS": "1"}
+    environment = {**outside_of_engines(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forks import outside_of_engines
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "tutorial.md"
 
@@ -22,7 +24,7 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(tmp_path: Path) -
     for name, module in (("specrl", "-m flows.cli"), ("python", "")):
         (binaries / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (binaries / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {**outside_of_engines(), "PATH": f"{binaries}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     shown = re.sub(r"```.*?```", "", page.partition("## Train a real model")[0], flags=re.DOTALL)
     commands = [*re.findall(r"^    (\S.*)$", shown, re.MULTILINE), "specrl serve-model mine --check"]
     assert commands[0].startswith("export")
