@@ -61,6 +61,10 @@ def test_ratios_are_of_the_same_rounds_and_leave_out_warm_up_and_validation(tmp_
     assert row["decode_steps"] == 8 and row["decode_step_ratio"] == pytest.approx(8 / 18)
     assert row["tokens_equal"] and row["reward_difference"] == 0 and row["acceptance_length"] == 2.0
     assert row["step_s"] == 4 and row["idle_s"] == 0 and row["token_mult_prob_error"] is None
+    apart = own.row(plain, in_turn=False)
+    assert apart == {name: value for name, value in row.items() if name in apart}
+    times = {f"{name}_{part}" for name in ("generation", "step") for part in ("ratio", "min", "max")}
+    assert row.keys() - apart.keys() == times | {"end_to_end_ratio"}
     assert (row["cell"], row["seed"], row["is_baseline"], plain.row(plain)["is_baseline"]) == ("both", "3", False, True)
 
 
@@ -128,6 +132,7 @@ def test_cells_are_all_combinations_and_seeds_are_repetitions_with_a_baseline_ea
     ]
     assert [len(group) for group in groups] == [3, 3, 2, 3, 3, 2]
     assert [len(group) for group in RunOptions(cells, 1, 0, None, 0).groups] == [6, 6]
+    assert RunOptions(cells, 1, 0, 1, 0).groups == [(cell,) for cell in cells]
     for vary, bundles, words in (
         (["train.lr"], [], "expected KEY=A,B"),
         ([], ["plain"], "expected 'NAME: KEY=VALUE"),

@@ -19,6 +19,9 @@ of any step; *end to end* is the whole training, with the start of its ranks, al
 pretraining of a drafter comes before it. *decoding steps* are engine iterations of the rank that needed the most, per
 token, over the baseline's; *same* is the share of responses with the baseline's tokens.
 """
+APART = """
+Here each cell was trained after the other, so that counts can be compared, and times cannot.
+"""
 NAMES = {"cell": "cell", "seed": "seed"}
 SPEED = {
     "generation": "generation",
@@ -71,6 +74,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
     """Write rows and page, with the errors of `failed` cells by label."""
     sections = [
         HOW.format(baseline=next(row["cell"] for row in rows if row["is_baseline"])),
+        *([] if any("step_ratio" in row for row in rows) else [APART]),
         table(rows, NAMES | SPEED),
         SCALED + "\n" + table(rows, NAMES | ON_GPUS),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),

@@ -86,23 +86,21 @@ class Results:
         own, plain = self.responses, baseline.responses
         return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
 
-    def row(self, baseline: Results) -> dict[str, Any]:
-        """All figures; ratios are above 1 where this training is faster than the baseline."""
-        generation = _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])
-        step = _ratios(self, baseline, measured_seconds)
+    def row(self, baseline: Results, *, in_turn: bool = True) -> dict[str, Any]:
+        """All figures; ratios are above 1 where this training is faster than the baseline.
+
+        There are none of times where the two did not take their steps in turn.
+        """
         decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
         rewards, before = self.rewards(), baseline.rewards()
         differences = [rewards[key] - before[key] for key in before if key in rewards]
         same = self.same_responses(baseline)
         counted = self.metrics[self.warm_up :]
-        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
         counts = self.counts(range(self.warm_up, len(self.metrics)))
         return {
             **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
-            **_columns("generation", generation),
-            **_columns("step", step),
-            "end_to_end_ratio": rates[0] / rates[1],
+            **(self.speedups(baseline) if in_turn else {}),
             "decode_steps": sum(metrics["spec/decode_steps"] for metrics in counted),
             "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
             "iterations_per_token": counts.iterations,
@@ -136,6 +134,14 @@ class Results:
             "better_and_worse_prompts": [better, worse],
             "p_value": float(binomtest(better, better + worse).pvalue) if better + worse else 1.0,
             "accuracy_by_step": [[score.step, score.accuracy, *score.ci["accuracy"]] for score in self.curve],
+        }
+
+    def speedups(self, baseline: Results) -> dict[str, float]:
+        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
+        return {
+            **_columns("generation", _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])),
+            **_columns("step", _ratios(self, baseline, measured_seconds)),
+            "end_to_end_ratio": rates[0] / rates[1],
         }
 
     def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
