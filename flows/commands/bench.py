@@ -46,8 +46,8 @@ VARY = """Train once with each of these values of a key of the configuration, in
 --cell. Values of seed are repetitions, each with a baseline of its own."""
 CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
 that all others are compared with."""
-TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts are
-compared, times are not."""
+TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts
+are compared, times are not."""
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
