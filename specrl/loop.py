@@ -199,11 +199,15 @@ class Trainer:
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
-        spec = self.drafter.feature_spec if self.drafter is not None else None
+        spec = self.drafter.feature_spec if self.drafter is not None and self.updates_drafter(step) else None
         update = update_policy(self.policy, rollouts, self.config, spec, step=step)
         if (every := self.config.train.reference_every) is not None and (step + 1) % every == 0:
             self.policy.renew_reference()
         return update
+
+    def updates_drafter(self, step: int) -> bool:
+        """Whether the drafter learns from this step, as it always does from the last one."""
+        return (step + 1) % self.config.drafter.update_every == 0 or step + 1 == self.config.train.num_steps
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:
         """Train the drafter on features of the policy's own forward pass, which carry no gradient (invariant 3)."""

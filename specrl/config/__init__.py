@@ -225,6 +225,10 @@ class Config(Section):
             raise ValueError(f"{use} needs a drafter to train: {method} must be one of {allowed}")
         if self.bubbles.trains_drafter and not self.drafter.online_lr:
             raise ValueError(f"{use} trains the drafter: drafter.online_lr = 0 must be above 0")
+        if self.bubbles.trains_drafter and self.drafter.update_every > 1:
+            raise ValueError(
+                f"{use} trains the drafter in every step: drafter.update_every = {self.drafter.update_every} must be 1"
+            )
 
     def _check_drafter(self) -> None:
         method = self.speculation.draft_method

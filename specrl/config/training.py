@@ -127,6 +127,8 @@ class DrafterConfig(Section):
     online_lr: Adjustable[NonNegativeFloat] = 1e-4
     """Learning rate of the update in each RL step; 0 freezes the drafter. With 1e-3, drafts of the quickstart's drafter
     were accepted less than those of a frozen one."""
+    update_every: Adjustable[PositiveInt] = 1
+    """RL steps from one update of the drafter to the next. The last step of a run updates it always, for the export."""
     clip_grad: Adjustable[PositiveFloat] = 0.5
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 512

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from flows.preflight import doubts
-from specrl.config import parse_config
+from specrl.config import ConfigError, parse_config
 from specrl.loop import Trainer
 from specrl.training.drafter.spot import SpotTraining
 from specrl.training.drafter.trainer import Drafter
@@ -40,6 +40,19 @@ def test_the_drafter_learns_in_each_step_at_a_constant_rate(policy_dir: Path) ->
         losses.append(update(drafter, None, text)["loss"])
         assert drafter.optimizer.param_groups[0]["lr"] == 5e-3
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_drafter_learns_from_every_nth_step_and_from_the_last_one(policy_dir: Path) -> None:
+    settings = {"name": "run", "drafter": {"update_every": 3}, "train": {"num_steps": 8}}
+    trainer = SimpleNamespace(config=parse_config(settings))
+    learns = [step for step in range(8) if Trainer.updates_drafter(cast(Any, trainer), step)]
+    assert learns == [2, 5, 7]
+    drafter = make_drafter(policy_dir)
+    before = copy.deepcopy(drafter.state_dict())
+    assert update(drafter, None, []) == {}  # without features
+    assert_equal_state(drafter.state_dict(), before)
+    with pytest.raises(ConfigError, match=r"drafter\.update_every = 3 must be 1"):
+        parse_config(settings | {"bubbles": {"use": "train_drafter"}})
 
 
 def test_what_is_trained_in_idle_time_takes_the_place_of_the_steps_update(policy_dir: Path) -> None:

@@ -156,11 +156,12 @@ class Results:
         size = problems // prompts if problems else len(self.metrics)
         epochs = [range(first, min(first + size, len(self.metrics))) for first in range(0, len(self.metrics), size)]
         trains = config.speculation.draft_method.has_weights and config.drafter.online_lr > 0
+        updates = trains / config.drafter.update_every
 
         def ratio(steps: range, gpus: int) -> float:
             plain = baseline.counts(steps)
-            own = step_seconds(self.counts(steps), plain, gpus, trains_drafter=trains)
-            return step_seconds(plain, plain, gpus, trains_drafter=False) / own
+            own = step_seconds(self.counts(steps), plain, gpus, drafter_updates=updates)
+            return step_seconds(plain, plain, gpus, drafter_updates=0) / own
 
         return {f"step_{gpus}_gpus_by_epoch": [ratio(steps, gpus) for steps in epochs] for gpus in GPUS}
 

@@ -32,11 +32,11 @@ class DecodingCounts:
     passes: float  # of the drafter, of the engine that needed most
 
 
-def step_seconds(counts: DecodingCounts, plain: DecodingCounts, gpus: int, *, trains_drafter: bool) -> float:
-    """Compute the seconds of a step; `plain` are the counts of the same responses without drafts."""
+def step_seconds(counts: DecodingCounts, plain: DecodingCounts, gpus: int, *, drafter_updates: float) -> float:
+    """The seconds of a step with that many updates of the drafter; `plain` counts the same responses without drafts."""
     model, step = _model(gpus), _plain_step(gpus)
     share = _decoding_s(counts, plain, model) / _decoding_s(plain, plain, model)
-    return step.total + step.generation * (share - 1) + trains_drafter * _drafter_s(model)
+    return step.total + step.generation * (share - 1) + drafter_updates * _drafter_s(model)
 
 
 @cache

@@ -247,8 +247,9 @@ class Drafter:
                     on_progress(so_far.done, epochs * num_steps)
                 if checkpoints is not None and result.flag and so_far.done < epochs * num_steps:
                     checkpoints.reached(self.state_dict(), so_far)
-        self._updates += train
-        self.changes += train
+        moved = train and num_steps > 0
+        self._updates += moved
+        self.changes += moved
         self._all_reduce(so_far.sums)
         self._all_reduce(so_far.loss)
         steps = max(num_steps, 1)
