@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load, option, print_json
 from flows.commands.watch import Watcher
 from flows.execute import continue_with_own_code, execute
@@ -94,7 +94,6 @@ def resume(
         bool, option("Go on with the present code, in place of the run's own copy.", name="--new-code")
     ] = False,
     restart: Annotated[bool, option(RESTART, name="--restart")] = False,
-    cancel: Annotated[bool, option("Cancel jobs that are at work on a stage that changes.", name="--cancel")] = False,
     dry_run: Annotated[
         bool, option("Print what stays, what goes on and what is redone, and change nothing.", name="--dry-run")
     ] = False,
@@ -114,15 +113,14 @@ def resume(
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
     changed = (*(overrides or []), *chosen)
-    flags = {"--new-code": new_code, "--restart": restart, "--cancel": cancel, "--dry-run": dry_run}
-    flags |= {"--json": as_json, "--detach": detach}
+    flags = {"--restart": restart, "--dry-run": dry_run, "--json": as_json, "--detach": detach}
     if not new_code:
         words = [word for override in changed for word in ("--set", override)]
         given = [flag for flag, is_given in flags.items() if is_given]
         continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
     if changed or new_code or restart or dry_run:
         console = Console(soft_wrap=True, stderr=as_json or not dry_run)
-        revision = change_run(run_dir, ChangeRequest(changed, new_code, restart, cancel), console, dry_run=dry_run)
+        revision = change_run(run_dir, changed, console, new_code=new_code, restart=restart, dry_run=dry_run)
         if as_json:
             shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
             print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from flows import cli
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.execute import begin_run, resume_in_process
@@ -498,7 +498,7 @@ def test_a_change_may_leave_a_setting_without_an_effect_but_not_set_one(tmp_path
     write_config(config)
 
     def change(*overrides: str) -> None:
-        change_run(config.run_dir, ChangeRequest(overrides), Console(quiet=True), dry_run=True)
+        change_run(config.run_dir, overrides, Console(quiet=True), dry_run=True)
 
     change("speculation.method='replay'")
     with pytest.raises(ConfigError, match=r'^speculation\.k = 1 with speculation\.method = "replay": it drafts'):
