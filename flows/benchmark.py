@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -34,10 +34,8 @@ from specrl.context import StageContext
 from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
 from specrl.report.results import find_stages
 from specrl.tracking import log_cell
+from tasks.display import Reporter
 from tasks.run import end_jobs, forget_stop, work
-
-if TYPE_CHECKING:  # imports Prefect, which the command line does without
-    from tasks.display import Reporter
 
 OWN_CODE = ("bench", "projection", "report")
 """The subpackages that benchmarks depend on and stages do not."""
@@ -169,8 +167,6 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
     """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
-    from tasks.display import Reporter  # imports Prefect, which the command line does without
-
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
     restrict(of_jobs.cluster)
