@@ -17,11 +17,11 @@ from rich.console import Console
 from flows.commands.options import AsJson, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
-from flows.mlflow_ui import TOKEN
 from slurm.backend import FLOW_KEY
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
+from specrl.processes import LOOPBACK
 from specrl.report.results import CONFIG_FILE, find_stages, readable_config
 from specrl.report.tables import print_line, print_table, printable
 
@@ -138,6 +138,7 @@ def ui(
     They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address leads to a
     table of the runs and holds a token, without which other users of the machine see nothing.
     """
+    from flows.mlflow_ui import TOKEN  # imports starlette
     from specrl.tracking import table_address, tracking_uri
 
     if not runs_dir.is_dir():
@@ -147,27 +148,11 @@ def ui(
     if (runs_dir / "mlflow.db").is_file():
         table = table_address(Config(name="ui", runs_dir=runs_dir))
     token = secrets.token_urlsafe()
-    environment = {
-        **os.environ,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "DO_NOT_TRACK": "true",
-        TOKEN: token,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "ui",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(chosen),
-        "--app-name",
-        "specrl",
-    ]
-    print(f"MLflow is at http://127.0.0.1:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
-    code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
-    raise typer.Exit(code.returncode)
+    private = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true", TOKEN: token}
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", LOOPBACK, "--port", str(chosen)]
+    command += ["--app-name", "specrl", "--backend-store-uri", store]
+    print(f"MLflow is at http://{LOOPBACK}:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
+    raise typer.Exit(subprocess.run(command, env={**os.environ, **private}, check=False).returncode)
 
 
 def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
