@@ -123,13 +123,13 @@ def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[N
         yield
 
 
-def holder_of(run_dir: Path) -> tuple[int, str] | None:
-    """The process id and the host of the flow that holds, or last held, the run; None if there was none."""
+def holder_of(run_dir: Path) -> int | None:
+    """The process of this host that holds, or last held, the run; None if there was none."""
     try:
         found = HOLDER.fullmatch(read_file(run_dir / HOLDER_FILE).decode())
     except (OSError, ValueError):
         return None
-    return (int(found[1]), found[2]) if found else None
+    return int(found[1]) if found and found[2] == os.uname().nodename else None
 
 
 def is_worked_on(run_dir: Path) -> bool:
