@@ -263,10 +263,10 @@ class Backend(Protocol):
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
+        """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank.
 
-    def run_rank(self, request: StageRequest) -> None:
-        """Call the stage's function in this rank."""
+        A rank asks for it before anything else.
+        """
 
     def place(self, request: StageRequest) -> JobPlace:
         """What the scheduler says about this job, within seconds. The first two ranks ask."""

@@ -264,16 +264,8 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
+        end_with_parent(int(os.environ[JOB_ID]))  # whose lock alone says that the job is running
         return LOOPBACK  # the controller has set the rest
-
-    def run_rank(self, request: StageRequest) -> None:
-        """Call the stage's function in this rank, which ends with its controller, however the controller ends.
-
-        Only the lock that the controller holds says that the job is running, so no rank may outlive it.
-        """
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
-        end_with_parent(int(os.environ[JOB_ID]))
-        request.call()
 
     def place(self, request: StageRequest) -> JobPlace:
         return JobPlace(os.environ[JOB_ID], float(os.environ[END_AT]))

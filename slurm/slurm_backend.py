@@ -230,9 +230,6 @@ class SlurmBackend:
         guess = interface_variables(interface_towards(str(job.hostnames[1 if job.node == 0 else 0])))
         return own | {name: os.environ.get(name) or value for name, value in guess.items()}
 
-    def run_rank(self, request: StageRequest) -> None:
-        request.call()
-
     def place(self, request: StageRequest) -> JobPlace:
         job_id = os.environ["SLURM_JOB_ID"]
         try:

@@ -93,7 +93,7 @@ class Supervisor:
             self.heartbeats.beat()
             threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
             check_rank(self.request)
-            self.backend.run_rank(self.request)
+            self.request.call()
         except LeftJobError as left:
             return self._leave(left.stop) if self.rank == 0 else 0
         except Exception as error:
