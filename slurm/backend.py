@@ -243,9 +243,6 @@ class Backend(Protocol):
     def problems(self, config: Config) -> list[str]:
         """One line for each reason why a run cannot use this scheduler from here."""
 
-    def queue(self, cluster: ClusterConfig) -> str:
-        """Where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
-
     def options(self, config: Config, stage: StageName) -> str:
         """How a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
 

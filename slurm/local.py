@@ -26,7 +26,7 @@ from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
 from specrl.artifacts import write_json
-from specrl.config import ClusterConfig, Config, StageName
+from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import end_with_parent, interrupts_held, is_locked, port_of, start_ticks
@@ -233,9 +233,6 @@ class LocalBackend:
         if config.cluster.backend == self.name and config.cluster.container is not None:
             return ["cluster.container: --cluster local starts ranks outside of containers; remove the section"]
         return []
-
-    def queue(self, cluster: ClusterConfig) -> str:
-        return "local"
 
     def options(self, config: Config, stage: StageName) -> str:
         return ""

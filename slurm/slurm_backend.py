@@ -178,9 +178,6 @@ class SlurmBackend:
             return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
         return []
 
-    def queue(self, cluster: ClusterConfig) -> str:
-        return cluster.partition or "default"
-
     def options(self, config: Config, stage: StageName) -> str:
         return describe(config, stage) + _expected_start(config, stage)
 

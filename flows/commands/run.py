@@ -65,20 +65,19 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
     from specrl.projection.plan import plan
     from specrl.report.projection import print_plan
 
-    planned, backends = plan(config), {stage: backend_of(config.cluster_of(stage)) for stage in STAGES}
-    queues = {stage: backend.queue(config.cluster_of(stage)) for stage, backend in backends.items()}
-    options = {stage: backend.options(config, stage) for stage, backend in backends.items()}
+    planned = plan(config)
+    options = {stage: backend_of(config.cluster_of(stage)).options(config, stage) for stage in STAGES}
     asked = {stage: config.resources_of(stage) for stage in STAGES}
     hours = sum(one.ranks * one.gpus_per_rank * one.minutes for one in asked.values()) / 60
     if as_json:
         jobs = {
-            stage: {**one.model_dump(), "queue": queues[stage], "submission": options[stage]}
+            stage: {**one.model_dump(), "partition": config.cluster_of(stage).partition, "submission": options[stage]}
             for stage, one in asked.items()
         }
         shown = {name: value for name, value in vars(planned).items() if name not in ("config", "shape")}
         print_json(to_jsonable_python({"run": config.name, "jobs": jobs, "most_gpu_hours": hours, **shown}))
     else:
-        print_plan(planned, queues, options)
+        print_plan(planned, options)
         if hours:
             print(f"at most {hours:,.1f} GPU-hours, if each stage ends within resources.minutes of one job")
     check(config, dry_run=True)
