@@ -67,7 +67,7 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
     Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
     as the run.
     """
-    run_dir = _find_run(name, runs_dir)
+    run_dir = find_run_to_read(name, runs_dir)
     cluster = readable_config(run_dir).cluster
     check_access(run_dir, cluster)
     restrict(cluster)
@@ -76,7 +76,11 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
 
 def find_run_to_read(name: str, runs_dir: Path) -> Path:
     """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written."""
-    return _find_run(name, runs_dir)
+    for folder in (runs_dir / name, Path(name)):
+        if is_run(folder):
+            return folder.absolute()
+    known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
+    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
 
 
 def is_trusted(run_dir: Path) -> bool:
@@ -86,14 +90,6 @@ def is_trusted(run_dir: Path) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _find_run(name: str, runs_dir: Path) -> Path:
-    for folder in (runs_dir / name, Path(name)):
-        if is_run(folder):
-            return folder.absolute()
-    known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
-    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.report.tables import print_line, print_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+OF_MLFLOW = "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them"
 
 
 def rm(
@@ -55,8 +56,10 @@ def rm(
             print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)} to remove")
             return
         _show(console, run_dir, targets)
-        if "checkpoints" in parts or not parts:
-            _warn(console, run_dir, whole=not parts)
+        if not parts:
+            print_line(console, OF_MLFLOW)
+        elif "checkpoints" in parts:
+            print_line(console, _without_checkpoints(run_dir))
         if not yes and not sys.stdin.isatty():
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
         if not yes:
@@ -77,10 +80,9 @@ def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
     found = root.glob("train-*") if not root.is_symlink() else ()
     stages = sorted(path for path in found if path.is_dir() and not path.is_symlink())
     targets = [stage / part for part in parts for stage in stages]
-    start = _start(run_dir) if "checkpoints" in parts else None
+    _, start = _training(run_dir) if "checkpoints" in parts else (False, None)
     if start is not None:
-        needed = start.in_run(run_dir).checkpoint_dir
-        targets = [path for folder in targets for path in _without(needed, folder)]
+        targets = [path for folder in targets for path in _without(start.checkpoint_dir, folder)]
     return [path for path in targets if os.path.lexists(path)]
 
 
@@ -92,15 +94,13 @@ def _without(needed: Path, folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path != needed)
 
 
-def _start(run_dir: Path) -> Continuation | None:
+def _training(run_dir: Path) -> tuple[bool, Continuation | None]:
+    """Whether training has finished, and the checkpoint of a stage before that it has yet to go on from."""
     record = read_record(run_dir)
-    start = record.continues if record is not None else None
-    return start if start is not None and start.counts_on and not _has_trained(run_dir) else None
-
-
-def _has_trained(run_dir: Path) -> bool:
-    record = read_record(run_dir)
-    return record is not None and (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists()
+    if record is None or (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists():
+        return record is not None, None
+    start = record.continues
+    return False, start.in_run(run_dir) if start is not None and start.counts_on else None
 
 
 def _everything(run_dir: Path) -> list[Path]:
@@ -115,21 +115,13 @@ def _show(console: Console, run_dir: Path, targets: list[Path]) -> None:
     print_table(console, f"To be removed from {run_dir}", ("what", ">size"), rows)
 
 
-def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
-    if whole:
-        print_line(
-            console,
-            "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
-        )
-        return
-    start = _start(run_dir)
-    if _has_trained(run_dir):
-        line = "training has finished: without its checkpoints, a change or more steps make it start over (--restart)"
-    elif start is not None and start.in_run(run_dir).checkpoint_dir.is_dir():
-        line = f"training has not finished: it goes on from step {start.step} of {start.key}, whose checkpoint stays"
-    else:
-        line = "training has not finished: without its checkpoints it starts over"
-    print_line(console, line)
+def _without_checkpoints(run_dir: Path) -> str:
+    has_trained, start = _training(run_dir)
+    if has_trained:
+        return "training has finished: without its checkpoints, a change or more steps make it start over (--restart)"
+    if start is not None and start.checkpoint_dir.is_dir():
+        return f"training has not finished: it goes on from step {start.step} of {start.key}, whose checkpoint stays"
+    return "training has not finished: without its checkpoints it starts over"
 
 
 def remove(path: Path) -> None:

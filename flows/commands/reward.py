@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.commands.options import ConfigPath, Overrides, load, option
+from flows.commands.options import ConfigPath, Overrides, load, option, print_json
+from specrl.artifacts import write_json
 from specrl.config import ConfigError
 
 LONGEST = 10_000_000
@@ -34,9 +34,11 @@ def reward(
 
     config = load(config_path, None, overrides)
     trial = try_reward(config, _read(response), problem)
-    if json_path is not None:
-        _write(json_path, json.dumps(trial.values(), indent=2))
-    if json_path != "-":
+    if json_path == "-":
+        print_json(trial.values())
+    else:
+        if json_path is not None:
+            write_json(Path(json_path), trial.values())
         for line in trial.lines():
             print(line)
     if trial.error is not None:
@@ -58,13 +60,3 @@ def _read(name: str) -> str:
         return found.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--response {name}: it is no text in UTF-8: byte {error.start} is wrong") from error
-
-
-def _write(name: str, text: str) -> None:
-    if name == "-":
-        print(text)
-        return
-    try:
-        Path(name).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {name}: {error.strerror}") from error

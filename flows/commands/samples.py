@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 
-from flows.commands.options import RunName, RunsDir, option
+from flows.commands.options import AsJson, RunName, RunsDir, option, print_json
 from flows.folder import find_run_to_read
 from specrl.config import ConfigError
 
@@ -24,7 +23,7 @@ def samples(
     worst: Count = 3,
     longest: Count = 3,
     prompt: Annotated[int | None, option(PROMPT, "ID")] = None,
-    as_json: Annotated[bool, option("Print JSON.", name="--json")] = False,
+    as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show prompts, responses and rewards of a run.
@@ -45,13 +44,13 @@ def samples(
         if not found:
             raise ConfigError(f"--prompt {prompt}: no response to it; specrl samples prints the numbers of prompts")
         if as_json:
-            print(json.dumps({"run": run_dir.name, "prompt": prompt, "samples": [asdict(sample) for sample in found]}))
+            print_json({"run": run_dir.name, "prompt": prompt, "samples": [asdict(sample) for sample in found]})
         else:
             print_samples(console, f"{len(found)} responses to prompt {prompt}", found)
         return
     shown = reader.step(steps[-1] if step is None else step, best, worst, longest)
     if as_json:
-        print(json.dumps({"run": run_dir.name, **asdict(shown)}))
+        print_json({"run": run_dir.name, **asdict(shown)})
         return
     print(f"step {shown.step}: {shown.num_responses} responses, mean reward {shown.reward_mean:.3f}\n")
     for why, chosen in shown.chosen.items():
