@@ -19,11 +19,10 @@ from typing import Any
 
 from rich.console import Console
 
-import specrl
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.environment import THREAD_VARIABLES, WAITING, snapshot_code
+from slurm.environment import THREAD_VARIABLES, WAITING, present_code, snapshot_code
 from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
@@ -31,14 +30,11 @@ from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
 from specrl.config import Config, ConfigError, Resources, change_config, dump_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
-from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
+from specrl.keys import file_digest, model_fingerprint
 from specrl.report.results import find_stages
 from specrl.tracking import log_cell
 from tasks.display import Reporter
 from tasks.run import end_jobs, forget_stop, work
-
-OWN_CODE = ("bench", "projection", "report")
-"""The subpackages that benchmarks depend on and stages do not."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +91,11 @@ def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Siz
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
     """`bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
-    package = Path(specrl.__file__).parent
-    code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
-    own = files_digest((path, str(path.relative_to(package))) for path in code)
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
     inputs = {name: stages[name].name for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
     changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
     read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
-    return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"
+    return f"bench-{digest([job.name, job.options, read, inputs, present_code(), place, job.changes])}"
 
 
 def _content(text: str) -> Any:
