@@ -54,9 +54,3 @@ def trusted_groups(cluster: ClusterConfig) -> list[int]:
         except KeyError as error:
             raise ConfigError(f"cluster.trusted_groups = {name!r}: this machine knows no such group") from error
     return found
-
-
-def checked_python(code: Path, cluster: ClusterConfig) -> list[str]:
-    """The options with which Python checks a copy of the code, before it becomes Python with what follows."""
-    program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a line of a script
-    return ["-I", "-c", program, str(code), code.name, ",".join(map(str, trusted_groups(cluster))) or "-"]

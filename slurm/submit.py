@@ -8,8 +8,8 @@ the lock exist from the moment the job does, so there is no instant at which kil
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 import sys
 import time
 from pathlib import Path
@@ -139,8 +139,7 @@ def _imported(path: str) -> Backend:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
     try:
-        kind = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+        backend: Backend = pkgutil.resolve_name(path)()
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
-    backend: Backend = kind()
     return backend

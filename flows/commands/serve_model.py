@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +15,7 @@ from slurm.backend import JobError
 from specrl.artifacts import ExportResult
 from specrl.config import Config, ConfigError
 from specrl.export.card import serve_arguments
-from specrl.processes import LOOPBACK
+from specrl.processes import LOOPBACK, node_folder
 from specrl.report.results import find_stages, finished, read_config
 from specrl.serving.server import ModelServer, ServerEndedError
 
@@ -48,27 +44,15 @@ def serve_model(
     config, exported = read_config(run_dir), _exported(run_dir)
     assert exported.drafter_dir is not None
     chosen = usable_port(port)
-    address = ["--host", LOOPBACK, "--port", str(chosen)]
-    k = config.speculation.k
-    drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config)
-    command = [*drafting, *address]
+    command = serve_arguments(exported.policy_dir, exported.drafter_dir, config.speculation.k, config)
+    command += ["--host", LOOPBACK, "--port", str(chosen)]
     print(shlex.join(command), flush=True)
-    with _log() as log, ModelServer(["--model", *command[2:]], chosen, log) as server:
-        _serve(server, config, exported, prompts, check=check)
-
-
-@contextmanager
-def _log() -> Iterator[Path]:
-    """Yield the path of a log, which stays only if the server has ended by itself: a JobError."""
-    folder, keep = Path(tempfile.mkdtemp(prefix="specrl-serve-")), False
+    log = node_folder() / f"serve-model-{chosen}.log"  # whoever serves a run may not write to it
     try:
-        yield folder / "server.log"
+        with ModelServer(["--model", *command[2:]], chosen, log) as server:
+            _serve(server, config, exported, prompts, check=check)
     except ServerEndedError as error:
-        keep = True
         raise JobError(str(error)) from error
-    finally:
-        if not keep:
-            shutil.rmtree(folder)
 
 
 def _serve(server: ModelServer, config: Config, exported: ExportResult, count: int, *, check: bool) -> None:
