@@ -98,6 +98,12 @@ def list_runs(runs_dir: Path) -> list[Path]:
     return sorted(runs, key=lambda run_dir: (run_dir / CONFIG_FILE).stat().st_mtime, reverse=True)
 
 
+def list_unreadable(runs_dir: Path) -> list[Path]:
+    """The folders with a configuration that nobody can read, and no record, which could be runs."""
+    paths = (path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if path.is_file())
+    return sorted(path.parent for path in paths if not is_run(path.parent) and read_json(path) is None)
+
+
 def write_config(config: Config) -> None:
     """Write the configuration into the run's folder, which is created if need be."""
     write_text(config.run_dir / CONFIG_FILE, dump_config(config))

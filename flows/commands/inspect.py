@@ -16,19 +16,19 @@ from rich.console import Console
 
 from flows.commands.options import AsJson, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
-from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
+from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable, model_of
 from slurm.backend import FLOW_KEY
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
 from specrl.processes import LOOPBACK
-from specrl.report.results import CONFIG_FILE, find_stages, readable_config
+from specrl.report.results import CONFIG_FILE, find_stages, is_run, readable_config
 from specrl.report.tables import print_line, print_table, printable
 
 
 def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """List the runs, the newest first."""
-    runs = [_about(run_dir) for run_dir in list_runs(runs_dir)]
+    runs = [_about(run_dir) for run_dir in (*list_runs(runs_dir), *list_unreadable(runs_dir))]
     if as_json:
         print_json(runs)
     elif runs:
@@ -47,8 +47,7 @@ def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
 
 def _about(run_dir: Path) -> dict[str, Any]:
     try:
-        has_finished = (run_dir / "summary.json").exists() and not is_worked_on(run_dir)
-        state = "finished" if has_finished else Watcher(run_dir, readable_config(run_dir)).look().state
+        state = _state(run_dir)
     except PermissionError:  # somebody else's run
         state = "?"
     codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
@@ -61,6 +60,14 @@ def _about(run_dir: Path) -> dict[str, Any]:
         "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
         "folder": run_dir.absolute(),
     }
+
+
+def _state(run_dir: Path) -> str:
+    if not is_run(run_dir):
+        return "unreadable"
+    if (run_dir / "summary.json").exists() and not is_worked_on(run_dir):
+        return "finished"
+    return Watcher(run_dir, readable_config(run_dir)).look().state
 
 
 def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
