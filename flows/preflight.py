@@ -14,7 +14,7 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
-from slurm.commands import unknown_options
+from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
@@ -48,7 +48,8 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for line in [*doubts(config), *_shared_databases(config), *(_reward_doubts(config) if dry_run else [])]:
+    warnings = [*doubts(config), *_shared_databases(config), *_options_of_plugins(config)]
+    for line in [*warnings, *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -250,8 +251,22 @@ def check_cluster(config: Config) -> list[str]:
 
 
 def check_sbatch(config: Config) -> list[str]:
-    """Check that sbatch has the options of `cluster.sbatch`, where a stage is submitted with them."""
-    return unknown_options(config) if any(config.cluster_of(stage).backend == "slurm" for stage in STAGES) else []
+    """Check that sbatch, where it is here, has the options of `cluster.sbatch` with which a stage is submitted."""
+    return unknown_options(config) if _uses_slurm(config) and shutil.which("sbatch") else []
+
+
+def _options_of_plugins(config: Config) -> list[str]:
+    foreign = foreign_options(config)
+    if not foreign or not _uses_slurm(config) or shutil.which("sbatch"):
+        return []
+    return [
+        f"{', '.join(foreign)}: Slurm itself has no such option, and there is no sbatch here to tell whether a plugin "
+        "of the cluster has it"
+    ]
+
+
+def _uses_slurm(config: Config) -> bool:
+    return any(config.cluster_of(stage).backend == "slurm" for stage in STAGES)
 
 
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (

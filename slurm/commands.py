@@ -65,19 +65,24 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     return {name: value for name, value in options.items() if value is not None}
 
 
-def unknown_options(config: Config) -> list[str]:
-    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as far as it can be asked, a plugin."""
+def foreign_options(config: Config) -> dict[str, str]:
+    """The options of `cluster.sbatch` that Slurm itself does not have, by their keys; a plugin may have them."""
     given = {f"cluster.sbatch.{name}": name for name in config.cluster.sbatch}
     for stage, resources in config.stage_resources.items():
         given |= {f"stage_resources.{stage}.sbatch.{name}": name for name in resources.sbatch}
-    unknown = {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+    return {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+
+
+def unknown_options(config: Config) -> list[str]:
+    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as sbatch says, a plugin."""
+    foreign = foreign_options(config)
     try:
-        said = ask("sbatch", "--help") if unknown else ""
-    except (JobError, SilentSchedulerError):  # a dry run needs no Slurm
+        said = ask("sbatch", "--help") if foreign else ""
+    except SilentSchedulerError:
         said = ""
     return [
         f"{key}: sbatch has no option --{name}{_perhaps(name)}; sbatch --help lists those of this cluster"
-        for key, name in unknown.items()
+        for key, name in foreign.items()
         if not re.search(rf"--{re.escape(name)}\b(?!-)", said)
     ]
 
