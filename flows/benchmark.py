@@ -42,10 +42,8 @@ class Size:
     """What a job asks for beyond a rank of the run."""
 
     cores: int
-    processes: int
-    """The number of processes with a model at once, each of which needs a rank's memory."""
-    gpus: int
-    """The number of GPUs; 0 on CPUs."""
+    processes: int  # the number of processes with a model at once, each of which needs a rank's memory
+    gpus: int  # the number of GPUs; 0 on CPUs
 
     @classmethod
     def of_two(cls, trainings: Sequence[Resources]) -> Size:
@@ -59,8 +57,7 @@ class Size:
 class CellJob:
     """A measurement that is a job of its own."""
 
-    label: str
-    """What progress lines and MLflow call it."""
+    label: str  # what progress lines and MLflow call it
     job: BenchJob
     context: StageContext
 

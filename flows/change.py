@@ -22,8 +22,7 @@ from specrl.lineage.revision import Change, Revision, config_changes, file_chang
 from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
 
-MOST_SHOWN = 8
-"""The largest number of differences that an error message names."""
+MOST_SHOWN = 8  # the largest number of differences that an error message names
 
 
 def change_run(

@@ -49,10 +49,8 @@ for command in (
     app.command()(command)
 app.add_typer(bench.group, name="bench")
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk that is full, or of a user whose share of it is."""
-RESUMABLE = ("run", "resume")
-"""The commands whose work `specrl resume` goes on with."""
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the errors of a disk that is full, or of a user whose share of it is
+RESUMABLE = ("run", "resume")  # the commands whose work `specrl resume` goes on with
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3

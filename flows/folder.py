@@ -23,13 +23,10 @@ from specrl.report.results import CONFIG_FILE, is_run, readable_config
 from specrl.tracking.store import uri_of_environment
 
 LOCK_FILE = ".flow.lock"
-LOCK_SECONDS = 1
-"""How long a flow tries to take the lock, which `specrl watch` and `specrl ls` hold for an instant when they look."""
-OUTCOME_FILE = "outcome.json"
-"""A file that says how the last flow of a run ended; there is none while one works, or if it was killed."""
+LOCK_SECONDS = 1  # `specrl watch` and `specrl ls` hold the lock for an instant when they look
+OUTCOME_FILE = "outcome.json"  # how the last flow ended; there is none while one works, or if it was killed
 HOLDER = re.compile(r"process (\d+) on (\S+)")
-HOLDER_FILE = ".flow.holder"
-"""A file that names the process that holds the lock, for the error message of another process."""
+HOLDER_FILE = ".flow.holder"  # the process that holds the lock, for the error message of another one
 
 
 def anchor(config: Config) -> Config:

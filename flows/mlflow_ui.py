@@ -14,11 +14,9 @@ from typing import Any
 from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-TOKEN = "SPECRL_UI_TOKEN"
-"""The environment variable that passes the token to the server's processes."""
+TOKEN = "SPECRL_UI_TOKEN"  # the environment variable that passes the token to the server's processes
 COOKIE = "specrl-ui-token"
-UNPROTECTED = frozenset({"/health"})
-"""The paths that say only that the server is up."""
+UNPROTECTED = frozenset({"/health"})  # the paths that say only that the server is up
 
 
 class TokenGuard:

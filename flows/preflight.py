@@ -34,10 +34,8 @@ from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
 
 GIB = 2**30
-BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
-"""What a run that was interrupted while it began has in its folder, beside the configuration."""
-SENSIBLE_ONLINE_LR = 1e-6, 5e-4
-"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/drafter-online.md."""
+BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
+SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # nobody is warned in between: benchmarks/drafter-online.md
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:

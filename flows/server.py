@@ -19,8 +19,7 @@ from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_with_parent, free_port, reach_loopback
 
-START_SECONDS = 180
-"""How many seconds the server may take to answer; the first start creates its database."""
+START_SECONDS = 180  # how many seconds the server may take to answer; the first start creates its database
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",

@@ -13,10 +13,8 @@ from pathlib import Path
 from slurm import trust
 from specrl.config import ClusterConfig, ConfigError
 
-PRIVATE = 0o077
-"""The file mode creation mask that keeps everybody else out."""
-UMASKS = {"owner": PRIVATE, "group": 0o027}
-"""The file mode creation mask for each value of `cluster.access`."""
+PRIVATE = 0o077  # the file mode creation mask that keeps everybody else out
+UMASKS = {"owner": PRIVATE, "group": 0o027}  # the file mode creation mask for each value of `cluster.access`
 
 
 def restrict(cluster: ClusterConfig) -> None:

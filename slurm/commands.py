@@ -24,17 +24,13 @@ from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
-OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
-"""The options that submitit reads itself, and writes."""
+OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")  # the options that submitit reads itself, and writes
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-TAUGHT = ("reservation", "wckey", "network")
-"""Options that sites teach as `SBATCH_NAME`, beside those that have a key of their own."""
+TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
 CONTAINER_PYTHON = "python3"
-COMMAND_SECONDS = 30
-"""How long one of Slurm's commands may take before Slurm counts as silent."""
-PRESENT_SECONDS = 1.0
-"""How old a list may be that still counts as the present one: no flow that was killed is back within that time."""
+COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
+PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
 
 
 def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -161,10 +157,8 @@ class Listed:
     """A job of the user that is in the queue, or has just ended."""
 
     job_id: str
-    word: str
-    """Slurm's word for its state."""
-    reason: str
-    """Why it waits."""
+    word: str  # Slurm's word for its state
+    reason: str  # why it waits
     name: str
 
 

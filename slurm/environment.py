@@ -32,8 +32,7 @@ CACHES = {
     "NUMBA_CACHE_DIR": "numba",
 }
 """The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
-PACKAGES = ("flows", "tasks", "slurm", "specrl")
-"""The packages that a run needs to go on, which lie in one folder, as in a checkout."""
+PACKAGES = ("flows", "tasks", "slurm", "specrl")  # what a run needs to go on; they lie in one folder, as in a checkout
 ROOT = Path(__file__).parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 WAITING = {"GOMP_SPINCOUNT": "1000"}

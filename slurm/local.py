@@ -34,23 +34,14 @@ from specrl.processes import end_with_parent, interrupts_held, is_locked, port_o
 KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL, 128 + PREEMPTION_SIGNAL)
 """The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two
 last signals only once it has been set up."""
-JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"
-"""The variables in which the ranks find the controller's process id, and the Unix time at which it will end them."""
-
-FAILURE_GRACE_SECONDS = 5
-"""How long the other ranks may still run after one has failed, so that they notice it and say so in their logs."""
-INTERRUPT_SECONDS = 1
-"""How long ranks that are interrupted have until they are killed."""
-LOCK_SECONDS = 3
-"""How long the controller tries to take the lock, which a flow that looks whether it is taken holds for an instant."""
-RECORD_SECONDS = 60
-"""The longest time that a controller may take to write its record, once it holds its lock."""
-START_SECONDS = 300
-"""The longest time that the user's set-up lines and the start of a controller may take."""
-CONTROLLER_LOG = "controller.log"
-"""The file in a job's folder to which its controller prints."""
-CANCEL_SECONDS = 8
-"""How long a job that was interrupted may take to end before it is killed."""
+JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
+FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice that one has failed, and say so in their logs
+INTERRUPT_SECONDS = 1  # how long ranks that are interrupted have until they are killed
+LOCK_SECONDS = 3  # a flow that looks whether the lock is taken holds it for an instant
+RECORD_SECONDS = 60  # the longest time that a controller may take to write its record, once it holds its lock
+START_SECONDS = 300  # the longest time that the user's set-up lines and the start of a controller may take
+CONTROLLER_LOG = "controller.log"  # the file in a job's folder to which its controller prints
+CANCEL_SECONDS = 8  # how long a job that was interrupted may take to end before it is killed
 
 
 class Controller:

@@ -90,8 +90,7 @@ TRANSIENT = (
     "Slurm temporarily unable to accept job",
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
-FULL = "SubmitJob"
-"""What all reasons of Slurm have in them that are about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit."""
+FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
@@ -101,14 +100,10 @@ STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
 """What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
-NODE_SECONDS = 24 * 3600
-"""How long a node that has failed is left out."""
-RANK_COMMAND_SECONDS = 5
-"""How long a command may take for a rank, whose job may be about to end."""
-LOGS = "/folder-of-the-logs"
-"""What stands for that folder until the script is written."""
-ONE_HOST = "SPECRL_ONE_HOST"
-"""A variable that the development cluster sets: its nodes are all this machine, and their names do not resolve."""
+NODE_SECONDS = 24 * 3600  # how long a node that has failed is left out
+RANK_COMMAND_SECONDS = 5  # how long a command may take for a rank, whose job may be about to end
+LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is written
+ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster: its nodes are this machine, and have no addresses
 
 
 class SlurmJob:

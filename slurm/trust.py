@@ -16,12 +16,9 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-DIGEST_LENGTH = 32
-"""Hex digits of a digest of sources: whoever wants other files with the same 128 bits cannot make them."""
-MOST_LINKS = 40
-"""How many symbolic links Linux follows on one path."""
-WHOLE_MAP = ["0", "0", "4294967295"]
-"""The user ids of a process that is in no user namespace of a container, as `/proc/self/uid_map` has them."""
+DIGEST_LENGTH = 32  # hex digits: whoever wants other files with the same 128 bits cannot make them
+MOST_LINKS = 40  # how many symbolic links Linux follows on one path
+WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map of a process in no user namespace of a container
 
 
 class DistrustError(Exception):

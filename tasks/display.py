@@ -13,10 +13,8 @@ from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
 
-LINE_SECONDS = 10
-"""The least number of seconds between two plain lines about the same stage."""
-WIDTH = max(len(stage) for stage in STAGES)
-"""The width of the column of stage names, in characters."""
+LINE_SECONDS = 10  # the least number of seconds between two plain lines about the same stage
+WIDTH = max(len(stage) for stage in STAGES)  # the width of the column of stage names, in characters
 
 
 @contextmanager

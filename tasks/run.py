@@ -108,8 +108,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
     return Finished(stage, folder)
 
 
-_submitting = threading.Lock()
-"""Held while a job is looked for or submitted: submitit changes the environment of this process for a moment."""
+_submitting = threading.Lock()  # while a job is looked for or submitted: submitit changes this process's environment
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:

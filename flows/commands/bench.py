@@ -36,10 +36,8 @@ from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
 from specrl.tracking import log_to_run
 
-OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
-"""The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
-SECTION_MINUTES = 20
-"""The longest that a section of `bench gpu` may take."""
+OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that change a benchmark's jobs alone
+SECTION_MINUTES = 20  # the longest that a section of `bench gpu` may take
 SOURCES = ("none", "general", "task")
 KS = f"1,3,5,7,{ADAPTIVE}"
 VARY = """Train once with each of these values of a key of the configuration, in every combination with other --vary and

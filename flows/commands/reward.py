@@ -12,8 +12,7 @@ from flows.commands.options import ConfigPath, Overrides, load, option, print_js
 from specrl.artifacts import write_json
 from specrl.config import ConfigError
 
-LONGEST = 10_000_000
-"""The bytes of the longest response that is read: no run samples a longer one."""
+LONGEST = 10_000_000  # the bytes of the longest response that is read: no run samples a longer one
 
 
 def reward(

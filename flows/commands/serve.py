@@ -33,10 +33,8 @@ from specrl.processes import end_with_parent
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
 
-LOOK_SECONDS = 0.2
-"""The pause between two looks at signals and processes."""
-END_SECONDS = 30
-"""How long a flow may take to end after a signal, before it is killed."""
+LOOK_SECONDS = 0.2  # the pause between two looks at signals and processes
+END_SECONDS = 30  # how long a flow may take to end after a signal, before it is killed
 Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
 Zone = Annotated[str, option("Of which place the fields are times, such as Europe/Berlin.", "NAME", "--time-zone")]
 

@@ -28,21 +28,15 @@ from specrl.progress import clock, read_progress, words
 from specrl.report.results import readable_config, seconds_of
 from specrl.report.tables import drawn_table, print_line, print_table
 
-LOOK_SECONDS = 2.0
-"""The pause between two looks at the run's files."""
-ASK_SECONDS = 5.0
-"""The least number of seconds between two questions to the scheduler."""
-LINE_SECONDS = 10.0
-"""The least number of seconds between two plain lines about the same stage while its state stays."""
-RECENT_STEPS = 10
-"""How many of the last steps say how long a step takes."""
+LOOK_SECONDS = 2.0  # the pause between two looks at the run's files
+ASK_SECONDS = 5.0  # the least number of seconds between two questions to the scheduler
+LINE_SECONDS = 10.0  # the least number of seconds between two plain lines about the same stage while its state stays
+RECENT_STEPS = 10  # how many of the last steps say how long a step takes
 SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/generation_tokens_per_s")
 """The metrics of a step that are shown."""
-LAST_TIME = 2**32
-"""The Unix time after which no event happened."""
+LAST_TIME = 2**32  # the Unix time after which no event happened
 UNKNOWN = "unknown"
-NUM_EVENTS = 5
-"""How many of the last events are shown."""
+NUM_EVENTS = 5  # how many of the last events are shown
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,10 @@ class StageView:
     """The present state of one stage."""
 
     stage: StageName
-    state: str
-    """`finished`, `waits`, or the state of its job."""
-    detail: str
-    """What the stage last reported."""
-    is_live: bool = False
-    """Whether a job of it is pending or running, as far as that is known."""
-    has_failed: bool = False
-    """Whether its last job failed."""
+    state: str  # `finished`, `waits`, or the state of its job
+    detail: str  # what the stage last reported
+    is_live: bool = False  # whether a job of it is pending or running, as far as that is known
+    has_failed: bool = False  # whether its last job failed
 
 
 @dataclass(frozen=True)
@@ -66,13 +56,10 @@ class RunView:
 
     run: str
     stages: list[StageView]
-    training: dict[str, float]
-    """What the records of the last steps say; nothing before the first step."""
+    training: dict[str, float]  # what the records of the last steps say; nothing before the first step
     events: list[tuple[Event, StageName]]
-    has_flow: bool
-    """Whether a flow works on the run."""
-    outcome: dict[str, str]
-    """How the last flow ended (`state`), with its error; nothing while one works, or if it was killed."""
+    has_flow: bool  # whether a flow works on the run
+    outcome: dict[str, str]  # `state` and `error` of the last flow; empty while one works, or if it was killed
 
     @property
     def is_over(self) -> bool:

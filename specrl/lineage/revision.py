@@ -21,10 +21,8 @@ from specrl.keys import INPUTS, SECTIONS, stage_key
 from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
-IDENTITY = ("name", "runs_dir")
-"""The keys that say where a run lies. A folder that is moved or renamed is still the same run."""
-SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")
-"""Settings that only `prepare` reads."""
+IDENTITY = ("name", "runs_dir")  # where a run lies: a folder that is moved or renamed is still the same run
+SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")  # settings that only `prepare` reads
 
 
 @dataclass(frozen=True)
