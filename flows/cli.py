@@ -10,19 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import (
-    bench,
-    export,
-    inspect,
-    project,
-    remove,
-    reward,
-    run,
-    samples,
-    serve,
-    serve_model,
-    watch,
-)
+from flows.commands import bench, export, inspect, project, remove, reward, run, serve, serve_model, watch
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
@@ -42,7 +30,7 @@ app = typer.Typer(
 )
 for command in (
     *(run.run, run.resume, run.stop, run.cancel, run.sync),
-    *(inspect.ls, inspect.show, watch.watch, inspect.logs, samples.samples, reward.reward),
+    *(inspect.ls, inspect.show, watch.watch, inspect.logs, inspect.samples, reward.reward),
     *(export.export, serve_model.serve_model, remove.rm, inspect.ui, inspect.doctor),
     *(serve.serve, serve.deploy, project.project),
 ):

@@ -39,14 +39,10 @@ def check_run(run_dir: Path) -> None:
             "another runs_dir or name"
         )
     _check_mode(run_dir, status, run_dir)
-    for path in _entries(run_dir):
+    jobs = _entries(run_dir / "jobs")
+    folders = [*_entries(run_dir), *_below(run_dir / "code"), *jobs, *_entries(run_dir / "stages")]
+    for path in (*folders, *(folder / "context.json" for folder in jobs)):
         _check_own(path, run_dir)
-    for path in _below(run_dir / "code"):
-        _check_own(path, run_dir)
-    for folder in (*_entries(run_dir / "jobs"), *_entries(run_dir / "stages")):
-        _check_own(folder, run_dir)
-    for folder in _entries(run_dir / "jobs"):
-        _check_own(folder / "context.json", run_dir)
 
 
 def _check_own(path: Path, run_dir: Path) -> None:

@@ -52,14 +52,13 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
             if not is_passing(error):
                 raise
             if clock() - seen_at > SILENCE_SECONDS:
-                raise UnseenError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
+                words = f"{error.strerror}: {error.filename or context.stage_dir}"
+                raise UnseenError(
+                    f"{context.stage} (job {job.job_id}) goes on, but its files cannot be read ({words}); follow it "
+                    f"again with: specrl resume {context.config.name}"
+                ) from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
-
-
-def _goes_on_unseen(context: StageContext, error: OSError) -> str:
-    words = f"{error.strerror}: {error.filename or context.stage_dir}"
-    return f"goes on, but its files cannot be read ({words}); follow it again with: specrl resume {context.config.name}"
 
 
 def stopped_line(context: StageContext) -> str:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 from zoneinfo import available_timezones
 
@@ -52,7 +51,10 @@ def serve(
     with PrefectServer(config.runs_dir) as server:
         server.wait()
         print_line(console, f"{config.name} runs at {cron} ({zone}) in {config.runs_dir}; Ctrl-C ends it")
-        with _noted_signals() as noted, _started_runner(config, cron, zone) as runner:
+        noted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: noted.append(number))
+        with _started_runner(config, cron, zone) as runner:
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
@@ -106,22 +108,6 @@ def check_cron(cron: str) -> None:
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Yield a list to which SIGINT and SIGTERM are appended as they come, in place of what they would do."""
-    noted: list[signal.Signals] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess.Popen[str]]:
     """Yield the process that starts scheduled runs, in a session with its flows; at the end all of them are gone."""
     runner = subprocess.Popen(
@@ -152,7 +138,7 @@ def _flows_of(runner: subprocess.Popen[str], runs_dir: Path) -> Iterator[tuple[P
                 yield run_dir, flow
 
 
-def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal.Signals]) -> Iterator[str]:
+def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[int]) -> Iterator[str]:
     """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
 
     SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.

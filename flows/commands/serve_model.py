@@ -27,11 +27,7 @@ Prompts = Annotated[int, option("How many held-out prompts of the task the check
 
 
 def serve_model(
-    name: RunName,
-    runs_dir: RunsDir = Path("runs"),
-    port: Port = None,
-    check: CheckOnly = False,
-    prompts: Prompts = 16,
+    name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None, check: CheckOnly = False, prompts: Prompts = 16
 ) -> None:
     """Serve a finished run's policy with its drafter.
 

@@ -56,7 +56,7 @@ class Lifetime:
         self.step: int | None = None  # the step that runs; None before the first and after the last one
         self._cluster, self._clock = cluster or ClusterConfig(), clock
         self._expects_steps = False
-        self._stop: Stop | None = None
+        self.stop: Stop | None = None
         self._began_at = clock()
         self._seconds: list[float] = []
         self._past_seconds: list[float] = []
@@ -77,14 +77,10 @@ class Lifetime:
         done = self.first_step + len(self._seconds) - 1
         return done if done >= self.first_step else None
 
-    @property
-    def stop(self) -> Stop | None:
-        return self._stop
-
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
         with self._lock:
-            self._stop = self._stop or stop
+            self.stop = self.stop or stop
             if leave_by is not None:
                 self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
 
@@ -119,7 +115,7 @@ class Lifetime:
         if step > self.first_step:
             self._seconds.append(now - self._began_at)
         self.step, self._began_at = step, now
-        stops = ranks.gather(self._stop or self._too_late(now, validates))
+        stops = ranks.gather(self.stop or self._too_late(now, validates))
         return next((stop for stop in stops if stop is not None), None)
 
     def saved(self, seconds: float) -> None:
