@@ -19,7 +19,7 @@ from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
-from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config import STAGES, Config, ConfigError
 from specrl.data.formats.places import files_of
 from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
@@ -234,7 +234,8 @@ def check_environment_file(config: Config) -> list[str]:
 def check_gpu_packages(config: Config) -> list[str]:
     """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
     torch = installed_torch()
-    stages = [stage for stage in STAGES if config.resources_of(stage).gpus_per_rank and _shares_packages(config, stage)]
+    clusters = {stage: config.cluster_of(stage) for stage in STAGES if config.resources_of(stage).gpus_per_rank}
+    stages = [stage for stage, cluster in clusters.items() if cluster.container is None and cluster.python is None]
     if not stages or cuda_of_build(torch) is not None:
         return []
     return [
@@ -280,11 +281,6 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
-
-
-def _shares_packages(config: Config, stage: StageName) -> bool:
-    cluster = config.cluster_of(stage)
-    return cluster.container is None and cluster.python is None
 
 
 def _shape_is_known(config: Config) -> bool:

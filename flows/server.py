@@ -45,17 +45,12 @@ def quieten() -> None:
 
 
 class PrefectServer:
-    """A server for the flows of one command.
+    """A server for the flows of one command, while it is entered; with `PREFECT_API_URL`, the user's own is taken.
 
-        with PrefectServer(runs_dir) as server:
-            ...  # something that takes a while and does not need Prefect
-            server.wait()
-            from flows.pipeline import pipeline
-
-    Starting takes 6 s, and 20 s the first time, when the database is created: begin early and wait late. Nothing is
-    started when the user has a server (`PREFECT_API_URL`). Clients need the password of this start, which lies in the
-    environment, where only processes of the same user can read it. Prefect reads the environment when it is imported,
-    so import it after `wait`. The server ends with this process, even when this process is killed.
+    Starting takes 6 s, and 20 s the first time, when the database is created: enter early, and `wait` late. Clients
+    need the password of this start, which lies in the environment, where only processes of the same user can read it.
+    Prefect reads the environment when it is imported, so import it after `wait`. The server ends with this process,
+    even when this process is killed.
     """
 
     def __init__(self, runs_dir: Path) -> None:

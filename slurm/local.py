@@ -24,16 +24,14 @@ from filelock import FileLock, Timeout
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
+from slurm.supervisor import ATTEMPT, KILLING, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
 from specrl.artifacts import write_json
 from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import end_with_parent, interrupts_held, is_locked, port_of, start_ticks
 
-KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL, 128 + PREEMPTION_SIGNAL)
-"""The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two
-last signals only once it has been set up."""
+KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # the exit codes of ranks that a signal ended
 JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
 FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice that one has failed, and say so in their logs
 INTERRUPT_SECONDS = 1  # how long ranks that are interrupted have until they are killed

@@ -46,7 +46,7 @@ from slurm.commands import (
 )
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.supervisor import ATTEMPT
+from slurm.supervisor import ATTEMPT, KILLING
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
@@ -93,9 +93,7 @@ TRANSIENT = (
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
-"""The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
-two last signals only once it has been set up."""
+KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")

@@ -45,6 +45,9 @@ from specrl.lifetime.segments import (
 logger = logging.getLogger(__name__)
 
 WALLTIME_SIGNAL, PREEMPTION_SIGNAL = signal.SIGUSR2, signal.SIGTERM
+KILLING = (signal.SIGKILL, signal.SIGABRT, WALLTIME_SIGNAL, PREEMPTION_SIGNAL)
+"""The signals that end a rank, and not its stage. NCCL aborts a process whose peers are gone, and a rank hears the two
+last ones only once it has been set up."""
 WARNING_SECONDS = 90  # before its time limit a job is warned by a signal, where the limit allows that
 EXIT_SECONDS = 10  # how many seconds before its end a job is left at the latest, so that it can be queued again
 GRACE_SECONDS = 20  # how many seconds a job is taken to have left after a signal, where the scheduler does not say

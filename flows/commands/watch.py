@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,9 +191,9 @@ def _ask_about_recorded(key: JobKey) -> tuple[str, bool]:
 
 def earlier_jobs(stage_dir: Path) -> str:
     """How the jobs before the last one ended; nothing for a stage of one job."""
-    reasons = [segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1]]
-    counted = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
-    return f"  (job {len(reasons) + 1}; before it: {counted})" if reasons else ""
+    reasons = Counter(segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1])
+    counted = ", ".join(f"{number} x {reason}" for reason, number in reasons.items())
+    return f"  (job {reasons.total() + 1}; before it: {counted})" if reasons else ""
 
 
 def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
@@ -280,19 +281,13 @@ def _watch_json(views: Iterable[RunView]) -> None:
         said = line
 
 
-def _tables(view: RunView) -> list[tuple[str, tuple[str, ...], Any]]:
-    tables: list[tuple[str, tuple[str, ...], Any]] = [
-        (
-            f"Run {view.run}",
-            ("stage", "state", "progress"),
-            [(stage.stage, stage.state, stage.detail) for stage in view.stages],
-        )
-    ]
+def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    rows = [(stage.stage, stage.state, stage.detail) for stage in view.stages]
+    yield f"Run {view.run}", ("stage", "state", "progress"), rows
     if view.training:
-        tables.append(("Training", ("what", "now"), training_rows(view.training)))
+        yield "Training", ("what", "now"), training_rows(view.training)
     if view.events:
-        tables.append(("Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]))
-    return tables
+        yield "Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]
 
 
 def _watch_live(views: Iterator[RunView], console: Console) -> RunView:
