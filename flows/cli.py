@@ -71,7 +71,7 @@ def invoke(arguments: list[str]) -> int:
     name_user()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
-        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
+        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0
     except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
         return EXIT_USAGE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
@@ -84,6 +85,7 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
 
 
 def resume(
+    context: typer.Context,
     name: RunName,
     steps: Annotated[
         int | None, option("Train up to this number of steps: train.num_steps.", "NUMBER", least=1)
@@ -112,11 +114,8 @@ def resume(
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
     changed = (*(overrides or []), *chosen)
-    flags = {"--restart": restart, "--dry-run": dry_run, "--json": as_json, "--detach": detach}
     if not new_code:
-        words = [word for override in changed for word in ("--set", override)]
-        given = [flag for flag, is_given in flags.items() if is_given]
-        continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
+        continue_with_own_code(run_dir, context.obj)
     if changed or new_code or restart or dry_run:
         console = Console(soft_wrap=True, stderr=as_json or not dry_run)
         revision = change_run(run_dir, changed, console, new_code=new_code, restart=restart, dry_run=dry_run)

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,14 +138,10 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
 
     Only segments since the stage was last ended for good count: `specrl resume` begins anew.
     """
-    series = _latest_series(segments)
+    series = list(takewhile(lambda segment: segment.gave_up is None and segment.reason in AGAIN, reversed(segments)))
     if cluster.max_segments is not None and len(series) >= cluster.max_segments:
         return f"not finished after {len(series)} jobs: cluster.max_segments = {cluster.max_segments}"
-    stalled = []
-    for segment in reversed(series):
-        if segment.mark != mark:
-            break
-        stalled.append(segment)
+    stalled = list(takewhile(lambda segment: segment.mark == mark, series))
     own = sum(segment.reason not in TAKEN_AWAY for segment in stalled)
     if own < cluster.max_attempts and len(stalled) < TAKEN_AWAY_FACTOR * cluster.max_attempts:
         return None
@@ -155,15 +152,6 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
         f"no progress in {len(stalled)} jobs in a row{where} ({reasons}): "
         f"cluster.max_attempts = {cluster.max_attempts} reached{advice}"
     )
-
-
-def _latest_series(segments: Sequence[Segment]) -> list[Segment]:
-    series: list[Segment] = []
-    for segment in reversed(segments):
-        if segment.gave_up is not None or segment.reason not in AGAIN:
-            break
-        series.insert(0, segment)
-    return series
 
 
 def _next_step(segment: Segment) -> int:
