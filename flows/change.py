@@ -18,7 +18,7 @@ from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
-from specrl.lineage.revision import Change, Revision, config_changes, file_changes
+from specrl.lineage.revision import Revision, config_changes, file_changes
 from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
 
@@ -88,22 +88,19 @@ def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: b
     new = anchor(change_config(old, list(overrides)))
     if (new.name, new.runs_dir) != (old.name, old.runs_dir):
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
-    changes: list[Change] = config_changes(old, new)
-    if lines := [setting.line for setting in new.unused if not _keys(changes).isdisjoint(setting.keys)]:
+    changes = config_changes(old, new)
+    keys = {change.key for change in changes}
+    if lines := [setting.line for setting in new.unused if not keys.isdisjoint(setting.keys)]:
         raise ConfigError("\n".join(lines))  # what the run has had before has no effect either, and hinders nothing
     check(new)
     files = named_files(new)
-    changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]
+    changes += [change for change in file_changes(record.files, files, new) if change.key not in keys]
     before = _stage_code(record.code_dir(run_dir))
     stage_code, code = (_stage_code(ROOT), present_code()) if new_code else (before, record.code)
     changed = record.model_copy(update={"settings": json.loads(dump_config(new)), "files": files, "code": code})
     return Revision(
         run_dir, changed, (old, new), changes, stage_code=stage_code, new_code=stage_code != before, restart=restart
     )
-
-
-def _keys(changes: list[Change]) -> set[str]:
-    return {change.key for change in changes}
 
 
 def _stage_code(root: Path) -> str:

@@ -63,9 +63,8 @@ def doubts(config: Config) -> list[str]:
 
 
 def _shared_databases(config: Config) -> list[str]:
-    if all(config.cluster_of(stage).backend == "local" for stage in STAGES):
-        return []
-    line = shared_database(config.runs_dir, config.tracking.uri)
+    several_hosts = any(config.cluster_of(stage).backend != "local" for stage in STAGES)
+    line = shared_database(config.runs_dir, config.tracking.uri) if several_hosts else None
     return [line] if line is not None else []
 
 

@@ -159,18 +159,16 @@ def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
 
 def cache_folders(place: str | None) -> dict[str, str]:
     """The variables that say where compiled code is kept: below `place`, or in a folder of the node's own."""
-    root = _expanded(place) if place else node_folder()
+    root = node_folder()
+    if place:
+        expanded = os.path.expandvars(place)
+        if "$" in expanded:
+            raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
+        root = Path(expanded).expanduser().absolute()
     folders = {name: root / folder for name, folder in CACHES.items()}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     return {name: str(folder) for name, folder in folders.items()}
-
-
-def _expanded(place: str) -> Path:
-    path = os.path.expandvars(place)
-    if "$" in path:
-        raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
-    return Path(path).expanduser().absolute()
 
 
 def log_path(folder: Path, job_id: str, rank: int) -> Path:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.commands.options import AsJson, RunName, RunsDir, option, print_json, usable_port
+from flows.commands.options import AsJson, Port, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable, model_of
 from slurm.backend import FLOW_KEY
@@ -90,13 +90,9 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 
 def logs(
     name: RunName,
-    stage: Annotated[
-        str | None, option("By default the one that has printed last; flow for --detach.", "STAGE")
-    ] = None,
+    stage: Annotated[str | None, option("By default the one that printed last; flow for --detach.", "STAGE")] = None,
     rank: Annotated[int, option("The rank whose log it is.", "NUMBER", least=0)] = 0,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is printed, until nothing works on the run.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until nothing works on the run.")] = False,
     lines: Annotated[int, option("How many of the last lines.", "NUMBER", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -179,12 +175,7 @@ def samples(
             print_samples(console, why, chosen)
 
 
-def ui(
-    runs_dir: RunsDir = Path("runs"),
-    port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="The port on 127.0.0.1, by default 5000 or another free one.")
-    ] = None,
-) -> None:
+def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     """Serve MLflow's pages on this machine.
 
     They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address leads to a

@@ -19,9 +19,7 @@ def reward(
     config_path: ConfigPath,
     response: Annotated[str, option("The file with the response; - is standard input.", "FILE")],
     problem: Annotated[int, option("Which of the problems to train on it answers, from 0.", "NUMBER", least=0)] = 0,
-    json_path: Annotated[
-        str | None, option("Write the result there as JSON; - is standard output.", "FILE", "--json")
-    ] = None,
+    json_path: Annotated[str | None, option("Write JSON there; - is standard output.", "FILE", "--json")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Score a response to a problem as a run would.

@@ -87,17 +87,11 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
 def resume(
     context: typer.Context,
     name: RunName,
-    steps: Annotated[
-        int | None, option("Train up to this number of steps: train.num_steps.", "NUMBER", least=1)
-    ] = None,
+    steps: Annotated[int | None, option("Train up to this many steps: train.num_steps.", "NUMBER", least=1)] = None,
     overrides: Annotated[list[str] | None, option(f"Change a setting. {CHANGEABLE}", "KEY=VALUE", "--set")] = None,
-    new_code: Annotated[
-        bool, option("Go on with the present code, in place of the run's own copy.", name="--new-code")
-    ] = False,
+    new_code: Annotated[bool, option("Go on with the present code, not the run's own.", name="--new-code")] = False,
     restart: Annotated[bool, option(RESTART, name="--restart")] = False,
-    dry_run: Annotated[
-        bool, option("Print what stays, what goes on and what is redone, and change nothing.", name="--dry-run")
-    ] = False,
+    dry_run: Annotated[bool, option("Print what would stay, go on and be redone.", name="--dry-run")] = False,
     as_json: DryJson = False,
     detach: Detach = False,
     cluster: Cluster = None,

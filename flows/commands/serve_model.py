@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from flows.commands.options import RunName, RunsDir, option, usable_port
+from flows.commands.options import Port, RunName, RunsDir, option, usable_port
 from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.artifacts import ExportResult
@@ -19,9 +17,6 @@ from specrl.processes import LOOPBACK, node_folder
 from specrl.report.results import find_stages, finished, read_config
 from specrl.serving.server import ModelServer, ServerEndedError
 
-Port = Annotated[
-    int | None, typer.Option(metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; by default a free one.")
-]
 CheckOnly = Annotated[bool, option("End after the check, instead of serving until Ctrl-C.", name="--check")]
 Prompts = Annotated[int, option("How many held-out prompts of the task the check asks.", "NUMBER", least=1)]
 
@@ -46,18 +41,17 @@ def serve_model(
     log = node_folder() / f"serve-model-{chosen}.log"  # whoever serves a run may not write to it
     try:
         with ModelServer(["--model", *command[2:]], chosen, log) as server:
-            _serve(server, config, exported, prompts, check=check)
+            started = time.monotonic()
+            server.wait_until_it_answers()
+            print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
+            print(_acceptance(server, config, exported, prompts), flush=True)
+            if not check:
+                _serve(server)
     except ServerEndedError as error:
         raise JobError(str(error)) from error
 
 
-def _serve(server: ModelServer, config: Config, exported: ExportResult, count: int, *, check: bool) -> None:
-    started = time.monotonic()
-    server.wait_until_it_answers()
-    print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
-    print(_acceptance(server, config, exported, count), flush=True)
-    if check:
-        return
+def _serve(server: ModelServer) -> None:
     print("it serves until Ctrl-C", flush=True)
     try:
         server.wait_until_it_ends()
