@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-import specrl
 from flows.folder import only_flow, write_config
 from slurm.access import restrict
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
-from slurm.environment import THREAD_VARIABLES, WAITING, snapshot_code
+from slurm.environment import THREAD_VARIABLES, WAITING, present_code, snapshot_code
 from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
@@ -31,16 +30,11 @@ from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
 from specrl.config import Config, ConfigError, Resources, change_config, dump_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
-from specrl.keys import code_digest, file_digest, files_digest, model_fingerprint
+from specrl.keys import file_digest, model_fingerprint
 from specrl.report.results import find_stages
 from specrl.tracking import log_cell
+from tasks.display import Reporter
 from tasks.run import end_jobs, forget_stop, work
-
-if TYPE_CHECKING:  # imports Prefect, which the command line does without
-    from tasks.display import Reporter
-
-OWN_CODE = ("bench", "projection", "report")
-"""The subpackages that benchmarks depend on and stages do not."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class Size:
     """What a job asks for beyond a rank of the run."""
 
     cores: int
-    processes: int
-    """The number of processes with a model at once, each of which needs a rank's memory."""
-    gpus: int
-    """The number of GPUs; 0 on CPUs."""
+    processes: int  # the number of processes with a model at once, each of which needs a rank's memory
+    gpus: int  # the number of GPUs; 0 on CPUs
 
     @classmethod
     def of_two(cls, trainings: Sequence[Resources]) -> Size:
@@ -65,8 +57,7 @@ class Size:
 class CellJob:
     """A measurement that is a job of its own."""
 
-    label: str
-    """What progress lines and MLflow call it."""
+    label: str  # what progress lines and MLflow call it
     job: BenchJob
     context: StageContext
 
@@ -97,14 +88,11 @@ def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Siz
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
     """`bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
-    package = Path(specrl.__file__).parent
-    code = (path for part in OWN_CODE for path in (package / part).rglob("*.py"))
-    own = files_digest((path, str(path.relative_to(package))) for path in code)
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
     inputs = {name: stages[name].name for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
     changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
     read = [_content(change.rpartition("=")[2].strip(' "')) for change in changes]
-    return f"bench-{digest([job.name, job.options, read, inputs, code_digest(package), own, place, job.changes])}"
+    return f"bench-{digest([job.name, job.options, read, inputs, present_code(), place, job.changes])}"
 
 
 def _content(text: str) -> Any:
@@ -169,8 +157,6 @@ def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: in
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
     """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
-    from tasks.display import Reporter  # imports Prefect, which the command line does without
-
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
     restrict(of_jobs.cluster)

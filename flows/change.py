@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -12,50 +12,40 @@ from rich.console import Console
 from flows.folder import anchor, only_flow, write_config
 from flows.preflight import check
 from slurm.access import restrict
-from slurm.backend import Job
 from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.submit import live_jobs
 from specrl.config import Config, ConfigError, change_config, dump_config
 from specrl.keys import code_digest, named_files
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
-from specrl.lineage.revision import Change, Revision, config_changes, file_changes, revise
+from specrl.lineage.revision import Revision, config_changes, file_changes
 from specrl.report.results import read_config
 from specrl.report.tables import print_line, print_table
 
-MOST_SHOWN = 8
-"""The largest number of differences that an error message names."""
-CANCEL_SECONDS = 300
-"""How long jobs that are cancelled may take to end; some write a checkpoint on their way out."""
+MOST_SHOWN = 8  # the largest number of differences that an error message names
 
 
-@dataclass(frozen=True)
-class ChangeRequest:
-    """What a user wants changed in a run: the options of `specrl resume`."""
-
-    overrides: tuple[str, ...] = ()
-    new_code: bool = False
-    restart: bool = False
-    cancel: bool = False
-
-
-def change_run(run_dir: Path, request: ChangeRequest, console: Console, *, dry_run: bool) -> Revision:
+def change_run(
+    run_dir: Path,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    new_code: bool = False,
+    restart: bool = False,
+    dry_run: bool = False,
+) -> Revision:
     """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
     cluster = read_config(run_dir).cluster
     restrict(cluster)
-    if dry_run:
-        revision = _plan(run_dir, request)
+    with nullcontext() if dry_run else only_flow(run_dir, cluster):
+        revision = _plan(run_dir, overrides, new_code=new_code, restart=restart)
         _print(run_dir, revision, console)
-        for job in _in_the_way(run_dir, revision).values():
-            print_line(console, _say_in_the_way(run_dir, job))
-        return revision
-    with only_flow(run_dir, cluster):
-        revision = _plan(run_dir, request)
-        _print(run_dir, revision, console)
-        if _end_jobs(run_dir, revision, console, cancel=request.cancel):
-            revision = _plan(run_dir, request)  # they may have written checkpoints
-            _print(run_dir, revision, console)
-        _write(run_dir, revision)
+        for line in _jobs_in_the_way(run_dir, revision):
+            if not dry_run:
+                raise ConfigError(line)
+            print_line(console, line)
+        if not dry_run:
+            _write(run_dir, revision)
     return revision
 
 
@@ -90,41 +80,27 @@ def note_edited_files(config: Config, console: Console) -> None:
         )
 
 
-def _plan(run_dir: Path, request: ChangeRequest) -> Revision:
+def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: bool) -> Revision:
     old = read_config(run_dir)
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"run {run_dir.name} has not begun, so nothing of it can change; begin it with: specrl run")
-    new = anchor(change_config(old, list(request.overrides)))
+    new = anchor(change_config(old, list(overrides)))
     if (new.name, new.runs_dir) != (old.name, old.runs_dir):
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
-    changes: list[Change] = config_changes(old, new)
-    if lines := [setting.line for setting in new.unused if not _keys(changes).isdisjoint(setting.keys)]:
+    changes = config_changes(old, new)
+    keys = {change.key for change in changes}
+    if lines := [setting.line for setting in new.unused if not keys.isdisjoint(setting.keys)]:
         raise ConfigError("\n".join(lines))  # what the run has had before has no effect either, and hinders nothing
     check(new)
     files = named_files(new)
-    changes += [change for change in file_changes(record.files, files, new) if change.key not in _keys(changes)]
-    root = ROOT if request.new_code else record.code_dir(run_dir)
-    stage_code = _stage_code(root)
-    update = {
-        "settings": json.loads(dump_config(new)),
-        "files": files,
-        "code": present_code() if request.new_code else record.code,
-    }
-    return revise(
-        run_dir,
-        record,
-        record.model_copy(update=update),
-        (old, new),
-        changes,
-        stage_code=stage_code,
-        new_code=stage_code != _stage_code(record.code_dir(run_dir)),
-        restart=request.restart,
+    changes += [change for change in file_changes(record.files, files, new) if change.key not in keys]
+    before = _stage_code(record.code_dir(run_dir))
+    stage_code, code = (_stage_code(ROOT), present_code()) if new_code else (before, record.code)
+    changed = record.model_copy(update={"settings": json.loads(dump_config(new)), "files": files, "code": code})
+    return Revision(
+        run_dir, changed, (old, new), changes, stage_code=stage_code, new_code=stage_code != before, restart=restart
     )
-
-
-def _keys(changes: list[Change]) -> set[str]:
-    return {change.key for change in changes}
 
 
 def _stage_code(root: Path) -> str:
@@ -141,34 +117,14 @@ def _print(run_dir: Path, revision: Revision, console: Console) -> None:
         print_line(console, line)
 
 
-def _in_the_way(run_dir: Path, revision: Revision) -> dict[str, Job]:
-    keys = revision.record.stage_keys.values()
-    return {key: job for key, job in live_jobs(read_config(run_dir)).items() if key not in keys}
-
-
-def _say_in_the_way(run_dir: Path, job: Job) -> str:
-    return (
-        f"{job.backend} job {job.job_id} of run {run_dir.name} is at work on a stage that changes: end it after its "
-        f"step with specrl stop {run_dir.name}, or at once by adding --cancel"
-    )
-
-
-def _end_jobs(run_dir: Path, revision: Revision, console: Console, *, cancel: bool) -> bool:
-    """Cancel the jobs of stages that change, and wait until they have ended; return whether there were any."""
-    found = _in_the_way(run_dir, revision)
-    for job in found.values():
-        if not cancel:
-            raise ConfigError(_say_in_the_way(run_dir, job))
-        job.cancel()
-        print_line(console, f"cancelled {job.backend} job {job.job_id}")
-    deadline = time.monotonic() + CANCEL_SECONDS
-    while _in_the_way(run_dir, revision) if found else False:
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"the jobs of run {run_dir.name} have not ended {CANCEL_SECONDS} s after their cancellation"
-            )
-        time.sleep(1)
-    return bool(found)
+def _jobs_in_the_way(run_dir: Path, revision: Revision) -> list[str]:
+    name, keys = run_dir.name, revision.record.stage_keys.values()
+    return [
+        f"{job.backend} job {job.job_id} of run {name} is at work on a stage that changes: end it first, after its "
+        f"step with specrl stop {name} --wait, or at once with specrl cancel {name}"
+        for key, job in live_jobs(read_config(run_dir)).items()
+        if key not in keys
+    ]
 
 
 def _write(run_dir: Path, revision: Revision) -> None:

@@ -10,19 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import (
-    bench,
-    export,
-    inspect,
-    project,
-    remove,
-    reward,
-    run,
-    samples,
-    serve,
-    serve_model,
-    watch,
-)
+from flows.commands import bench, export, inspect, project, remove, reward, run, serve, serve_model, watch
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
@@ -42,17 +30,15 @@ app = typer.Typer(
 )
 for command in (
     *(run.run, run.resume, run.stop, run.cancel, run.sync),
-    *(inspect.ls, inspect.show, watch.watch, inspect.logs, samples.samples, reward.reward),
+    *(inspect.ls, inspect.show, watch.watch, inspect.logs, inspect.samples, reward.reward),
     *(export.export, serve_model.serve_model, remove.rm, inspect.ui, inspect.doctor),
     *(serve.serve, serve.deploy, project.project),
 ):
     app.command()(command)
 app.add_typer(bench.group, name="bench")
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk that is full, or of a user whose share of it is."""
-RESUMABLE = ("run", "resume")
-"""The commands whose work `specrl resume` goes on with."""
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the errors of a disk that is full, or of a user whose share of it is
+RESUMABLE = ("run", "resume")  # the commands whose work `specrl resume` goes on with
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
@@ -85,7 +71,7 @@ def invoke(arguments: list[str]) -> int:
     name_user()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
-        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False) or 0
+        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0
     except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
         return EXIT_USAGE

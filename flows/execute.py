@@ -33,12 +33,10 @@ from specrl.tracking.runs import Status
 from tasks.detached import IN_JOB, submit_flow
 from tasks.run import begin, forget_stop
 
-GUARD = "SPECRL_RUN_CODE"
-"""The variable with the digest of the code by which a process was replaced."""
+GUARD = "SPECRL_RUN_CODE"  # the variable with the digest of the code by which a process was replaced
 OUTCOMES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
 ERRORS = Console(stderr=True, soft_wrap=True)
-LOG_BYTES = 32 * 2**20
-"""The size up to which MLflow gets a job's log; larger ones stay in the run's folder alone."""
+LOG_BYTES = 32 * 2**20  # the size up to which MLflow gets a job's log; larger ones stay in the run's folder alone
 
 
 def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False, detached: bool = False) -> None:

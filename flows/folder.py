@@ -23,13 +23,10 @@ from specrl.report.results import CONFIG_FILE, is_run, readable_config
 from specrl.tracking.store import uri_of_environment
 
 LOCK_FILE = ".flow.lock"
-LOCK_SECONDS = 1
-"""How long a flow tries to take the lock, which `specrl watch` and `specrl ls` hold for an instant when they look."""
-OUTCOME_FILE = "outcome.json"
-"""A file that says how the last flow of a run ended; there is none while one works, or if it was killed."""
+LOCK_SECONDS = 1  # `specrl watch` and `specrl ls` hold the lock for an instant when they look
+OUTCOME_FILE = "outcome.json"  # how the last flow ended; there is none while one works, or if it was killed
 HOLDER = re.compile(r"process (\d+) on (\S+)")
-HOLDER_FILE = ".flow.holder"
-"""A file that names the process that holds the lock, for the error message of another process."""
+HOLDER_FILE = ".flow.holder"  # the process that holds the lock, for the error message of another one
 
 
 def anchor(config: Config) -> Config:
@@ -67,7 +64,7 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
     Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
     as the run.
     """
-    run_dir = _find_run(name, runs_dir)
+    run_dir = find_run_to_read(name, runs_dir)
     cluster = readable_config(run_dir).cluster
     check_access(run_dir, cluster)
     restrict(cluster)
@@ -76,7 +73,11 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
 
 def find_run_to_read(name: str, runs_dir: Path) -> Path:
     """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written."""
-    return _find_run(name, runs_dir)
+    for folder in (runs_dir / name, Path(name)):
+        if is_run(folder):
+            return folder.absolute()
+    known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
+    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
 
 
 def is_trusted(run_dir: Path) -> bool:
@@ -88,18 +89,16 @@ def is_trusted(run_dir: Path) -> bool:
     return True
 
 
-def _find_run(name: str, runs_dir: Path) -> Path:
-    for folder in (runs_dir / name, Path(name)):
-        if is_run(folder):
-            return folder.absolute()
-    known = ", ".join(sorted(folder.name for folder in list_runs(runs_dir))) or "none"
-    raise ConfigError(f"no run {name} in {runs_dir.absolute()}; its runs: {known}")
-
-
 def list_runs(runs_dir: Path) -> list[Path]:
     """The folders of all runs, whosever they are, the one whose configuration was written last first."""
     runs = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if is_run(path.parent)]
     return sorted(runs, key=lambda run_dir: (run_dir / CONFIG_FILE).stat().st_mtime, reverse=True)
+
+
+def list_unreadable(runs_dir: Path) -> list[Path]:
+    """The folders with a configuration that nobody can read, and no record, which could be runs."""
+    paths = (path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if path.is_file())
+    return sorted(path.parent for path in paths if not is_run(path.parent) and read_json(path) is None)
 
 
 def write_config(config: Config) -> None:
@@ -123,13 +122,13 @@ def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[N
         yield
 
 
-def holder_of(run_dir: Path) -> tuple[int, str] | None:
-    """The process id and the host of the flow that holds, or last held, the run; None if there was none."""
+def holder_of(run_dir: Path) -> int | None:
+    """The process of this host that holds, or last held, the run; None if there was none."""
     try:
         found = HOLDER.fullmatch(read_file(run_dir / HOLDER_FILE).decode())
     except (OSError, ValueError):
         return None
-    return (int(found[1]), found[2]) if found else None
+    return int(found[1]) if found and found[2] == os.uname().nodename else None
 
 
 def is_worked_on(run_dir: Path) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hmac
 import os
-from http.cookies import SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs
 
-TOKEN = "SPECRL_UI_TOKEN"
-"""The environment variable that passes the token to the server's processes."""
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+TOKEN = "SPECRL_UI_TOKEN"  # the environment variable that passes the token to the server's processes
 COOKIE = "specrl-ui-token"
-UNPROTECTED = frozenset({"/health"})
-"""The paths that say only that the server is up."""
+UNPROTECTED = frozenset({"/health"})  # the paths that say only that the server is up
 
 
 class TokenGuard:
@@ -28,31 +27,26 @@ class TokenGuard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection."""
-        if scope["type"] == "lifespan" or scope["path"] in UNPROTECTED or self._is_known(scope):
+        if scope["type"] == "lifespan" or scope["path"] in UNPROTECTED or self._is_known(HTTPConnection(scope)):
             await self._application(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        elif self._matches(parse_qs(scope["query_string"].decode()).get("token", [""])[0]):
-            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-            await _answer(send, 303, {"location": scope["path"], "set-cookie": cookie}, "")
         else:
-            await _answer(send, 403, {}, "This server needs the token in the address that `specrl ui` printed.\n")
+            await self._answer(HTTPConnection(scope))(scope, receive, send)
 
-    def _is_known(self, scope: Any) -> bool:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        return self._matches(bearer) or (cookie is not None and self._matches(cookie.value))
+    def _is_known(self, connection: HTTPConnection) -> bool:
+        bearer = connection.headers.get("authorization", "").removeprefix("Bearer ")
+        return self._matches(bearer) or self._matches(connection.cookies.get(COOKIE, ""))
+
+    def _answer(self, connection: HTTPConnection) -> Response:
+        if not self._matches(connection.query_params.get("token", "")):
+            return PlainTextResponse("This server needs the token in the address that `specrl ui` printed.\n", 403)
+        answer = RedirectResponse(connection.url.path, 303)
+        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+        return answer
 
     def _matches(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self._token.encode())
-
-
-async def _answer(send: Any, status: int, headers: dict[str, str], text: str) -> None:
-    lines = {"content-type": "text/plain; charset=utf-8", **headers}
-    encoded = [(name.encode(), value.encode()) for name, value in lines.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": text.encode()})
 
 
 def make_application() -> TokenGuard:

@@ -12,22 +12,17 @@ from specrl.lineage.history import link_files
 from specrl.lineage.record import RUN_FILE, Continuation, read_record, saved_steps
 from specrl.report.results import read_config
 
-ORIGIN = Path("origin")
-"""The folder of a run that holds the checkpoint, the policy and the drafter that it starts from."""
+ORIGIN = Path("origin")  # the folder of a run that holds the checkpoint, the policy and the drafter that it starts from
 
 
 @dataclass(frozen=True)
 class Origin:
     """A checkpoint of another run, from which a new run starts."""
 
-    start: Continuation
-    """The checkpoint, as the new run will have it."""
-    checkpoint_dir: Path
-    """Where the other run has it."""
-    policy_dir: Path
-    """The policy of the other run before RL; a checkpoint has neither tokenizer nor configuration."""
-    drafter_dir: Path
-    """The drafter of the other run before RL; it does not exist where the method has none."""
+    start: Continuation  # the checkpoint, as the new run will have it
+    checkpoint_dir: Path  # where the other run has it
+    policy_dir: Path  # the policy of the other run before RL; a checkpoint has neither tokenizer nor configuration
+    drafter_dir: Path  # the drafter of the other run before RL; it does not exist where the method has none
 
     def link(self, run_dir: Path) -> None:
         """Link the files into the new run's folder, which then needs the other run no more."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 
@@ -21,7 +20,7 @@ from specrl.report.results import find_stages
 from specrl.report.summary import SUMMARY_FILE, write_summary
 from specrl.tracking import log_to_run
 from tasks.display import make_reporter
-from tasks.run import Finished, Run, cancel_jobs, open_run
+from tasks.run import cancel_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate
 
 
@@ -34,7 +33,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 
 @flow(name="specrl", flow_run_name="{run_dir}", on_cancellation=[cancel], validate_parameters=False)
-def pipeline(run_dir: str) -> list[Finished]:
+def pipeline(run_dir: str) -> None:
     """Run all stages of the run in a folder. Finished stages are skipped; a JobError if one failed."""
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
@@ -45,8 +44,9 @@ def pipeline(run_dir: str) -> list[Finished]:
         scales = calibrate(run, policy, drafter)
         trained = train(run, policy, drafter, scales)
         validated = validate(run, policy, drafter, trained)
-        exported = export(run, policy, trained, validated)
-    return record(run, [policy, drafter, scales, trained, validated, exported])
+        export(run, policy, trained, validated)
+    write_summary(run.config.run_dir, find_stages(run.config.run_dir), run.mlflow_run_id or None)
+    write_report(run.config.run_dir)
 
 
 def flow_tags() -> dict[str, str]:
@@ -54,15 +54,3 @@ def flow_tags() -> dict[str, str]:
     ends_with_us = os.environ.get(PASSWORD, "").startswith(f"{USER}:")
     page = {} if ends_with_us else {"specrl.prefect.page": runtime.flow_run.ui_url}
     return {"specrl.prefect.flow_run": runtime.flow_run.id, **page}
-
-
-def record(run: Run, stages: list[Finished]) -> list[Finished]:
-    """Write `summary.json`, `report.html` and Prefect's table of stages, and return the stages."""
-    write_summary(run.config.run_dir, find_stages(run.config.run_dir), run.mlflow_run_id or None)
-    write_report(run.config.run_dir)
-    rows = [
-        {"stage": done.stage, "seconds": round(done.seconds, 1), "job": done.job_id, "cached": done.cached}
-        for done in stages
-    ]
-    create_table_artifact(table=rows, key="stages", description=f"Stages of {run.config.name}")
-    return stages

@@ -14,12 +14,12 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
-from slurm.commands import unknown_options
+from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
-from specrl.config import STAGES, Config, ConfigError, StageName
+from specrl.config import STAGES, Config, ConfigError
 from specrl.data.formats.places import files_of
 from specrl.keys import data_places
 from specrl.lineage.record import CODE_DIR, RUN_FILE
@@ -34,10 +34,8 @@ from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
 
 GIB = 2**30
-BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))
-"""What a run that was interrupted while it began has in its folder, beside the configuration."""
-SENSIBLE_ONLINE_LR = 1e-6, 5e-4
-"""The range of `drafter.online_lr` in which nobody is warned: benchmarks/drafter-online.md."""
+BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
+SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # nobody is warned in between: benchmarks/drafter-online.md
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
@@ -48,7 +46,8 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    for line in [*doubts(config), *_shared_databases(config), *(_reward_doubts(config) if dry_run else [])]:
+    warnings = [*doubts(config), *_shared_databases(config), *_options_of_plugins(config)]
+    for line in [*warnings, *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -64,9 +63,8 @@ def doubts(config: Config) -> list[str]:
 
 
 def _shared_databases(config: Config) -> list[str]:
-    if all(config.cluster_of(stage).backend == "local" for stage in STAGES):
-        return []
-    line = shared_database(config.runs_dir, config.tracking.uri)
+    several_hosts = any(config.cluster_of(stage).backend != "local" for stage in STAGES)
+    line = shared_database(config.runs_dir, config.tracking.uri) if several_hosts else None
     return [line] if line is not None else []
 
 
@@ -235,7 +233,8 @@ def check_environment_file(config: Config) -> list[str]:
 def check_gpu_packages(config: Config) -> list[str]:
     """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
     torch = installed_torch()
-    stages = [stage for stage in STAGES if config.resources_of(stage).gpus_per_rank and _shares_packages(config, stage)]
+    clusters = {stage: config.cluster_of(stage) for stage in STAGES if config.resources_of(stage).gpus_per_rank}
+    stages = [stage for stage, cluster in clusters.items() if cluster.container is None and cluster.python is None]
     if not stages or cuda_of_build(torch) is not None:
         return []
     return [
@@ -250,8 +249,22 @@ def check_cluster(config: Config) -> list[str]:
 
 
 def check_sbatch(config: Config) -> list[str]:
-    """Check that sbatch has the options of `cluster.sbatch`, where a stage is submitted with them."""
-    return unknown_options(config) if any(config.cluster_of(stage).backend == "slurm" for stage in STAGES) else []
+    """Check that sbatch, where it is here, has the options of `cluster.sbatch` with which a stage is submitted."""
+    return unknown_options(config) if _uses_slurm(config) and shutil.which("sbatch") else []
+
+
+def _options_of_plugins(config: Config) -> list[str]:
+    foreign = foreign_options(config)
+    if not foreign or not _uses_slurm(config) or shutil.which("sbatch"):
+        return []
+    return [
+        f"{', '.join(foreign)}: Slurm itself has no such option, and there is no sbatch here to tell whether a plugin "
+        "of the cluster has it"
+    ]
+
+
+def _uses_slurm(config: Config) -> bool:
+    return any(config.cluster_of(stage).backend == "slurm" for stage in STAGES)
 
 
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
@@ -267,11 +280,6 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
-
-
-def _shares_packages(config: Config, stage: StageName) -> bool:
-    cluster = config.cluster_of(stage)
-    return cluster.container is None and cluster.python is None
 
 
 def _shape_is_known(config: Config) -> bool:

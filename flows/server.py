@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from filelock import FileLock
@@ -20,8 +19,7 @@ from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_with_parent, free_port, reach_loopback
 
-START_SECONDS = 180
-"""How many seconds the server may take to answer; the first start creates its database."""
+START_SECONDS = 180  # how many seconds the server may take to answer; the first start creates its database
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -31,8 +29,6 @@ QUIET = {
     "DO_NOT_TRACK": "true",
 }
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
-RUNNING = ("PENDING", "RUNNING", "CANCELLING")
-"""The states of Prefect in which a flow is at work."""
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
 """The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
 
@@ -49,40 +45,27 @@ def quieten() -> None:
 
 
 class PrefectServer:
-    """A server for the flows of one command.
+    """A server for the flows of one command, while it is entered; with `PREFECT_API_URL`, the user's own is taken.
 
-        with PrefectServer(runs_dir) as server:
-            ...  # something that takes a while and does not need Prefect
-            server.wait()
-            from flows.pipeline import pipeline
-
-    Starting takes 6 s, and 20 s the first time, when the database is created: begin early and wait late. Nothing is
-    started when the user has a server (`PREFECT_API_URL`). Clients need the password of this start, which lies in the
-    environment, where only processes of the same user can read it. Prefect reads the environment when it is imported,
-    so import it after `wait`. The server ends with this process, even when this process is killed.
+    Starting takes 6 s, and 20 s the first time, when the database is created: enter early, and `wait` late. Clients
+    need the password of this start, which lies in the environment, where only processes of the same user can read it.
+    Prefect reads the environment when it is imported, so import it after `wait`. The server ends with this process,
+    even when this process is killed.
     """
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        own = str(prefect_home(runs_dir))
-        self._is_own_home = os.environ.setdefault("PREFECT_HOME", own) == own
-        self.home = Path(os.environ["PREFECT_HOME"])
+        self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir))))
+        self.log = self.home / "server.log"
         # Two servers that create the same database at the same time would break it.
         self._lock = FileLock(self.home / "start.lock")
         self.process: subprocess.Popen[bytes] | None = None
         self.url = os.environ.get("PREFECT_API_URL", "")
 
-    @property
-    def log(self) -> Path:
-        """The file to which the server prints."""
-        return self.home / "server.log"
-
     def __enter__(self) -> Self:
         if self.url:
             return self
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._is_own_home:
-            self.home.chmod(0o700)  # an earlier version, or another umask, may have made it for everybody
         self._lock.acquire()
         port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
@@ -113,9 +96,7 @@ class PrefectServer:
             time.sleep(0.1)
         self._lock.release()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end()
         from httpx import TransportError  # by Prefect's client, which is slow to import
 
@@ -148,7 +129,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
     from prefect.client.schemas.objects import State, StateType
     from prefect.states import Crashed
 
-    running = [StateType(name) for name in RUNNING]
+    running = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
     crashed: State[None] = Crashed(message="its process was killed")
     with get_client(sync_client=True) as client:
         flows = filters.FlowRunFilter(
@@ -174,11 +155,9 @@ def serve(port: int, parent: int) -> None:
 
 def _answers(url: str) -> bool:
     directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with directly.open(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    with contextlib.suppress(OSError), directly.open(url, timeout=2) as response:
+        return bool(response.status == 200)
+    return False
 
 
 if __name__ == "__main__":

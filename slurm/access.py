@@ -13,10 +13,8 @@ from pathlib import Path
 from slurm import trust
 from specrl.config import ClusterConfig, ConfigError
 
-PRIVATE = 0o077
-"""The file mode creation mask that keeps everybody else out."""
-UMASKS = {"owner": PRIVATE, "group": 0o027}
-"""The file mode creation mask for each value of `cluster.access`."""
+PRIVATE = 0o077  # the file mode creation mask that keeps everybody else out
+UMASKS = {"owner": PRIVATE, "group": 0o027}  # the file mode creation mask for each value of `cluster.access`
 
 
 def restrict(cluster: ClusterConfig) -> None:
@@ -54,9 +52,3 @@ def trusted_groups(cluster: ClusterConfig) -> list[int]:
         except KeyError as error:
             raise ConfigError(f"cluster.trusted_groups = {name!r}: this machine knows no such group") from error
     return found
-
-
-def checked_python(code: Path, cluster: ClusterConfig) -> list[str]:
-    """The options with which Python checks a copy of the code, before it becomes Python with what follows."""
-    program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a line of a script
-    return ["-I", "-c", program, str(code), code.name, ",".join(map(str, trusted_groups(cluster))) or "-"]

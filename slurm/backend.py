@@ -6,8 +6,8 @@ configuration names by its import path or by the name that it has there.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Literal, Protocol, cast
 
 from pydantic import TypeAdapter
 
-from slurm.access import checked_python
+from slurm import trust
+from slurm.access import trusted_groups
 from specrl.artifacts import RESULT_FILE, digest, read_file, write_json
 from specrl.config import ClusterConfig, Config, Resources, StageName
 from specrl.context import StageContext
@@ -189,17 +190,18 @@ class StageRequest:
 
     def call(self) -> None:
         """Call the stage's function with the context, in a rank of the job."""
-        module, _, function = self.entry.partition(":")
         with importing():
-            stage = importlib.import_module(module)
+            stage = pkgutil.resolve_name(self.entry)
         logger.info("Python and its imports took %.1f s of CPU", time.process_time())
-        getattr(stage, function)(self.context)
+        stage(self.context)
 
     @property
     def checked_python(self) -> list[str]:
         """The options of Python with which it checks the copy of the sources, and then does what follows them."""
         assert self.code is not None
-        return checked_python(self.code, self.key.cluster)
+        program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a script's line
+        groups = ",".join(map(str, trusted_groups(self.key.cluster))) or "-"
+        return ["-I", "-c", program, str(self.code), self.code.name, groups]
 
     @property
     def arguments(self) -> list[str]:
@@ -243,9 +245,6 @@ class Backend(Protocol):
     def problems(self, config: Config) -> list[str]:
         """One line for each reason why a run cannot use this scheduler from here."""
 
-    def queue(self, cluster: ClusterConfig) -> str:
-        """Where jobs will wait, in the scheduler's words, for the table of `specrl run --dry-run`."""
-
     def options(self, config: Config, stage: StageName) -> str:
         """How a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
 
@@ -263,10 +262,10 @@ class Backend(Protocol):
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank."""
+        """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank.
 
-    def run_rank(self, request: StageRequest) -> None:
-        """Call the stage's function in this rank."""
+        A rank asks for it before anything else.
+        """
 
     def place(self, request: StageRequest) -> JobPlace:
         """What the scheduler says about this job, within seconds. The first two ranks ask."""

@@ -24,17 +24,14 @@ from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
-OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")
-"""The options that submitit reads itself, and writes."""
+OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")  # the options that submitit reads itself, and writes
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-TAUGHT = ("reservation", "wckey", "network")
-"""Options that sites teach as `SBATCH_NAME`, beside those that have a key of their own."""
+KEYS = ("partition", "account", "qos", "constraint")  # the options that are keys of [cluster]
+TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, as those with a key are
 CONTAINER_PYTHON = "python3"
-COMMAND_SECONDS = 30
-"""How long one of Slurm's commands may take before Slurm counts as silent."""
-PRESENT_SECONDS = 1.0
-"""How old a list may be that still counts as the present one: no flow that was killed is back within that time."""
+COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
+PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
 
 
 def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -45,10 +42,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
     options = {
-        "partition": cluster.partition or _taught("partition"),
-        "account": cluster.account or _taught("account"),
-        "qos": cluster.qos or _taught("qos"),
-        "constraint": cluster.constraint or _taught("constraint"),
+        **{name: getattr(cluster, name) or _taught(name) for name in KEYS},
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
@@ -65,19 +59,24 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     return {name: value for name, value in options.items() if value is not None}
 
 
-def unknown_options(config: Config) -> list[str]:
-    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as far as it can be asked, a plugin."""
+def foreign_options(config: Config) -> dict[str, str]:
+    """The options of `cluster.sbatch` that Slurm itself does not have, by their keys; a plugin may have them."""
     given = {f"cluster.sbatch.{name}": name for name in config.cluster.sbatch}
     for stage, resources in config.stage_resources.items():
         given |= {f"stage_resources.{stage}.sbatch.{name}": name for name in resources.sbatch}
-    unknown = {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+    return {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+
+
+def unknown_options(config: Config) -> list[str]:
+    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as sbatch says, a plugin."""
+    foreign = foreign_options(config)
     try:
-        said = ask("sbatch", "--help") if unknown else ""
-    except (JobError, SilentSchedulerError):  # a dry run needs no Slurm
+        said = ask("sbatch", "--help") if foreign else ""
+    except SilentSchedulerError:
         said = ""
     return [
         f"{key}: sbatch has no option --{name}{_perhaps(name)}; sbatch --help lists those of this cluster"
-        for key, name in unknown.items()
+        for key, name in foreign.items()
         if not re.search(rf"--{re.escape(name)}\b(?!-)", said)
     ]
 
@@ -156,10 +155,8 @@ class Listed:
     """A job of the user that is in the queue, or has just ended."""
 
     job_id: str
-    word: str
-    """Slurm's word for its state."""
-    reason: str
-    """Why it waits."""
+    word: str  # Slurm's word for its state
+    reason: str  # why it waits
     name: str
 
 

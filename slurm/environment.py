@@ -32,8 +32,7 @@ CACHES = {
     "NUMBA_CACHE_DIR": "numba",
 }
 """The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
-PACKAGES = ("flows", "tasks", "slurm", "specrl")
-"""The packages that a run needs to go on, which lie in one folder, as in a checkout."""
+PACKAGES = ("flows", "tasks", "slurm", "specrl")  # what a run needs to go on; they lie in one folder, as in a checkout
 ROOT = Path(__file__).parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 WAITING = {"GOMP_SPINCOUNT": "1000"}
@@ -160,18 +159,16 @@ def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
 
 def cache_folders(place: str | None) -> dict[str, str]:
     """The variables that say where compiled code is kept: below `place`, or in a folder of the node's own."""
-    root = _expanded(place) if place else node_folder()
+    root = node_folder()
+    if place:
+        expanded = os.path.expandvars(place)
+        if "$" in expanded:
+            raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
+        root = Path(expanded).expanduser().absolute()
     folders = {name: root / folder for name, folder in CACHES.items()}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     return {name: str(folder) for name, folder in folders.items()}
-
-
-def _expanded(place: str) -> Path:
-    path = os.path.expandvars(place)
-    if "$" in path:
-        raise ValueError(f"cluster.cache_dir = {place!r}: a variable in it is not set on {os.uname().nodename}")
-    return Path(path).expanduser().absolute()
 
 
 def log_path(folder: Path, job_id: str, rank: int) -> Path:

@@ -16,13 +16,10 @@ from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
 
-MAX_CHARACTERS = 600
-"""The most characters of an error that its line repeats; the log has all of them."""
-FULL_BYTES = 2**20
-"""The free bytes below which a disk is called full."""
+MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
+FULL_BYTES = 2**20  # the free bytes below which a disk is called full
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
-LOG_TAIL_BYTES = 4096
-"""How many bytes are read from the end of a log to find its last line."""
+LOG_TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:

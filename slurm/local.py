@@ -24,33 +24,22 @@ from filelock import FileLock, Timeout
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.supervisor import ATTEMPT, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
+from slurm.supervisor import ATTEMPT, KILLING, PREEMPTION_SIGNAL, WALLTIME_SIGNAL, warning_seconds
 from specrl.artifacts import write_json
-from specrl.config import ClusterConfig, Config, StageName
+from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import end_with_parent, interrupts_held, is_locked, port_of, start_ticks
 
-KILLED = (-signal.SIGKILL, -signal.SIGABRT, -WALLTIME_SIGNAL, -PREEMPTION_SIGNAL, 128 + PREEMPTION_SIGNAL)
-"""The exit codes of ranks that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the two
-last signals only once it has been set up."""
-JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"
-"""The variables in which the ranks find the controller's process id, and the Unix time at which it will end them."""
-
-FAILURE_GRACE_SECONDS = 5
-"""How long the other ranks may still run after one has failed, so that they notice it and say so in their logs."""
-INTERRUPT_SECONDS = 1
-"""How long ranks that are interrupted have until they are killed."""
-LOCK_SECONDS = 3
-"""How long the controller tries to take the lock, which a flow that looks whether it is taken holds for an instant."""
-RECORD_SECONDS = 60
-"""The longest time that a controller may take to write its record, once it holds its lock."""
-START_SECONDS = 300
-"""The longest time that the user's set-up lines and the start of a controller may take."""
-CONTROLLER_LOG = "controller.log"
-"""The file in a job's folder to which its controller prints."""
-CANCEL_SECONDS = 8
-"""How long a job that was interrupted may take to end before it is killed."""
+KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # the exit codes of ranks that a signal ended
+JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
+FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice that one has failed, and say so in their logs
+INTERRUPT_SECONDS = 1  # how long ranks that are interrupted have until they are killed
+LOCK_SECONDS = 3  # a flow that looks whether the lock is taken holds it for an instant
+RECORD_SECONDS = 60  # the longest time that a controller may take to write its record, once it holds its lock
+START_SECONDS = 300  # the longest time that the user's set-up lines and the start of a controller may take
+CONTROLLER_LOG = "controller.log"  # the file in a job's folder to which its controller prints
+CANCEL_SECONDS = 8  # how long a job that was interrupted may take to end before it is killed
 
 
 class Controller:
@@ -234,9 +223,6 @@ class LocalBackend:
             return ["cluster.container: --cluster local starts ranks outside of containers; remove the section"]
         return []
 
-    def queue(self, cluster: ClusterConfig) -> str:
-        return "local"
-
     def options(self, config: Config, stage: StageName) -> str:
         return ""
 
@@ -264,16 +250,8 @@ class LocalBackend:
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
+        end_with_parent(int(os.environ[JOB_ID]))  # whose lock alone says that the job is running
         return LOOPBACK  # the controller has set the rest
-
-    def run_rank(self, request: StageRequest) -> None:
-        """Call the stage's function in this rank, which ends with its controller, however the controller ends.
-
-        Only the lock that the controller holds says that the job is running, so no rank may outlive it.
-        """
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
-        end_with_parent(int(os.environ[JOB_ID]))
-        request.call()
 
     def place(self, request: StageRequest) -> JobPlace:
         return JobPlace(os.environ[JOB_ID], float(os.environ[END_AT]))

@@ -46,7 +46,7 @@ from slurm.commands import (
 )
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
-from slurm.supervisor import ATTEMPT
+from slurm.supervisor import ATTEMPT, KILLING
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
@@ -90,25 +90,18 @@ TRANSIENT = (
     "Slurm temporarily unable to accept job",
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
-FULL = "SubmitJob"
-"""What all reasons of Slurm have in them that are about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit."""
+FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-KILLED = {signal.strsignal(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGUSR2)}
-"""The words of srun for a rank that a signal ended. NCCL aborts a process whose peers are gone, and a rank hears the
-two last signals only once it has been set up."""
+KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
 """What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
-NODE_SECONDS = 24 * 3600
-"""How long a node that has failed is left out."""
-RANK_COMMAND_SECONDS = 5
-"""How long a command may take for a rank, whose job may be about to end."""
-LOGS = "/folder-of-the-logs"
-"""What stands for that folder until the script is written."""
-ONE_HOST = "SPECRL_ONE_HOST"
-"""A variable that the development cluster sets: its nodes are all this machine, and their names do not resolve."""
+NODE_SECONDS = 24 * 3600  # how long a node that has failed is left out
+RANK_COMMAND_SECONDS = 5  # how long a command may take for a rank, whose job may be about to end
+LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is written
+ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster: its nodes are this machine, and have no addresses
 
 
 class SlurmJob:
@@ -178,9 +171,6 @@ class SlurmBackend:
             return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
         return []
 
-    def queue(self, cluster: ClusterConfig) -> str:
-        return cluster.partition or "default"
-
     def options(self, config: Config, stage: StageName) -> str:
         return describe(config, stage) + _expected_start(config, stage)
 
@@ -229,9 +219,6 @@ class SlurmBackend:
             return own | interface_variables(request.key.cluster.interface)
         guess = interface_variables(interface_towards(str(job.hostnames[1 if job.node == 0 else 0])))
         return own | {name: os.environ.get(name) or value for name, value in guess.items()}
-
-    def run_rank(self, request: StageRequest) -> None:
-        request.call()
 
     def place(self, request: StageRequest) -> JobPlace:
         job_id = os.environ["SLURM_JOB_ID"]

@@ -8,8 +8,8 @@ the lock exist from the moment the job does, so there is no instant at which kil
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 import sys
 import time
 from pathlib import Path
@@ -34,13 +34,11 @@ from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 600
-"""How long a scheduler (that restarts or is overloaded) may be silent before the flow gives up."""
+SILENCE_SECONDS = 600  # how long a scheduler (that restarts or is overloaded) may be silent before the flow gives up
 UNCERTAIN_SECONDS, FULL_SECONDS = 30, 60
 """The pause after a submission that was not answered, until Slurm is sure to list its job, and after one for which the
 queue had no room."""
-RETRY_SECONDS = 5
-"""The pause before a scheduler that did not answer is asked again."""
+RETRY_SECONDS = 5  # the pause before a scheduler that did not answer is asked again
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBackend(), SlurmBackend())}
 """The backends by name. This is the only place that lists them."""
 
@@ -139,8 +137,7 @@ def _imported(path: str) -> Backend:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
     try:
-        kind = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+        backend: Backend = pkgutil.resolve_name(path)()
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
-    backend: Backend = kind()
     return backend

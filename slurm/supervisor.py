@@ -45,19 +45,17 @@ from specrl.lifetime.segments import (
 logger = logging.getLogger(__name__)
 
 WALLTIME_SIGNAL, PREEMPTION_SIGNAL = signal.SIGUSR2, signal.SIGTERM
-WARNING_SECONDS = 90
-"""How many seconds before its time limit a job is warned by a signal, where its time limit allows that."""
-EXIT_SECONDS = 10
-"""How many seconds before its end a job is left at the latest, so that it can be queued again."""
-GRACE_SECONDS = 20
-"""How many seconds a job is taken to have left after a signal, where the scheduler does not say."""
-CAUSE_SECONDS = 2
-"""How long a rank that has lost the connection to another one waits for that one's error to become visible."""
+KILLING = (signal.SIGKILL, signal.SIGABRT, WALLTIME_SIGNAL, PREEMPTION_SIGNAL)
+"""The signals that end a rank, and not its stage. NCCL aborts a process whose peers are gone, and a rank hears the two
+last ones only once it has been set up."""
+WARNING_SECONDS = 90  # before its time limit a job is warned by a signal, where the limit allows that
+EXIT_SECONDS = 10  # how many seconds before its end a job is left at the latest, so that it can be queued again
+GRACE_SECONDS = 20  # how many seconds a job is taken to have left after a signal, where the scheduler does not say
+CAUSE_SECONDS = 2  # for a rank that has lost the connection to another one to see that one's error
 AGAIN_CODE, STOPPED_CODE = 144, 143
 """The exit codes of a first rank that leaves a job so that the stage goes on in another one, and because it is stopped
 in the middle of something. They are not 0, which would leave the other ranks waiting."""
-ATTEMPT = "SPECRL_ATTEMPT"
-"""A variable in which a backend that starts a job of the same id again says how many times it has done so."""
+ATTEMPT = "SPECRL_ATTEMPT"  # how many times a backend has started a job of the same id before
 HANG_FILE = "hang"
 
 
@@ -75,8 +73,7 @@ class Supervisor:
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
         heartbeats = request.key.folder / "heartbeats" / f"{os.environ['MASTER_PORT']}-{self.attempt}"
         self.heartbeats = Heartbeats(heartbeats, self.rank, self.world_size)
-        self.segment: int | None = None
-        """The number of this job's segment, on the first rank."""
+        self.segment: int | None = None  # the number of this job's segment, on the first rank
         self._end_at: float | None = None
         self._first_step_said = self._stacks_written = False
         self._beat_at, self._looked_at = float("-inf"), time.monotonic()
@@ -93,7 +90,7 @@ class Supervisor:
             self.heartbeats.beat()
             threading.Thread(target=self._watch, args=[wake_up], name="supervisor", daemon=True).start()
             check_rank(self.request)
-            self.backend.run_rank(self.request)
+            self.request.call()
         except LeftJobError as left:
             return self._leave(left.stop) if self.rank == 0 else 0
         except Exception as error:
@@ -336,8 +333,7 @@ class Heartbeats:
                     shutil.rmtree(other, ignore_errors=True)
         self._folder, self._rank, self._clock = folder, rank, clock
         self._beats = 0
-        self.silent_node = ""
-        """The node of the rank that has stopped, where that rank has ever given a sign."""
+        self.silent_node = ""  # the node of the rank that has stopped, where that rank has ever given a sign
         watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
         self._seen = {other: ("", clock()) for other in watched}
 
@@ -379,9 +375,7 @@ class Heartbeats:
 
 
 MEGATRON_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
-"""The stages whose jobs compute with Megatron."""
 ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
-"""The stages whose jobs start an engine."""
 
 
 class PreflightError(RuntimeError):

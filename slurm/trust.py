@@ -16,12 +16,9 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-DIGEST_LENGTH = 32
-"""Hex digits of a digest of sources: whoever wants other files with the same 128 bits cannot make them."""
-MOST_LINKS = 40
-"""How many symbolic links Linux follows on one path."""
-WHOLE_MAP = ["0", "0", "4294967295"]
-"""The user ids of a process that is in no user namespace of a container, as `/proc/self/uid_map` has them."""
+DIGEST_LENGTH = 32  # hex digits: whoever wants other files with the same 128 bits cannot make them
+MOST_LINKS = 40  # how many symbolic links Linux follows on one path
+WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map of a process in no user namespace of a container
 
 
 class DistrustError(Exception):
@@ -42,14 +39,10 @@ def check_run(run_dir: Path) -> None:
             "another runs_dir or name"
         )
     _check_mode(run_dir, status, run_dir)
-    for path in _entries(run_dir):
+    jobs = _entries(run_dir / "jobs")
+    folders = [*_entries(run_dir), *_below(run_dir / "code"), *jobs, *_entries(run_dir / "stages")]
+    for path in (*folders, *(folder / "context.json" for folder in jobs)):
         _check_own(path, run_dir)
-    for path in _below(run_dir / "code"):
-        _check_own(path, run_dir)
-    for folder in (*_entries(run_dir / "jobs"), *_entries(run_dir / "stages")):
-        _check_own(folder, run_dir)
-    for folder in _entries(run_dir / "jobs"):
-        _check_own(folder / "context.json", run_dir)
 
 
 def _check_own(path: Path, run_dir: Path) -> None:

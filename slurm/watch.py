@@ -25,18 +25,12 @@ from specrl.progress import ProgressState, read_progress
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5
-"""The pause between two looks at a job's files, in seconds. Its scheduler is asked every `job.ask_seconds`."""
-SOON_SECONDS = 2.0
-"""The pause between two questions to the scheduler while the job is about to change: it ends, returns or is stopped."""
-LEAVE_SECONDS = 60
-"""How long the ranks may take to end after the stage's result is written, before the job is cancelled."""
-FILES_SECONDS = 30
-"""How long a result may take to become visible on a shared file system after its job has ended."""
-OVERTIME_MINUTES = 10
-"""How long the flow waits for the scheduler to end a job whose time is up."""
-RETURN_SECONDS = 30
-"""How long the flow waits for the scheduler to queue a job again that it took away."""
+POLL_SECONDS = 0.5  # between two looks at a job's files; its scheduler is asked every `job.ask_seconds`
+SOON_SECONDS = 2.0  # between two questions to the scheduler while the job is about to change
+LEAVE_SECONDS = 60  # for the ranks to end after the stage's result is written, before the job is cancelled
+FILES_SECONDS = 30  # how long a result may take to become visible on a shared file system after its job has ended
+OVERTIME_MINUTES = 10  # how long the flow waits for the scheduler to end a job whose time is up
+RETURN_SECONDS = 30  # how long the flow waits for the scheduler to queue a job again that it took away
 RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
 """The reasons after which a scheduler mostly queues the job again by itself."""
 
@@ -58,14 +52,13 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
             if not is_passing(error):
                 raise
             if clock() - seen_at > SILENCE_SECONDS:
-                raise UnseenError(f"{context.stage} (job {job.job_id}) {_goes_on_unseen(context, error)}") from error
+                words = f"{error.strerror}: {error.filename or context.stage_dir}"
+                raise UnseenError(
+                    f"{context.stage} (job {job.job_id}) goes on, but its files cannot be read ({words}); follow it "
+                    f"again with: specrl resume {context.config.name}"
+                ) from error
         on_poll(watch.state, read_progress(context.stage_dir))
         time.sleep(POLL_SECONDS)
-
-
-def _goes_on_unseen(context: StageContext, error: OSError) -> str:
-    words = f"{error.strerror}: {error.filename or context.stage_dir}"
-    return f"goes on, but its files cannot be read ({words}); follow it again with: specrl resume {context.config.name}"
 
 
 def stopped_line(context: StageContext) -> str:
@@ -88,8 +81,7 @@ class _Watch:
         self.asked_at = float("-inf")
         self.result_at: float | None = None
         self.num_segments = self.num_asked = 0
-        self.was_over = False
-        """Whether the job was attached to in its last moments: what it ended with is known, and another one follows."""
+        self.was_over = False  # attached to in its last moments: what it ended with is known, and another job follows
 
     def over(self) -> bool:
         """Look at the job once more, and return whether the stage has finished or needs another job."""

@@ -27,13 +27,10 @@ from specrl.processes import end_with_parent
 
 RESOURCES = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank": 1, "memory_gib_per_rank": 4.0}
 """What the job asks for, unless `stage_resources.flow` says otherwise."""
-IN_JOB = "SPECRL_FLOW_IN_JOB"
-"""A variable that is set in a flow that is a job."""
+IN_JOB = "SPECRL_FLOW_IN_JOB"  # a variable that is set in a flow that is a job
 LOOK_SECONDS = 0.5
-SIGNAL_SECONDS = 10
-"""How long after the end of a flow a signal may be heard of that has ended it: the scheduler is asked what it means."""
-EXIT_STOPPED = 3
-"""The exit code of a flow that `specrl stop` has ended."""
+SIGNAL_SECONDS = 10  # after the end of a flow, until a signal may be heard of that has ended it
+EXIT_STOPPED = 3  # the exit code of a flow that `specrl stop` has ended
 
 
 def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") -> Job:

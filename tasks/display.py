@@ -1,4 +1,4 @@
-"""Show the progress of a run: bars on a terminal, plain lines when the output is piped, and artifacts in Prefect."""
+"""Show the progress of a run: bars on a terminal, plain lines when the output is piped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -14,12 +13,8 @@ from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
 
-LINE_SECONDS = 10
-"""The least number of seconds between two plain lines about the same stage."""
-ARTIFACT_SECONDS = 5
-"""The least number of seconds between two updates of a stage's progress in Prefect."""
-WIDTH = max(len(stage) for stage in STAGES)
-"""The width of the column of stage names, in characters."""
+LINE_SECONDS = 10  # the least number of seconds between two plain lines about the same stage
+WIDTH = max(len(stage) for stage in STAGES)  # the width of the column of stage names, in characters
 
 
 @contextmanager
@@ -41,8 +36,6 @@ class Reporter:
         self.console, self._bars = console, bars
         self._bar: TaskID | None = None
         self._said, self._said_at = ("", 0.0), 0.0
-        self._artifact: object = None
-        self._artifact_at = 0.0
 
     def submitted(self, stage: str, job: Job) -> None:
         verb = "attached to" if job.attached else "submitted"
@@ -55,7 +48,6 @@ class Reporter:
             what, text = (state.detail, 0.0), f"in the queue ({state.detail})"
         elif progress is not None:
             what, text = (progress.message, progress.done), words(progress)
-            self._show_in_prefect(stage, progress)
         else:
             return
         if self._bars is not None and self._bar is not None:
@@ -66,7 +58,6 @@ class Reporter:
             self._line(stage, text)
 
     def finished(self, stage: str, seconds: float, job_id: str | None, *, before: bool) -> None:
-        self._artifact = None
         if self._bars is not None and self._bar is not None:
             self._bars.remove_task(self._bar)
             self._bar = None
@@ -78,14 +69,3 @@ class Reporter:
 
     def _line(self, stage: str, text: str) -> None:
         self.console.print(f"{stage:{WIDTH}}  {text}", markup=False)
-
-    def _show_in_prefect(self, stage: str, progress: ProgressState) -> None:
-        now = time.monotonic()
-        if now - self._artifact_at < ARTIFACT_SECONDS or not progress.total:
-            return
-        self._artifact_at = now
-        percent = 100.0 * progress.done / progress.total
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key=f"{stage}-progress", description=progress.message)
-        else:
-            update_progress_artifact(self._artifact, percent, description=progress.message)  # type: ignore[arg-type]

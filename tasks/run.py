@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurm.access import check_code
 from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
@@ -24,9 +23,7 @@ from specrl.lineage.record import Continuation, RunRecord, read_record, write_re
 from specrl.projection.plan import device_bytes
 from specrl.report.results import read_config, readable_config
 from specrl.tracking import RUN_ID_FILE
-
-if TYPE_CHECKING:  # imports Prefect, which the command line does without
-    from tasks.display import Reporter
+from tasks.display import Reporter
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,6 @@ class Finished:
 
     stage: StageName
     folder: Path
-    seconds: float
-    """The run time in seconds, as the stage itself measured it."""
-    job_id: str | None
-    cached: bool
-    """Whether it had finished before this flow."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +104,11 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
         point_to(run_dir / "export", folder)
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
     submitted = Record.read(JobKey(run.config, folder.name).record_path)
-    done = Finished(stage, folder, seconds, submitted.job_id if submitted else None, cached)
-    run.reporter.finished(stage, seconds, done.job_id, before=cached)
-    return done
+    run.reporter.finished(stage, seconds, submitted.job_id if submitted else None, before=cached)
+    return Finished(stage, folder)
 
 
-_submitting = threading.Lock()
-"""Held while a job is looked for or submitted: submitit changes the environment of this process for a moment."""
+_submitting = threading.Lock()  # while a job is looked for or submitted: submitit changes this process's environment
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:

@@ -36,10 +36,8 @@ from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
 from specrl.tracking import log_to_run
 
-OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")
-"""The beginnings of the keys with which `--set` changes a benchmark's jobs, and not what it measures."""
-SECTION_MINUTES = 20
-"""The longest that a section of `bench gpu` may take."""
+OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that change a benchmark's jobs alone
+SECTION_MINUTES = 20  # the longest that a section of `bench gpu` may take
 SOURCES = ("none", "general", "task")
 KS = f"1,3,5,7,{ADAPTIVE}"
 VARY = """Train once with each of these values of a key of the configuration, in every combination with other --vary and
@@ -220,7 +218,7 @@ def bench_drafter(
         prompts=prompts,
         max_tokens=max_tokens,
         ks=whole_numbers(ks, "--ks"),
-        temperatures=tuple(map(float, chosen_temperatures(temperatures))),
+        temperatures=chosen_temperatures(temperatures),
         sources=chosen(sources, "--sources", SOURCES),
         steps=steps,
         batches=whole_numbers(batches, "--batches"),
@@ -230,15 +228,13 @@ def bench_drafter(
     bench.measure(options)
 
 
-def chosen_temperatures(text: str) -> list[str]:
+def chosen_temperatures(text: str) -> tuple[float, ...]:
     """Split a list with commas of temperatures."""
-    parts = text.split(",")
-    for part in parts:
-        value = float(part) if part.replace(".", "", 1).isdigit() else -1.0
-        if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-            allowed = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-            raise ConfigError(f"--temperatures {part}: allowed: {allowed}, separated by commas")
-    return parts
+    found = tuple(float(part) if part.replace(".", "", 1).isdigit() else -1.0 for part in text.split(","))
+    if not all(value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE for value in found):
+        allowed = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise ConfigError(f"--temperatures {text}: allowed: {allowed}, separated by commas")
+    return found
 
 
 @group.command("gpu")

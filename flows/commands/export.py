@@ -24,8 +24,7 @@ QUANTIZE = "Write 8-bit linear layers as vLLM loads them, with --format eagle3 a
 Quantize = Annotated[str | None, option(QUANTIZE, "int8|fp8")]
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
 RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
-POLICY = "policy"
-"""The format that is not a drafter's."""
+POLICY = "policy"  # the format that is not a drafter's
 
 
 def export(

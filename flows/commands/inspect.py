@@ -1,4 +1,4 @@
-"""`specrl ls`, `show`, `logs`, `ui` and `doctor`: look at runs and at this machine."""
+"""`specrl ls`, `show`, `logs`, `samples`, `ui` and `doctor`: look at runs and at this machine."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.commands.options import AsJson, RunName, RunsDir, option, print_json, usable_port
+from flows.commands.options import AsJson, Port, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
-from flows.folder import find_run_to_read, is_worked_on, list_runs, model_of
-from flows.mlflow_ui import TOKEN
+from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable, model_of
 from slurm.backend import FLOW_KEY
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
-from specrl.report.results import CONFIG_FILE, find_stages, readable_config
+from specrl.processes import LOOPBACK
+from specrl.report.results import CONFIG_FILE, find_stages, is_run, readable_config
 from specrl.report.tables import print_line, print_table, printable
+
+Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
+PROMPT = "Show all responses to this prompt instead, of all steps or of --step."
 
 
 def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """List the runs, the newest first."""
-    runs = [_about(run_dir) for run_dir in list_runs(runs_dir)]
+    runs = [_about(run_dir) for run_dir in (*list_runs(runs_dir), *list_unreadable(runs_dir))]
     if as_json:
         print_json(runs)
     elif runs:
@@ -47,8 +50,7 @@ def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
 
 def _about(run_dir: Path) -> dict[str, Any]:
     try:
-        has_finished = (run_dir / "summary.json").exists() and not is_worked_on(run_dir)
-        state = "finished" if has_finished else Watcher(run_dir, readable_config(run_dir)).look().state
+        state = _state(run_dir)
     except PermissionError:  # somebody else's run
         state = "?"
     codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
@@ -61,6 +63,14 @@ def _about(run_dir: Path) -> dict[str, Any]:
         "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
         "folder": run_dir.absolute(),
     }
+
+
+def _state(run_dir: Path) -> str:
+    if not is_run(run_dir):
+        return "unreadable"
+    if (run_dir / "summary.json").exists() and not is_worked_on(run_dir):
+        return "finished"
+    return Watcher(run_dir, readable_config(run_dir)).look().state
 
 
 def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
@@ -80,13 +90,9 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 
 def logs(
     name: RunName,
-    stage: Annotated[
-        str | None, option("By default the one that has printed last; flow for --detach.", "STAGE")
-    ] = None,
+    stage: Annotated[str | None, option("By default the one that printed last; flow for --detach.", "STAGE")] = None,
     rank: Annotated[int, option("The rank whose log it is.", "NUMBER", least=0)] = 0,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is printed, until nothing works on the run.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until nothing works on the run.")] = False,
     lines: Annotated[int, option("How many of the last lines.", "NUMBER", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -127,17 +133,55 @@ def _print_from(log: Path, position: int) -> int:
         return file.tell()
 
 
-def ui(
+def samples(
+    name: RunName,
+    step: Annotated[int | None, option("The RL step, from 0; the last one by default.", "NUMBER", least=0)] = None,
+    best: Count = 3,
+    worst: Count = 3,
+    longest: Count = 3,
+    prompt: Annotated[int | None, option(PROMPT, "ID")] = None,
+    as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
-    port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="The port on 127.0.0.1, by default 5000 or another free one.")
-    ] = None,
 ) -> None:
+    """Show prompts, responses and rewards of a run.
+
+    Of a step, the responses with the highest and the lowest reward and the longest ones are shown.
+    """
+    from specrl.report.samples import SampleReader, print_samples
+
+    run_dir = find_run_to_read(name, runs_dir)
+    reader, console = SampleReader(run_dir), Console(soft_wrap=True)
+    steps = reader.steps
+    if not steps:
+        raise ConfigError(f"run {run_dir.name} has no rollouts yet")
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step {step}: run {run_dir.name} has rollouts of steps {steps[0]} to {steps[-1]}")
+    if prompt is not None:
+        found = list(reader.prompt(prompt, steps if step is None else [step]))
+        if not found:
+            raise ConfigError(f"--prompt {prompt}: no response to it; specrl samples prints the numbers of prompts")
+        if as_json:
+            print_json({"run": run_dir.name, "prompt": prompt, "samples": [asdict(sample) for sample in found]})
+        else:
+            print_samples(console, f"{len(found)} responses to prompt {prompt}", found)
+        return
+    shown = reader.step(steps[-1] if step is None else step, best, worst, longest)
+    if as_json:
+        print_json({"run": run_dir.name, **asdict(shown)})
+        return
+    print(f"step {shown.step}: {shown.num_responses} responses, mean reward {shown.reward_mean:.3f}\n")
+    for why, chosen in shown.chosen.items():
+        if chosen:
+            print_samples(console, why, chosen)
+
+
+def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     """Serve MLflow's pages on this machine.
 
     They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address leads to a
     table of the runs and holds a token, without which other users of the machine see nothing.
     """
+    from flows.mlflow_ui import TOKEN  # imports starlette
     from specrl.tracking import table_address, tracking_uri
 
     if not runs_dir.is_dir():
@@ -147,27 +191,11 @@ def ui(
     if (runs_dir / "mlflow.db").is_file():
         table = table_address(Config(name="ui", runs_dir=runs_dir))
     token = secrets.token_urlsafe()
-    environment = {
-        **os.environ,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "DO_NOT_TRACK": "true",
-        TOKEN: token,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "ui",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(chosen),
-        "--app-name",
-        "specrl",
-    ]
-    print(f"MLflow is at http://127.0.0.1:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
-    code = subprocess.run([*command, "--backend-store-uri", store], env=environment, check=False)
-    raise typer.Exit(code.returncode)
+    private = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true", TOKEN: token}
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", LOOPBACK, "--port", str(chosen)]
+    command += ["--app-name", "specrl", "--backend-store-uri", store]
+    print(f"MLflow is at http://{LOOPBACK}:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
+    raise typer.Exit(subprocess.run(command, env={**os.environ, **private}, check=False).returncode)
 
 
 def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:

@@ -25,6 +25,7 @@ RunsDir = Annotated[
     Path, typer.Option("--runs-dir", metavar="FOLDER", envvar=RUNS_DIR, help="The folder that holds the runs.")
 ]
 AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
+Port = Annotated[int | None, option("The port on 127.0.0.1; by default a free one.", "PORT")]
 Cluster = Annotated[
     str | None,
     typer.Option(

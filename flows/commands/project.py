@@ -24,16 +24,12 @@ LENGTHS = "Response lengths: the median in tokens, and their logarithm's spread.
 
 def project(
     name: Subject = None,
-    published: Annotated[
-        bool, option("Simulate the settings of published results instead.", name="--published")
-    ] = False,
+    published: Annotated[bool, option("Simulate what others have published instead.", name="--published")] = False,
     hardware: Annotated[str | None, option("H100, H200 or GB200; by default by gpu_memory_gib.", "NAME")] = None,
     gpus: Annotated[int | None, option("By default as many as the train stage has ranks.", "NUMBER", least=1)] = None,
     acceptance: Annotated[str | None, option(ACCEPTED, "RATES")] = None,
     lengths: Annotated[str | None, option(LENGTHS, "MEDIAN,SPREAD")] = None,
-    json_path: Annotated[
-        Path | None, option("With --published: also write the rows to this file.", "FILE", "--json")
-    ] = None,
+    json_path: Annotated[Path | None, option("With --published: also write the rows here.", "FILE", "--json")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Simulate how long steps would take on GPUs.

@@ -1,8 +1,7 @@
-"""`specrl rm`: remove a run, or the large files of it."""
+"""`specrl rm`: remove a run."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ from rich.console import Console
 from flows.commands.options import RunName, RunsDir
 from flows.folder import LOCK_FILE, find_own_run, only_flow, size_of
 from slurm.submit import live_jobs
-from specrl.artifacts import RESULT_FILE
 from specrl.config import ConfigError
-from specrl.lineage.record import Continuation, read_record
 from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.report.tables import print_line, print_table
 
@@ -27,14 +24,10 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def rm(
     name: RunName,
-    checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Remove only the checkpoints that training goes on from.")
-    ] = False,
-    rollouts: Annotated[bool, typer.Option("--rollouts", help="Remove only the rollouts of training.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Remove a run, or only its checkpoints or rollouts.
+    """Remove a run.
 
     What will be removed is printed with its size first. Links are removed, and nothing that they point to. MLflow keeps
     what the run has logged there.
@@ -43,64 +36,29 @@ def rm(
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
     console = Console(soft_wrap=True, highlight=False)
-    parts = [part for part, asked in (("checkpoints", checkpoints), ("rollouts", rollouts)) if asked]
     config = readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
         for job in live_jobs(config).values():
             raise ConfigError(
                 f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
             )
-        targets = _parts(run_dir, parts) if parts else _everything(run_dir)
-        if not targets:
-            print_line(console, f"run {run_dir.name} has no {' and no '.join(parts)} to remove")
-            return
+        targets = _everything(run_dir)
         _show(console, run_dir, targets)
-        if "checkpoints" in parts or not parts:
-            _warn(console, run_dir, whole=not parts)
+        print_line(
+            console,
+            "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
+        )
         if not yes and not sys.stdin.isatty():
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
         if not yes:
             typer.confirm("Remove this?", abort=True)
         freed = sum(size_of(target) for target in targets)
         with _in_one_line():
-            for target in targets if parts else [*targets, run_dir / LOCK_FILE]:
+            for target in [*targets, run_dir / LOCK_FILE]:
                 remove(target)
-    if not parts:
-        with _in_one_line():
-            run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
+    with _in_one_line():
+        run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
     print_line(console, f"removed {in_words(freed)}")
-
-
-def _parts(run_dir: Path, parts: list[str]) -> list[Path]:
-    """The folders of these names in train stages, without the checkpoint from which training has yet to go on."""
-    root = run_dir / "stages"
-    found = root.glob("train-*") if not root.is_symlink() else ()
-    stages = sorted(path for path in found if path.is_dir() and not path.is_symlink())
-    targets = [stage / part for part in parts for stage in stages]
-    start = _start(run_dir) if "checkpoints" in parts else None
-    if start is not None:
-        needed = start.in_run(run_dir).checkpoint_dir
-        targets = [path for folder in targets for path in _without(needed, folder)]
-    return [path for path in targets if os.path.lexists(path)]
-
-
-def _without(needed: Path, folder: Path) -> list[Path]:
-    if folder != needed.parent or not needed.is_dir():
-        return [folder]
-    if folder.is_symlink():
-        return []
-    return sorted(path for path in folder.iterdir() if path != needed)
-
-
-def _start(run_dir: Path) -> Continuation | None:
-    record = read_record(run_dir)
-    start = record.continues if record is not None else None
-    return start if start is not None and start.counts_on and not _has_trained(run_dir) else None
-
-
-def _has_trained(run_dir: Path) -> bool:
-    record = read_record(run_dir)
-    return record is not None and (run_dir / "stages" / record.stage_keys["train"] / RESULT_FILE).exists()
 
 
 def _everything(run_dir: Path) -> list[Path]:
@@ -113,23 +71,6 @@ def _show(console: Console, run_dir: Path, targets: list[Path]) -> None:
     rows = [(str(target.relative_to(run_dir)), in_words(size_of(target))) for target in targets]
     rows.append(("all", in_words(sum(size_of(target) for target in targets))))
     print_table(console, f"To be removed from {run_dir}", ("what", ">size"), rows)
-
-
-def _warn(console: Console, run_dir: Path, *, whole: bool) -> None:
-    if whole:
-        print_line(
-            console,
-            "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
-        )
-        return
-    start = _start(run_dir)
-    if _has_trained(run_dir):
-        line = "training has finished: without its checkpoints, a change or more steps make it start over (--restart)"
-    elif start is not None and start.in_run(run_dir).checkpoint_dir.is_dir():
-        line = f"training has not finished: it goes on from step {start.step} of {start.key}, whose checkpoint stays"
-    else:
-        line = "training has not finished: without its checkpoints it starts over"
-    print_line(console, line)
 
 
 def remove(path: Path) -> None:

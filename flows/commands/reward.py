@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.commands.options import ConfigPath, Overrides, load, option
+from flows.commands.options import ConfigPath, Overrides, load, option, print_json
+from specrl.artifacts import write_json
 from specrl.config import ConfigError
 
-LONGEST = 10_000_000
-"""The bytes of the longest response that is read: no run samples a longer one."""
+LONGEST = 10_000_000  # the bytes of the longest response that is read: no run samples a longer one
 
 
 def reward(
     config_path: ConfigPath,
     response: Annotated[str, option("The file with the response; - is standard input.", "FILE")],
     problem: Annotated[int, option("Which of the problems to train on it answers, from 0.", "NUMBER", least=0)] = 0,
-    json_path: Annotated[
-        str | None, option("Write the result there as JSON; - is standard output.", "FILE", "--json")
-    ] = None,
+    json_path: Annotated[str | None, option("Write JSON there; - is standard output.", "FILE", "--json")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Score a response to a problem as a run would.
@@ -34,9 +31,11 @@ def reward(
 
     config = load(config_path, None, overrides)
     trial = try_reward(config, _read(response), problem)
-    if json_path is not None:
-        _write(json_path, json.dumps(trial.values(), indent=2))
-    if json_path != "-":
+    if json_path == "-":
+        print_json(trial.values())
+    else:
+        if json_path is not None:
+            write_json(Path(json_path), trial.values())
         for line in trial.lines():
             print(line)
     if trial.error is not None:
@@ -58,13 +57,3 @@ def _read(name: str) -> str:
         return found.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--response {name}: it is no text in UTF-8: byte {error.start} is wrong") from error
-
-
-def _write(name: str, text: str) -> None:
-    if name == "-":
-        print(text)
-        return
-    try:
-        Path(name).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {name}: {error.strerror}") from error

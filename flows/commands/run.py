@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
 from flows.commands.options import Cluster, ConfigPath, Overrides, RunName, RunsDir, load, option, print_json
 from flows.commands.watch import Watcher
 from flows.execute import continue_with_own_code, execute
@@ -65,39 +66,32 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
     from specrl.projection.plan import plan
     from specrl.report.projection import print_plan
 
-    planned, backends = plan(config), {stage: backend_of(config.cluster_of(stage)) for stage in STAGES}
-    queues = {stage: backend.queue(config.cluster_of(stage)) for stage, backend in backends.items()}
-    options = {stage: backend.options(config, stage) for stage, backend in backends.items()}
+    planned = plan(config)
+    options = {stage: backend_of(config.cluster_of(stage)).options(config, stage) for stage in STAGES}
     asked = {stage: config.resources_of(stage) for stage in STAGES}
     hours = sum(one.ranks * one.gpus_per_rank * one.minutes for one in asked.values()) / 60
     if as_json:
         jobs = {
-            stage: {**one.model_dump(), "queue": queues[stage], "submission": options[stage]}
+            stage: {**one.model_dump(), "partition": config.cluster_of(stage).partition, "submission": options[stage]}
             for stage, one in asked.items()
         }
         shown = {name: value for name, value in vars(planned).items() if name not in ("config", "shape")}
         print_json(to_jsonable_python({"run": config.name, "jobs": jobs, "most_gpu_hours": hours, **shown}))
     else:
-        print_plan(planned, queues, options)
+        print_plan(planned, options)
         if hours:
             print(f"at most {hours:,.1f} GPU-hours, if each stage ends within resources.minutes of one job")
     check(config, dry_run=True)
 
 
 def resume(
+    context: typer.Context,
     name: RunName,
-    steps: Annotated[
-        int | None, option("Train up to this number of steps: train.num_steps.", "NUMBER", least=1)
-    ] = None,
+    steps: Annotated[int | None, option("Train up to this many steps: train.num_steps.", "NUMBER", least=1)] = None,
     overrides: Annotated[list[str] | None, option(f"Change a setting. {CHANGEABLE}", "KEY=VALUE", "--set")] = None,
-    new_code: Annotated[
-        bool, option("Go on with the present code, in place of the run's own copy.", name="--new-code")
-    ] = False,
+    new_code: Annotated[bool, option("Go on with the present code, not the run's own.", name="--new-code")] = False,
     restart: Annotated[bool, option(RESTART, name="--restart")] = False,
-    cancel: Annotated[bool, option("Cancel jobs that are at work on a stage that changes.", name="--cancel")] = False,
-    dry_run: Annotated[
-        bool, option("Print what stays, what goes on and what is redone, and change nothing.", name="--dry-run")
-    ] = False,
+    dry_run: Annotated[bool, option("Print what would stay, go on and be redone.", name="--dry-run")] = False,
     as_json: DryJson = False,
     detach: Detach = False,
     cluster: Cluster = None,
@@ -114,15 +108,11 @@ def resume(
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
     changed = (*(overrides or []), *chosen)
-    flags = {"--new-code": new_code, "--restart": restart, "--cancel": cancel, "--dry-run": dry_run}
-    flags |= {"--json": as_json, "--detach": detach}
     if not new_code:
-        words = [word for override in changed for word in ("--set", override)]
-        given = [flag for flag, is_given in flags.items() if is_given]
-        continue_with_own_code(run_dir, ["resume", str(run_dir), *words, *given])
+        continue_with_own_code(run_dir, context.obj)
     if changed or new_code or restart or dry_run:
         console = Console(soft_wrap=True, stderr=as_json or not dry_run)
-        revision = change_run(run_dir, ChangeRequest(changed, new_code, restart, cancel), console, dry_run=dry_run)
+        revision = change_run(run_dir, changed, console, new_code=new_code, restart=restart, dry_run=dry_run)
         if as_json:
             shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
             print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})

@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 from zoneinfo import available_timezones
 
-import psutil
 from rich.console import Console
 
 from flows.commands.options import Cluster, ConfigPath, Overrides, load, option
@@ -34,10 +32,8 @@ from specrl.processes import end_with_parent
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
 
-LOOK_SECONDS = 0.2
-"""The pause between two looks at signals and processes."""
-END_SECONDS = 30
-"""How long a flow may take to end after a signal, before it is killed."""
+LOOK_SECONDS = 0.2  # the pause between two looks at signals and processes
+END_SECONDS = 30  # how long a flow may take to end after a signal, before it is killed
 Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
 Zone = Annotated[str, option("Of which place the fields are times, such as Europe/Berlin.", "NAME", "--time-zone")]
 
@@ -55,7 +51,10 @@ def serve(
     with PrefectServer(config.runs_dir) as server:
         server.wait()
         print_line(console, f"{config.name} runs at {cron} ({zone}) in {config.runs_dir}; Ctrl-C ends it")
-        with _noted_signals() as noted, _started_runner(config, cron, zone) as runner:
+        noted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: noted.append(number))
+        with _started_runner(config, cron, zone) as runner:
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
@@ -109,24 +108,8 @@ def check_cron(cron: str) -> None:
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Yield a list to which SIGINT and SIGTERM are appended as they come, in place of what they would do."""
-    noted: list[signal.Signals] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process that starts scheduled runs, in a session of its own; at the end it and its flows are gone."""
+    """Yield the process that starts scheduled runs, in a session with its flows; at the end all of them are gone."""
     runner = subprocess.Popen(
         [sys.executable, "-m", "flows.commands.serve", str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -141,54 +124,40 @@ def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess
             runner.stdin.close()
         yield runner
     finally:
-        flows = _flows_of(runner)
-        runner.kill()
-        for process in flows:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(runner.pid, signal.SIGKILL)
         runner.wait()
 
 
-def _flows_of(runner: subprocess.Popen[str]) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [process for process in psutil.Process(runner.pid).children(recursive=True) if _is_flow(process, runner)]
-    return []
+def _flows_of(runner: subprocess.Popen[str], runs_dir: Path) -> Iterator[tuple[Path, int]]:
+    """The runs that flows of the runner work on, and the process of each flow."""
+    for run_dir in list_runs(runs_dir):
+        flow = holder_of(run_dir)
+        with contextlib.suppress(ProcessLookupError):
+            if flow is not None and os.getsid(flow) == runner.pid and is_trusted(run_dir):
+                yield run_dir, flow
 
 
-def _is_flow(process: psutil.Process, runner: subprocess.Popen[str]) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getsid(process.pid) == runner.pid
-    return False
-
-
-def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[signal.Signals]) -> Iterator[str]:
+def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[int]) -> Iterator[str]:
     """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
 
     SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
     """
-    own = {process.pid for process in _flows_of(runner)}
-    held = [run_dir for run_dir in list_runs(runs_dir) if _is_held_by(run_dir, own) and is_trusted(run_dir)]
+    held = list(_flows_of(runner, runs_dir))
     if not held:
         yield "no run was at work"
-    for run_dir in held:
+    for run_dir, flow in held:
         config, jobs = read_config(run_dir), list[Job | None]()
         with contextlib.suppress(JobError, SilentSchedulerError):
             jobs = [find_now(JobKey(config, folder.name)) for folder in (run_dir / "jobs").glob("*/")]
-        holder = holder_of(run_dir)
-        assert holder is not None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(holder[0], noted[0])
+            os.kill(flow, noted[0])
         deadline = time.monotonic() + END_SECONDS
         while is_worked_on(run_dir) and len(noted) == 1 and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
         became = "was cancelled" if noted[0] == signal.SIGINT and not is_worked_on(run_dir) else "goes on"
         words = ", ".join(f"{job.backend} job {job.job_id} {became}" for job in jobs if job)
         yield f"run {run_dir.name}: {words or 'no job of it was running'}; specrl resume {run_dir} continues the run"
-
-
-def _is_held_by(run_dir: Path, processes: set[int]) -> bool:
-    holder = holder_of(run_dir)
-    return holder is not None and holder == (holder[0], os.uname().nodename) and holder[0] in processes
 
 
 def _run_schedule(parent: int, schedule: dict[str, Any]) -> None:

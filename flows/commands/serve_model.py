@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from flows.commands.options import RunName, RunsDir, option, usable_port
+from flows.commands.options import Port, RunName, RunsDir, option, usable_port
 from flows.folder import find_own_run
 from slurm.backend import JobError
 from specrl.artifacts import ExportResult
 from specrl.config import Config, ConfigError
 from specrl.export.card import serve_arguments
-from specrl.processes import LOOPBACK
+from specrl.processes import LOOPBACK, node_folder
 from specrl.report.results import find_stages, finished, read_config
 from specrl.serving.server import ModelServer, ServerEndedError
 
-Port = Annotated[
-    int | None, typer.Option(metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; by default a free one.")
-]
 CheckOnly = Annotated[bool, option("End after the check, instead of serving until Ctrl-C.", name="--check")]
 Prompts = Annotated[int, option("How many held-out prompts of the task the check asks.", "NUMBER", least=1)]
 
 
 def serve_model(
-    name: RunName,
-    runs_dir: RunsDir = Path("runs"),
-    port: Port = None,
-    check: CheckOnly = False,
-    prompts: Prompts = 16,
+    name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None, check: CheckOnly = False, prompts: Prompts = 16
 ) -> None:
     """Serve a finished run's policy with its drafter.
 
@@ -48,36 +35,23 @@ def serve_model(
     config, exported = read_config(run_dir), _exported(run_dir)
     assert exported.drafter_dir is not None
     chosen = usable_port(port)
-    address = ["--host", LOOPBACK, "--port", str(chosen)]
-    k = config.speculation.k
-    drafting = serve_arguments(exported.policy_dir, exported.drafter_dir, k, config)
-    command = [*drafting, *address]
+    command = serve_arguments(exported.policy_dir, exported.drafter_dir, config.speculation.k, config)
+    command += ["--host", LOOPBACK, "--port", str(chosen)]
     print(shlex.join(command), flush=True)
-    with _log() as log, ModelServer(["--model", *command[2:]], chosen, log) as server:
-        _serve(server, config, exported, prompts, check=check)
-
-
-@contextmanager
-def _log() -> Iterator[Path]:
-    """Yield the path of a log, which stays only if the server has ended by itself: a JobError."""
-    folder, keep = Path(tempfile.mkdtemp(prefix="specrl-serve-")), False
+    log = node_folder() / f"serve-model-{chosen}.log"  # whoever serves a run may not write to it
     try:
-        yield folder / "server.log"
+        with ModelServer(["--model", *command[2:]], chosen, log) as server:
+            started = time.monotonic()
+            server.wait_until_it_answers()
+            print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
+            print(_acceptance(server, config, exported, prompts), flush=True)
+            if not check:
+                _serve(server)
     except ServerEndedError as error:
-        keep = True
         raise JobError(str(error)) from error
-    finally:
-        if not keep:
-            shutil.rmtree(folder)
 
 
-def _serve(server: ModelServer, config: Config, exported: ExportResult, count: int, *, check: bool) -> None:
-    started = time.monotonic()
-    server.wait_until_it_answers()
-    print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
-    print(_acceptance(server, config, exported, count), flush=True)
-    if check:
-        return
+def _serve(server: ModelServer) -> None:
     print("it serves until Ctrl-C", flush=True)
     try:
         server.wait_until_it_ends()

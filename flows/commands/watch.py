@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,21 +29,15 @@ from specrl.progress import clock, read_progress, words
 from specrl.report.results import readable_config, seconds_of
 from specrl.report.tables import drawn_table, print_line, print_table
 
-LOOK_SECONDS = 2.0
-"""The pause between two looks at the run's files."""
-ASK_SECONDS = 5.0
-"""The least number of seconds between two questions to the scheduler."""
-LINE_SECONDS = 10.0
-"""The least number of seconds between two plain lines about the same stage while its state stays."""
-RECENT_STEPS = 10
-"""How many of the last steps say how long a step takes."""
+LOOK_SECONDS = 2.0  # the pause between two looks at the run's files
+ASK_SECONDS = 5.0  # the least number of seconds between two questions to the scheduler
+LINE_SECONDS = 10.0  # the least number of seconds between two plain lines about the same stage while its state stays
+RECENT_STEPS = 10  # how many of the last steps say how long a step takes
 SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/generation_tokens_per_s")
 """The metrics of a step that are shown."""
-LAST_TIME = 2**32
-"""The Unix time after which no event happened."""
+LAST_TIME = 2**32  # the Unix time after which no event happened
 UNKNOWN = "unknown"
-NUM_EVENTS = 5
-"""How many of the last events are shown."""
+NUM_EVENTS = 5  # how many of the last events are shown
 
 
 @dataclass(frozen=True)
@@ -50,14 +45,10 @@ class StageView:
     """The present state of one stage."""
 
     stage: StageName
-    state: str
-    """`finished`, `waits`, or the state of its job."""
-    detail: str
-    """What the stage last reported."""
-    is_live: bool = False
-    """Whether a job of it is pending or running, as far as that is known."""
-    has_failed: bool = False
-    """Whether its last job failed."""
+    state: str  # `finished`, `waits`, or the state of its job
+    detail: str  # what the stage last reported
+    is_live: bool = False  # whether a job of it is pending or running, as far as that is known
+    has_failed: bool = False  # whether its last job failed
 
 
 @dataclass(frozen=True)
@@ -66,13 +57,10 @@ class RunView:
 
     run: str
     stages: list[StageView]
-    training: dict[str, float]
-    """What the records of the last steps say; nothing before the first step."""
+    training: dict[str, float]  # what the records of the last steps say; nothing before the first step
     events: list[tuple[Event, StageName]]
-    has_flow: bool
-    """Whether a flow works on the run."""
-    outcome: dict[str, str]
-    """How the last flow ended (`state`), with its error; nothing while one works, or if it was killed."""
+    has_flow: bool  # whether a flow works on the run
+    outcome: dict[str, str]  # `state` and `error` of the last flow; empty while one works, or if it was killed
 
     @property
     def is_over(self) -> bool:
@@ -203,9 +191,9 @@ def _ask_about_recorded(key: JobKey) -> tuple[str, bool]:
 
 def earlier_jobs(stage_dir: Path) -> str:
     """How the jobs before the last one ended; nothing for a stage of one job."""
-    reasons = [segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1]]
-    counted = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
-    return f"  (job {len(reasons) + 1}; before it: {counted})" if reasons else ""
+    reasons = Counter(segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1])
+    counted = ", ".join(f"{number} x {reason}" for reason, number in reasons.items())
+    return f"  (job {reasons.total() + 1}; before it: {counted})" if reasons else ""
 
 
 def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
@@ -293,19 +281,13 @@ def _watch_json(views: Iterable[RunView]) -> None:
         said = line
 
 
-def _tables(view: RunView) -> list[tuple[str, tuple[str, ...], Any]]:
-    tables: list[tuple[str, tuple[str, ...], Any]] = [
-        (
-            f"Run {view.run}",
-            ("stage", "state", "progress"),
-            [(stage.stage, stage.state, stage.detail) for stage in view.stages],
-        )
-    ]
+def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    rows = [(stage.stage, stage.state, stage.detail) for stage in view.stages]
+    yield f"Run {view.run}", ("stage", "state", "progress"), rows
     if view.training:
-        tables.append(("Training", ("what", "now"), training_rows(view.training)))
+        yield "Training", ("what", "now"), training_rows(view.training)
     if view.events:
-        tables.append(("Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]))
-    return tables
+        yield "Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]
 
 
 def _watch_live(views: Iterator[RunView], console: Console) -> RunView:

@@ -160,19 +160,19 @@ def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
     FP8 in blocks is DeepGEMM's, which always compiles. FlashInfer compiles only what its packages do not bring.
     """
     what = "DeepGEMM's FP8 kernels" if needs.fp8_generation else "FlashInfer's kernels"
+    status: Status = "fail" if needs.fp8_generation else "warn"
     if facts.nvcc is None:
         fix = f"{ENVIRONMENT}, which brings one; or load the site's module of CUDA, which sets CUDA_HOME"
-        return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"none, to compile {what}", fix)
+        return Check("nvcc", status, f"none, to compile {what}", fix)
     if facts.nvcc_path is not None:
         where = Path(facts.nvcc_path).parents[1]
         return Check("nvcc", "ok", f"{dotted(facts.nvcc)} of this environment, which jobs find (CUDA_HOME={where})")
     if facts.nvcc < LEAST_NVCC or (facts.torch_cuda is not None and facts.nvcc[0] != facts.torch_cuda[0]):
         wanted = f"{dotted(LEAST_NVCC)} or newer, of torch's CUDA {dotted((facts.torch_cuda or LEAST_NVCC)[:1])}"
         fix = f"set CUDA_HOME to a CUDA toolkit {wanted}"
-        return Check("nvcc", "fail" if needs.fp8_generation else "warn", f"{dotted(facts.nvcc)}, for {what}", fix)
+        return Check("nvcc", status, f"{dotted(facts.nvcc)}, for {what}", fix)
     if facts.compile_problem is not None:
         fix = f"unset CUDA_HOME, CPATH and the site's module of CUDA, if there is one; else make clean && {ENVIRONMENT}"
-        status: Status = "fail" if needs.fp8_generation else "warn"
         return Check("nvcc", status, f"{dotted(facts.nvcc)} cannot compile {what}: {facts.compile_problem}", fix)
     return Check("nvcc", "ok", dotted(facts.nvcc))
 

@@ -21,12 +21,9 @@ from specrl.lifetime.segments import Reason
 if TYPE_CHECKING:  # flows do without NumPy and torch
     from specrl.distributed import Ranks
 
-RECENT_STEPS = 20
-"""How many of the last steps say how long a step takes."""
-STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5
-"""What the longest recent step and checkpoint are multiplied by to tell how long the next ones may take."""
-HANG_FACTOR = 10
-"""How many times the median of the recent steps a step may take before it counts as hanging."""
+RECENT_STEPS = 20  # how many of the last steps say how long a step takes
+STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5  # times the longest recent step and checkpoint: what the next may take
+HANG_FACTOR = 10  # how many times the median of the recent steps a step may take before it counts as hanging
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Stop:
     """A request that a stage leaves its job."""
 
     reason: Reason
-    text: str
-    """Who asks for it, in a few words."""
+    text: str  # who asks for it, in a few words
 
 
 class LeftJobError(BaseException):
@@ -55,14 +51,12 @@ class Lifetime:
 
     def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """The lifetime of a rank that has just been started, on a clock that only goes forward."""
-        self.leave_by: float | None = None
-        """The time, on this object's clock, by which the ranks must have left the job; None where no end is known."""
+        self.leave_by: float | None = None  # on this object's clock; None where no end of the job is known
         self.first_step: int | None = None
-        self.step: int | None = None
-        """The step that runs; None before the first and after the last one."""
+        self.step: int | None = None  # the step that runs; None before the first and after the last one
         self._cluster, self._clock = cluster or ClusterConfig(), clock
         self._expects_steps = False
-        self._stop: Stop | None = None
+        self.stop: Stop | None = None
         self._began_at = clock()
         self._seconds: list[float] = []
         self._past_seconds: list[float] = []
@@ -83,14 +77,10 @@ class Lifetime:
         done = self.first_step + len(self._seconds) - 1
         return done if done >= self.first_step else None
 
-    @property
-    def stop(self) -> Stop | None:
-        return self._stop
-
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
         with self._lock:
-            self._stop = self._stop or stop
+            self.stop = self.stop or stop
             if leave_by is not None:
                 self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
 
@@ -125,7 +115,7 @@ class Lifetime:
         if step > self.first_step:
             self._seconds.append(now - self._began_at)
         self.step, self._began_at = step, now
-        stops = ranks.gather(self._stop or self._too_late(now, validates))
+        stops = ranks.gather(self.stop or self._too_late(now, validates))
         return next((stop for stop in stops if stop is not None), None)
 
     def saved(self, seconds: float) -> None:

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,11 +38,9 @@ AGAIN: frozenset[Reason] = frozenset({"walltime", "preempted", "requeued", "node
 """The reasons after which the stage goes on in another job."""
 TAKEN_AWAY: frozenset[Reason] = frozenset({"preempted", "requeued", "node lost"})
 """The reasons for which the cluster, and not the stage, is answerable."""
-TAKEN_AWAY_FACTOR = 10
-"""How many times as many jobs without progress are allowed when the cluster took them away."""
+TAKEN_AWAY_FACTOR = 10  # how many times as many jobs without progress are allowed when the cluster took them away
 SEGMENTS_FILE = "segments.jsonl"
-TRAIN_PROGRESS = "checkpoints"
-"""The folder of the train stage whose contents say how far it is; all else is redone from there."""
+TRAIN_PROGRESS = "checkpoints"  # says how far training is; all else is redone from there
 NO_PROGRESS = frozenset({SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow_run_id", "tracking"})
 """Files and folders into which a stage writes although it gets no further."""
 
@@ -50,27 +49,18 @@ NO_PROGRESS = frozenset({SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow
 class Segment:
     """One job of a stage. Times are Unix seconds; what is not known is None."""
 
-    number: int
-    """Counted from 1."""
+    number: int  # counted from 1
     job_id: str
-    host: str
-    """The host of the first rank."""
+    host: str  # the host of the first rank
     started: float
-    mark: str
-    """A digest of what the stage had completed when the job began."""
-    attempt: int = 0
-    """How many times the scheduler had started the job of this id before."""
+    mark: str  # a digest of what the stage had completed when the job began
+    attempt: int = 0  # how many times the scheduler had started the job of this id before
     ended: float | None = None
-    reason: Reason | None = None
-    """Why it ended; None while it runs, and where nobody has said so yet."""
-    first_step: int | None = None
-    """The RL step that the job began with, or the part of the drafter's pretraining, counted by its checkpoints."""
-    last_step: int | None = None
-    """The last one that it completed."""
-    failed_node: str | None = None
-    """The node of the rank that was found to hang."""
-    gave_up: str | None = None
-    """Why the stage was not to go on by itself in another job, although the reason would have allowed that."""
+    reason: Reason | None = None  # why it ended; None while it runs, and where nobody has said so yet
+    first_step: int | None = None  # of RL, or the part of the drafter's pretraining, counted by its checkpoints
+    last_step: int | None = None  # the last one that it completed
+    failed_node: str | None = None  # the node of the rank that was found to hang
+    gave_up: str | None = None  # why the stage was not to go on in another job, although the reason allows that
 
     @property
     def has_failed(self) -> bool:
@@ -148,14 +138,10 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
 
     Only segments since the stage was last ended for good count: `specrl resume` begins anew.
     """
-    series = _latest_series(segments)
+    series = list(takewhile(lambda segment: segment.gave_up is None and segment.reason in AGAIN, reversed(segments)))
     if cluster.max_segments is not None and len(series) >= cluster.max_segments:
         return f"not finished after {len(series)} jobs: cluster.max_segments = {cluster.max_segments}"
-    stalled = []
-    for segment in reversed(series):
-        if segment.mark != mark:
-            break
-        stalled.append(segment)
+    stalled = list(takewhile(lambda segment: segment.mark == mark, series))
     own = sum(segment.reason not in TAKEN_AWAY for segment in stalled)
     if own < cluster.max_attempts and len(stalled) < TAKEN_AWAY_FACTOR * cluster.max_attempts:
         return None
@@ -166,15 +152,6 @@ def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig
         f"no progress in {len(stalled)} jobs in a row{where} ({reasons}): "
         f"cluster.max_attempts = {cluster.max_attempts} reached{advice}"
     )
-
-
-def _latest_series(segments: Sequence[Segment]) -> list[Segment]:
-    series: list[Segment] = []
-    for segment in reversed(segments):
-        if segment.gave_up is not None or segment.reason not in AGAIN:
-            break
-        series.insert(0, segment)
-    return series
 
 
 def _next_step(segment: Segment) -> int:

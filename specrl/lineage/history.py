@@ -12,15 +12,12 @@ from specrl.artifacts import CURVE_FOLDER, atomic_path
 from specrl.events import EVENTS_FILE, read_events, record_event
 from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, newest_step
 
-CARRIED_ON = ("mlflow_run_id", "refits.json")
-"""Files of a stage that a continuation goes on writing, as copies: the MLflow run, and the counts of refits."""
+CARRIED_ON = ("mlflow_run_id", "refits.json")  # files that a continuation goes on writing, as copies
 
-ADOPTED = "adopted"
-"""The folder of the best checkpoint of the stages before a continuation. It is none to go on from."""
+ADOPTED = "adopted"  # the folder of the best checkpoint of the stages before a continuation. It is none to go on from
 
 
-CHANGES = ("settings", "code")
-"""The kinds of events that say what was changed while a run went on."""
+CHANGES = ("settings", "code")  # the kinds of events that say what was changed while a run went on
 
 
 def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Sequence[tuple[str, str]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,11 @@ from specrl.config import STAGES, Config, ConfigError, StageName, dump_config
 from specrl.config.base import Mark, Section
 from specrl.config.methods import METHODS
 from specrl.keys import INPUTS, SECTIONS, stage_key
+from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
-IDENTITY = ("name", "runs_dir")
-"""The keys that say where a run lies. A folder that is moved or renamed is still the same run."""
-SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")
-"""Settings that only `prepare` reads."""
+IDENTITY = ("name", "runs_dir")  # where a run lies: a folder that is moved or renamed is still the same run
+SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")  # settings that only `prepare` reads
 
 
 @dataclass(frozen=True)
@@ -108,74 +107,71 @@ class StagePlan:
     reason: str
 
 
-@dataclass(frozen=True)
 class Revision:
-    """A change of a run: its new record, and what becomes of each stage."""
+    """A change of a run: what becomes of each stage, and the run's new record; to make one that is refused is a
+    ConfigError."""
 
-    record: RunRecord
-    stages: tuple[StagePlan, ...]
-    changes: tuple[Change, ...]
-    """The settings that change, and the files that have changed."""
-    new_code: bool
-    trained: tuple[Change, ...]
-    """Those of the changes that training reads."""
-    previous: str
-    """The key of the train stage before the change."""
+    def __init__(
+        self,
+        run_dir: Path,
+        record: RunRecord,
+        configs: tuple[Config, Config],
+        changes: Sequence[Change],
+        *,
+        stage_code: str,
+        new_code: bool,
+        restart: bool,
+    ) -> None:
+        """Decide stage by stage.
+
+        `record` is the one after the change, still with the keys and the continuation of before; `stage_code` is the
+        `code_digest` of the sources that new jobs will run.
+        """
+        self.changes, self.new_code = tuple(changes), new_code
+        self._run_dir, self._before, (self._old, self._new) = run_dir, record, configs
+        self._stage_code, self._restart = stage_code, restart
+        self._start = record.continues if record.continues is not None and record.continues.counts_on else None
+        self._keys: dict[StageName, str] = {}
+        self._continues: Continuation | None = None
+        self.stages = [self._plan(stage) for stage in STAGES]
+        self.record = record.model_copy(update={"stage_keys": self._keys, "continues": self._continues})
+
+    @property
+    def previous(self) -> str:
+        """The key of the train stage before the change."""
+        return self._before.stage_keys["train"]
 
     @property
     def continued(self) -> Continuation | None:
         """The checkpoint of this run's earlier train stage from which the new one goes on."""
-        plan = self.stages[STAGES.index("train")]
-        return self.record.continues if plan.action == "continues" else None
+        return self._continues if self.stages[STAGES.index("train")].action == "continues" else None
 
     @property
     def events(self) -> list[tuple[str, str]]:
         """The kind and the text of an event for each change that training reads."""
-        settings = [("settings", str(change)) for change in self.trained]
+        settings = [("settings", str(change)) for change in self._relevant("train")]
         return [*settings, *([("code", f"code {self.record.code}")] if self.new_code else [])]
 
-
-@dataclass
-class _Reviser:
-    """Decides stage by stage what a change means; `revise` describes the fields."""
-
-    run_dir: Path
-    record: RunRecord
-    """The record before the change."""
-    old: Config
-    new: Config
-    changes: Sequence[Change]
-    stage_code: str
-    new_code: bool
-    restart: bool
-    keys: dict[StageName, str] = field(default_factory=dict)
-    continues: Continuation | None = None
-
-    def __post_init__(self) -> None:
-        start = self.record.continues
-        self._start = start if start is not None and start.counts_on else None
-        self._trained_dir = self._folder("train")
-
-    def plan(self, stage: StageName) -> StagePlan:
+    def _plan(self, stage: StageName) -> StagePlan:
         """Decide about a stage, after those that it reads, and set its key."""
         action, reason = self._decide(stage)
-        if stage not in self.keys:
-            inputs = {name: self.keys[name] for name in INPUTS[stage]}
-            start = self.continues if stage == "train" else self.record.origin if stage == "prepare" else None
-            self.keys[stage] = stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
-        return StagePlan(stage, self.keys[stage], action, reason)
+        if stage not in self._keys:
+            inputs = {name: self._keys[name] for name in INPUTS[stage]}
+            start = self._continues if stage == "train" else self._before.origin if stage == "prepare" else None
+            self._keys[stage] = stage_key(self._new, stage, inputs, self._stage_code, start and start.content)
+        return StagePlan(stage, self._keys[stage], action, reason)
 
     def _decide(self, stage: StageName) -> tuple[Action, str]:
-        relevant = self.relevant(stage)
+        relevant = self._relevant(stage)
         finished = (self._folder(stage) / RESULT_FILE).exists()
         if finished and STAGES.index(stage) < STAGES.index("train"):
             relevant = [change for change in relevant if not change.adjustable]
-        redone = [name for name in INPUTS[stage] if self.keys[name] != self.record.stage_keys[name]]
+        redone = [name for name in INPUTS[stage] if self._keys[name] != self._before.stage_keys[name]]
         lost = stage == "train" and not finished and self._start_is_lost()
         if not redone and not relevant and not lost and (finished or not self.new_code):
-            self.keys[stage] = self.record.stage_keys[stage]
+            self._keys[stage] = self._before.stage_keys[stage]
             if stage == "train":
-                self.continues = self.record.continues
+                self._continues = self._before.continues
             return ("stays", "finished") if finished else ("goes on", "not finished yet")
         if stage == "train":
             return self._decide_train(redone, relevant)
@@ -183,11 +179,11 @@ class _Reviser:
             return "runs", "not finished yet"
         return "is redone", "; ".join([*map(str, relevant), *(f"{name} changes" for name in redone)])
 
-    def relevant(self, stage: StageName) -> list[Change]:
+    def _relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
         found = [change for change in self.changes if _reaches(stage, change)]
         before, after = (
-            stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in (self.old, self.new)
+            stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in (self._old, self._new)
         )
         return found if before != after else [change for change in found if change.is_file]
 
@@ -197,92 +193,59 @@ class _Reviser:
             return self._decide_first_step()
         unmarked = [change for change in relevant if not change.adjustable]
         if not (redone or unmarked):
-            if (steps := self.new.train.num_steps) < start.step:
+            if (steps := self._new.train.num_steps) < start.step:
                 raise ConfigError(
                     f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or "
                     "more"
                 )
-            self.continues = start
+            self._continues = start
             return "continues", f"from step {start.step} of {start.key}"
         because = "; ".join([f"{change.key} changes" for change in unmarked] + [f"{name} is redone" for name in redone])
-        if not self.restart:
+        if not self._restart:
             raise ConfigError(
-                f"train of {self.run_dir.name} would start over, without the {start.step} steps of {start.key}: "
+                f"train of {self._run_dir.name} would start over, without the {start.step} steps of {start.key}: "
                 f"{because}; only the settings that specrl resume --help lists may change while a run goes on. Add "
                 "--restart to start over (those steps stay on disk), or start another run: --set name=NAME"
             )
-        self.continues = self.record.origin
+        self._continues = self._before.origin
         return "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk"
 
     def _decide_first_step(self) -> tuple[Action, str]:
-        records = (self._trained_dir / "steps").glob("step=*.json")
-        made = max(
-            [self._start.step if self._start else 0, *(int(path.stem.partition("=")[2]) + 1 for path in records)]
-        )
-        if made and not self.restart:
+        last = last_recorded_step(self._folder("train"))
+        made = max(self._start.step if self._start else 0, 0 if last is None else last + 1)
+        if made and not self._restart:
             raise ConfigError(
-                f"train of {self.run_dir.name} has made {made} steps, but has no checkpoint left and would start over: "
-                "add --restart"
+                f"train of {self._run_dir.name} has made {made} steps, but has no checkpoint left and would start "
+                "over: add --restart"
             )
-        self.continues = self.record.origin
+        self._continues = self._before.origin
         return ("starts over", f"no checkpoint is left of its {made} steps") if made else ("runs", "no checkpoint yet")
 
     def _newest_checkpoint(self) -> Continuation | None:
         """The newest whole checkpoint of the train stage or, where it has none, of the stage that it continues."""
-        start, step = self._start, newest_whole_step(self._trained_dir)
+        start, step = self._start, newest_whole_step(self._folder("train"))
         if step is not None:
             begun, before = (start.step, start.num_prompts) if start is not None else (0, 0)
             return Continuation(
-                run=self.run_dir.name,
-                key=self._trained_dir.name,
+                run=self._run_dir.name,
+                key=self._folder("train").name,
                 step=step,
-                stage_dir=Path("stages") / self._trained_dir.name,
+                stage_dir=Path("stages") / self._folder("train").name,
                 counts_on=True,
-                num_prompts=before + (step - begun) * self.old.train.prompts_per_step,
+                num_prompts=before + (step - begun) * self._old.train.prompts_per_step,
             )
-        step = None if start is None else newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
+        step = None if start is None else newest_whole_step(start.in_run(self._run_dir).stage_dir, start.step)
         if start is None or step is None or step == start.step:
             return None if step is None else start
         num_prompts = start.num_prompts * step // start.step  # its steps are taken to have had equally many
         return start.model_copy(update={"step": step, "num_prompts": num_prompts})
 
     def _start_is_lost(self) -> bool:
-        start = self._start
-        if start is None or newest_whole_step(self._trained_dir) is not None:
-            return False
-        return newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step) != start.step
+        start, newest = self._start, self._newest_checkpoint()
+        return start is not None and newest != start and (newest is None or newest.key == start.key)
 
     def _folder(self, stage: StageName) -> Path:
-        return self.run_dir / "stages" / self.record.stage_keys[stage]
-
-
-def revise(
-    run_dir: Path,
-    old: RunRecord,
-    record: RunRecord,
-    configs: tuple[Config, Config],
-    changes: Sequence[Change],
-    *,
-    stage_code: str,
-    new_code: bool,
-    restart: bool,
-) -> Revision:
-    """What a change means for every stage, or a ConfigError.
-
-    `record` is the one after the change, still with the keys and the continuation of before; `stage_code` is the
-    `code_digest` of the sources that new jobs will run.
-    """
-    reviser = _Reviser(run_dir, old, *configs, changes, stage_code, new_code, restart)
-    stages = tuple(reviser.plan(stage) for stage in STAGES)
-    update = {"stage_keys": reviser.keys, "continues": reviser.continues}
-    return Revision(
-        record=record.model_copy(update=update),
-        stages=stages,
-        changes=tuple(changes),
-        new_code=new_code,
-        trained=tuple(reviser.relevant("train")),
-        previous=old.stage_keys["train"],
-    )
+        return self._run_dir / "stages" / self._before.stage_keys[stage]
 
 
 def _reaches(stage: StageName, change: Change) -> bool:

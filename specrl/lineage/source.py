@@ -17,8 +17,7 @@ from specrl.config.text import redacted
 from specrl.keys import named_files
 from specrl.lineage.record import read_record
 
-SOURCE_FILE = "tracking/source.json"
-"""The file of a run with the tags that say where it comes from."""
+SOURCE_FILE = "tracking/source.json"  # the file of a run with the tags that say where it comes from
 GIT_SECONDS = 10
 
 

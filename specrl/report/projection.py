@@ -32,12 +32,10 @@ CHOICE_COLUMNS = (
 )
 
 
-def print_plan(
-    plan: Plan, queues: Mapping[StageName, str], options: Mapping[StageName, str], console: Console | None = None
-) -> None:
+def print_plan(plan: Plan, options: Mapping[StageName, str], console: Console | None = None) -> None:
     """Print tables of jobs, of each kind of memory by stage, and of a step's transfers; then the notes.
 
-    `queues` says where each stage's job waits, in the scheduler's words, and `options` with which it is submitted.
+    `options` says how each stage's job is submitted, in the scheduler's words.
     """
     console = console or Console()
     shape, config = plan.shape, plan.config
@@ -49,7 +47,7 @@ def print_plan(
     )
     print_line(console, "\n".join(plan.algorithms) + "\n")
     columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
-    print_table(console, "Jobs", columns, [_job_row(config, stage, queues) for stage in STAGES])
+    print_table(console, "Jobs", columns, [_job_row(config, stage) for stage in STAGES])
     for stage, words in options.items():
         if words:
             print_line(console, f"{stage}: {words}")
@@ -61,13 +59,13 @@ def print_plan(
         print_line(console, f"note: {note}")
 
 
-def _job_row(config: Config, stage: StageName, queues: Mapping[StageName, str]) -> tuple[str, ...]:
+def _job_row(config: Config, stage: StageName) -> tuple[str, ...]:
     asked, cluster = config.resources_of(stage), config.cluster_of(stage)
     each = (asked.gpus_per_rank, asked.cpus_per_rank, asked.memory_gib_per_rank)
     gpus, cpus, memory = (f"{asked.ranks * number:g}" for number in each)
     memory = memory if cluster.request_memory else "not asked for"
-    queue = queues.get(stage) or cluster.partition or "default"
-    return (stage, str(asked.nodes), str(asked.ranks), gpus, cpus, memory, f"{asked.minutes:g}", queue)
+    place = cluster.partition or cluster.backend
+    return (stage, str(asked.nodes), str(asked.ranks), gpus, cpus, memory, f"{asked.minutes:g}", place)
 
 
 def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:

@@ -270,7 +270,7 @@ def test_a_record_names_no_checkpoint_outside_of_its_run(start: str, tmp_path: P
     run = attacked(tmp_path)
     continues = {"run": "run", "key": "train-0", "step": 2, "stage_dir": start, "counts_on": True}
     edit(run.run_dir / "run.json", continues=continues)
-    ended = specrl("rm", str(run.run_dir), "--checkpoints", "--yes")
+    ended = specrl("sync", str(run.run_dir))
     assert ended.code == 2, ended.text
     assert "is not of this version of specrl" in ended.text
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
+from flows.cli import invoke
 from flows.folder import write_config
 from flows.server import PrefectServer
 from slurm import local as local_backend
@@ -171,7 +172,7 @@ def test_a_job_is_found_where_it_was_submitted_though_the_run_goes_elsewhere(
     job.cancel()
 
 
-def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_refused_while_a_job_is_at_work_on_it(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUMMY_PREPARE", "hold")
     able = ["drafter.draft_vocab_size=64", "resources.memory_gib_per_rank=8"]  # a change is checked like a new run
     config = change_config(make_run("local"), able)
@@ -180,14 +181,13 @@ def test_a_change_cancels_a_job_only_when_it_is_told_to(make_run: MakeRun, monke
     job = attach_or_submit(context, ENTRY, snapshot_code(context.run_dir))
     assert job is not None
     ranks_of(context.run_dir)
-    change_run(
-        config.run_dir, ChangeRequest(("validate.num_prompts=3",)), Console(), dry_run=False
-    )  # prepare does not read it
-    with pytest.raises(ConfigError, match=rf"local job {job.job_id} of run dummy .* --cancel"):
-        change_run(config.run_dir, ChangeRequest(("seed=3",)), Console(), dry_run=False)
+    change_run(config.run_dir, ["validate.num_prompts=3"], Console())  # prepare does not read it
+    with pytest.raises(ConfigError, match=rf"local job {job.job_id} of run dummy .* specrl cancel dummy"):
+        change_run(config.run_dir, ["seed=3"], Console())
     assert find(JobKey(config, key)) is not None
-    change_run(config.run_dir, ChangeRequest(("seed=3",), cancel=True), Console(), dry_run=False)
+    assert invoke(["cancel", str(config.run_dir)]) == 0
     assert find(JobKey(config, key)) is None
+    change_run(config.run_dir, ["seed=3"], Console())
     record = read_record(config.run_dir)
     assert record is not None
     assert record.stage_keys["prepare"] != key

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
 from flows.folder import LOCK_FILE, only_flow, write_config
 from flows.mlflow_ui import TokenGuard
 from slurm.access import UMASKS, check_access, restrict
@@ -63,7 +63,7 @@ def test_what_a_change_writes_is_as_private_as_the_run(tmp_path: Path) -> None:
     config = Config(name="run", runs_dir=tmp_path)
     write_config(config)
     with pytest.raises(ConfigError, match="has not begun"):
-        change_run(config.run_dir, ChangeRequest(), Console(), dry_run=True)
+        change_run(config.run_dir, (), Console(), dry_run=True)
     assert os.umask(0o002) == UMASKS["owner"]
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from flows import cli
-from flows.change import ChangeRequest, change_run
+from flows.change import change_run
 from flows.cli import invoke
 from flows.commands.options import load
 from flows.execute import begin_run, resume_in_process
@@ -295,6 +295,24 @@ def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.Capture
     assert row[:4] == ["run", "stopped", "1/6", "tiny"]
 
 
+def test_a_run_whose_configuration_is_broken_and_that_has_no_record_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = a_run(tmp_path)
+    broken = config.runs_dir / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"name": "bro')
+    (config.runs_dir / "model").mkdir()
+    (config.runs_dir / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert invoke(["ls", "--json"]) == 0
+    assert [(run["run"], run["state"], run["model"]) for run in json.loads(capsys.readouterr().out)] == [
+        ("run", "stopped", "tiny"),
+        ("broken", "unreadable", "?"),
+    ]
+    assert invoke(["ls"]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].split()[:4] == ["broken", "unreadable", "0/6", "?"]
+
+
 def test_two_flows_do_not_work_on_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = a_run(tmp_path)
     with only_flow(config.run_dir):
@@ -500,7 +518,7 @@ def test_a_change_may_leave_a_setting_without_an_effect_but_not_set_one(tmp_path
     write_config(config)
 
     def change(*overrides: str) -> None:
-        change_run(config.run_dir, ChangeRequest(overrides), Console(quiet=True), dry_run=True)
+        change_run(config.run_dir, overrides, Console(quiet=True), dry_run=True)
 
     change("speculation.method='replay'")
     with pytest.raises(ConfigError, match=r'^speculation\.k = 1 with speculation\.method = "replay": it drafts'):

@@ -31,7 +31,7 @@ def configured(**sections: object) -> Config:
 
 def printed(made: Plan) -> str:
     text = StringIO()
-    print_plan(made, {}, {}, Console(file=text))
+    print_plan(made, {}, Console(file=text))
     return text.getvalue()
 
 

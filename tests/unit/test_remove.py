@@ -12,10 +12,9 @@ from flows.commands import remove as commands
 from flows.commands.remove import remove
 from flows.folder import is_worked_on, only_flow, write_config
 from slurm.submit import attach_or_submit, live_jobs
-from specrl.artifacts import write_text
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
-from specrl.lineage.record import Continuation, RunRecord, write_record
+from specrl.lineage.record import RunRecord
 from tasks.run import begin
 
 ROOT = Path(__file__).parents[2]
@@ -36,22 +35,6 @@ def make_run(tmp_path: Path, name: str = "demo") -> tuple[Config, RunRecord]:
 
 def rm(config: Config, *arguments: str) -> int:
     return invoke(["rm", config.name, "--runs-dir", str(config.runs_dir), *arguments])
-
-
-def test_parts_of_a_run_are_removed_and_the_rest_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, record = make_run(tmp_path)
-    train = config.run_dir / "stages" / record.stage_keys["train"]
-    assert rm(config, "--checkpoints", "--yes") == 0
-    output = capsys.readouterr().out
-    assert f"stages/{train.name}/checkpoints  1000 B" in output
-    assert "training has not finished: without its checkpoints it starts over" in output
-    assert output.endswith("removed 1000 B\n")
-    assert sorted(path.name for path in train.iterdir()) == ["rollouts", "steps"]
-    assert rm(config, "--rollouts", "--yes") == 0
-    assert [path.name for path in train.iterdir()] == ["steps"]
-    capsys.readouterr()
-    assert rm(config, "--rollouts", "--checkpoints", "--yes") == 0
-    assert capsys.readouterr().out == "run demo has no checkpoints and no rollouts to remove\n"
 
 
 def test_a_whole_run_is_removed_but_nothing_that_it_points_to(
@@ -97,34 +80,6 @@ def test_a_run_that_is_worked_on_stays(
         job.cancel()
     assert not live_jobs(config)
     assert rm(config, "--yes") == 0
-
-
-def test_what_later_stages_read_of_pretraining_stays(tmp_path: Path) -> None:
-    config, record = make_run(tmp_path)
-    answers = config.run_dir / "stages" / record.stage_keys["pretrain"] / "rollouts" / "step=000000" / "file"
-    write_text(answers, "answers")
-    assert rm(config, "--rollouts", "--yes") == 0
-    assert answers.is_file()
-
-
-def test_the_checkpoint_that_training_has_yet_to_go_on_from_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, record = make_run(tmp_path)
-    old = config.run_dir / "stages" / "train-before"
-    for step in (2, 4):
-        write_text(old / "checkpoints" / f"step={step:06d}" / "file", "x" * 1000)
-    start = Continuation(run="demo", key=old.name, step=2, stage_dir=Path("stages") / old.name, counts_on=True)
-    write_record(config.run_dir, record.model_copy(update={"continues": start}))
-    assert rm(config, "--checkpoints", "--yes") == 0
-    output = capsys.readouterr().out
-    assert "it goes on from step 2 of train-before, whose checkpoint stays" in output
-    assert "step=000002" not in output
-    assert [path.name for path in config.run_dir.glob("stages/*/checkpoints/*")] == ["step=000002"]
-    write_text(config.run_dir / "stages" / record.stage_keys["train"] / "result.json", "{}")
-    assert rm(config, "--checkpoints", "--yes") == 0
-    assert "a change or more steps make it start over (--restart)" in capsys.readouterr().out
-    assert not list(config.run_dir.glob("stages/*/checkpoints"))
 
 
 def test_a_run_is_held_until_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from specrl.events import read_events, record_event
 from specrl.keys import run_keys
 from specrl.lineage.history import adopt_history, begin_continuation
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
-from specrl.lineage.revision import Revision, adjustable_keys, config_changes, revise
+from specrl.lineage.revision import Revision, adjustable_keys, config_changes
 
 CONFIG = parse_config({"name": "run", "train": {"num_steps": 4}})
 
@@ -49,9 +49,7 @@ def change(
     new = change_config(config, list(overrides))
     update = record.model_copy(update={"settings": json.loads(dump_config(new))})
     changes = config_changes(config, new)
-    return revise(
-        folder, record, update, (config, new), changes, stage_code=code, new_code=code != "code", restart=restart
-    )
+    return Revision(folder, update, (config, new), changes, stage_code=code, new_code=code != "code", restart=restart)
 
 
 def actions(revision: Revision) -> dict[StageName, str]:

@@ -144,6 +144,25 @@ def test_options_that_neither_sbatch_nor_a_plugin_of_the_site_has_are_refused_be
     assert check_sbatch(configured(tmp_path, **{"cluster": {**options["cluster"], "backend": "local"}})) == []
 
 
+def test_a_dry_run_without_sbatch_warns_of_options_that_only_a_plugin_could_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "run"\n[model]\nsource = "tiny"\nmax_length = 128\n[sampling]\nmax_response_tokens = 64\n')
+    options = ["--set", 'cluster.sbatch={gpu_mode="shared",nice=5}', "--set", "stage_resources.train.sbatch={tmpfs=1}"]
+    asked = ["run", str(path), "--dry-run", "--cluster", "slurm", "--set", "drafter.draft_vocab_size=64", *options]
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert invoke(asked) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: cluster.sbatch.gpu-mode, stage_resources.train.sbatch.tmpfs: Slurm itself has no ")
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho '      --tmpfs=SIZE   of the plugin'\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    assert invoke(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("specrl: cluster.sbatch.gpu-mode: sbatch has no option --gpu-mode")
+
+
 def test_a_site_that_refuses_the_option_for_memory_gets_none(tmp_path: Path) -> None:
     asking, silent = (configured(tmp_path, cluster={"request_memory": asks}) for asks in (True, False))
     assert [option for option in script(asking)[0] if option.startswith("mem")] == ["mem=10240M"]
