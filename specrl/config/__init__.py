@@ -24,7 +24,7 @@ from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.text import NAME, PlainPath, redacted
+from specrl.config.text import NAME, PlainPath, check_text, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -172,6 +172,12 @@ class Config(Section):
     def max_prompt_tokens(self) -> int:
         """The longest prompt, in tokens."""
         return self.data.max_prompt_tokens or self.model.max_length - self.sampling.max_response_tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain_text(cls, data: Any) -> Any:
+        check_text(data)
+        return data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

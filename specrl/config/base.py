@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from specrl.config.text import check_text
+from pydantic import BaseModel, ConfigDict, Field
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
 """What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
@@ -44,12 +42,6 @@ class Section(BaseModel):
     """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_plain_text(cls, data: Any) -> Any:
-        check_text(cls, data)
-        return data
 
 
 def import_function(key: str, path: str) -> Any:
