@@ -30,26 +30,14 @@ INPUTS: dict[StageName, tuple[StageName, ...]] = {
 }
 """The finished stages that each stage reads."""
 
+_ROLLOUTS = ("seed", "model", "data", "sampling", "speculation", "engine")
 SECTIONS: dict[StageName, tuple[str, ...]] = {
     "prepare": ("seed", "model", "data", "warm_start", "policy", "sampling"),
-    "pretrain": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+    "pretrain": (*_ROLLOUTS, "drafter"),
     "calibrate": ("seed", "model", "policy", "precision"),
-    "train": (
-        "seed",
-        "model",
-        "data",
-        "sampling",
-        "speculation",
-        "bubbles",
-        "engine",
-        "refit",
-        "policy",
-        "drafter",
-        "train",
-        "precision",
-    ),
-    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "train", "precision", "validate"),
-    "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
+    "train": (*_ROLLOUTS, "bubbles", "refit", "policy", "drafter", "train", "precision"),
+    "validate": (*_ROLLOUTS, "train", "precision", "validate"),
+    "export": (*_ROLLOUTS, "precision", "drafter"),
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
@@ -70,10 +58,7 @@ def stage_key(
 ) -> str:
     """`STAGE-` and 12 hex digits of the inputs' keys, the stage's sections, the files that these name, and the code.
 
-    Args:
-        inputs: The keys of the stages in `INPUTS[stage]`.
-        code: The `code_digest` of the sources that will run.
-        start: What the stage starts from besides its inputs, such as the checkpoint of another stage.
+    `start` is what the stage starts from besides its inputs, such as the checkpoint of another stage.
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     values = json.loads(dump_config(config))

@@ -287,11 +287,7 @@ class Config(Section):
             )
 
     def _check_expert_ranks(self, stages: Iterable[StageName]) -> None:
-        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them.
-
-        Args:
-            stages: The stages that load the policy into the trainer.
-        """
+        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them."""
         size = self.policy.expert_parallel
         for stage in stages:
             ranks = self.resources_of(stage).ranks // self.policy.pipeline_parallel
@@ -320,15 +316,7 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file, apply overrides, and return the validated configuration.
-
-    Args:
-        overrides: `a.b=c` each; a value is read as TOML and, where that fails, as a string.
-
-    Raises:
-        ConfigError: The file does not exist or is not UTF-8 or TOML, an override is malformed, a key, type or
-            combination is wrong, or a setting has no effect.
-    """
+    """Read a TOML file, and apply overrides `a.b=c`, whose values are TOML or, where they are none, strings."""
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
     try:
@@ -348,11 +336,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied, as `load_config` takes them.
-
-    Raises:
-        ConfigError: An override is malformed, or a key, type or combination is wrong.
-    """
+    """A configuration with overrides applied, as `load_config` takes them."""
     data = json.loads(dump_config(config))
     for override in overrides:
         _apply_override(data, override)
@@ -362,12 +346,8 @@ def change_config(config: Config, overrides: list[str]) -> Config:
 def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
     """Validate a nested dict, as read from TOML or from a run's `config.json`.
 
-    Args:
-        import_own: Whether to import the algorithms that are given by import paths, so that their options are checked
-            and completed. A run's `config.json` has them complete.
-
-    Raises:
-        ConfigError: A wrong key, type or combination.
+    With `import_own`, algorithms that are given by import paths are imported, so that their options are checked and
+    completed. A run's `config.json` has them complete.
     """
     try:
         return Config.model_validate(data, context={IMPORT_OWN: import_own})

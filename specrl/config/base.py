@@ -45,14 +45,7 @@ class Section(BaseModel):
 
 
 def import_function(key: str, path: str) -> Any:
-    """What an import path `package.module:function` names, imported from the current folder or `sys.path`.
-
-    Args:
-        key: The configuration key that holds the path, for the message.
-
-    Raises:
-        ConfigError: The path does not have this form, or nothing can be imported from there.
-    """
+    """What an import path `package.module:function`, the value of `key`, names in the current folder or `sys.path`."""
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')

@@ -16,11 +16,7 @@ SCALARS = ("int", "float", "str", "bool")
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
-    """A line for each different mistake that validating a `root` found.
-
-    Args:
-        where: The keys that lead to `root` in the configuration.
-    """
+    """A line for each different mistake that validating a `root` found; `where` are the keys that lead to it."""
     return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
 
 

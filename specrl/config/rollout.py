@@ -150,12 +150,7 @@ class RefitConfig(Section):
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
-    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
-
-    Args:
-        max_num_seqs: `engine.max_num_seqs`.
-        longest_draft: The longest draft in tokens; 0 where nothing is drafted.
-    """
+    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once."""
     return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 

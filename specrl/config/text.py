@@ -154,11 +154,7 @@ SlurmName = Annotated[Word, AfterValidator(_slurm_name)]
 
 
 def expanded(place: object) -> object:
-    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it.
-
-    Raises:
-        ValueError: A variable is not set.
-    """
+    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it."""
     if not isinstance(place, str | Path):
         return place
     if not str(place).strip():
