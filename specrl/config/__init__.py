@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -181,12 +180,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.sampling.max_response_tokens >= self.model.max_length:
+        room = self.model.max_length - self.sampling.max_response_tokens
+        if room <= 0:
             raise ValueError(
                 f"sampling.max_response_tokens = {self.sampling.max_response_tokens} leaves no room for a prompt: "
                 f"it must be below model.max_length = {self.model.max_length}"
             )
-        room = self.model.max_length - self.sampling.max_response_tokens
         if self.max_prompt_tokens > room:
             raise ValueError(
                 f"data.max_prompt_tokens = {self.max_prompt_tokens}: it must be at most {room}, what "
@@ -272,7 +271,12 @@ class Config(Section):
                         f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
                         "(nodes x ranks_per_node, in resources or stage_resources)"
                     )
-        self._check_expert_ranks(stage for stage, sizes in users.items() if (policy, shard) in sizes)
+            if (policy, shard) in sizes and ranks // self.policy.pipeline_parallel % self.policy.expert_parallel:
+                raise ValueError(
+                    f"policy.expert_parallel = {self.policy.expert_parallel} does not divide the "
+                    f"{ranks // self.policy.pipeline_parallel} ranks of a pipeline stage in the {stage} stage "
+                    "(nodes x ranks_per_node / policy.pipeline_parallel)"
+                )
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
@@ -285,17 +289,6 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} must divide "
                 f"train.prompts_per_step = {self.train.prompts_per_step}"
             )
-
-    def _check_expert_ranks(self, stages: Iterable[StageName]) -> None:
-        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them."""
-        size = self.policy.expert_parallel
-        for stage in stages:
-            ranks = self.resources_of(stage).ranks // self.policy.pipeline_parallel
-            if ranks % size:
-                raise ValueError(
-                    f"policy.expert_parallel = {size} does not divide the {ranks} ranks of a pipeline stage in the "
-                    f"{stage} stage (nodes x ranks_per_node / policy.pipeline_parallel)"
-                )
 
     def _check_gpu_options(self) -> None:
         """Check that the options of sbatch ask for as many GPUs as the ranks of a node need."""
