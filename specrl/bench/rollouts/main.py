@@ -51,7 +51,8 @@ COLUMNS = {
 
 def main(job: BenchJob) -> None:
     """Measure every variant at every batch size, and write the rows and the page after each of these."""
-    ranks, subject, run = join(), job.subject, job.run_dir and job.run_dir.name
+    subject, run = job.subject, job.run_dir and job.run_dir.name
+    join()
     options = TypeAdapter(RolloutOptions).validate_python(job.options)
     engines = Engines(subject, options)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
@@ -59,7 +60,7 @@ def main(job: BenchJob) -> None:
     requests = pool(prompts, subject.config)
     answers = engines.plain.engine.generate(requests).responses
     lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
-    engines.add_stock(lengths, ranks.local_rank, job.folder)
+    engines.add_stock(lengths, job.folder)
     engines.add_methods(stored_responses(engines.plain.engine, pool(prompts, subject.config, "bench replay")))
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
