@@ -51,13 +51,7 @@ NO_STAGE_CODE = ("bench", "report", "projection", "checks")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 
-def stage_key(
-    config: Config,
-    stage: StageName,
-    inputs: Mapping[StageName, str],
-    code: str,
-    start: Any = None,
-) -> str:
+def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str, start: Any = None) -> str:
     """`STAGE-` and 12 hex digits of the inputs' keys, the stage's sections, the files that these name, and the code.
 
     `start` is what the stage starts from besides its inputs, such as the checkpoint of another stage.

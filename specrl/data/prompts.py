@@ -38,12 +38,7 @@ class PromptSource:
     """All prompts of a run. Those that are too long are dropped or truncated as `data.overlong` says."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        begun: tuple[int, int] = (0, 0),
-        *,
-        prompts_dir: Path | None = None,
+        self, config: Config, tokenizer: Any, begun: tuple[int, int] = (0, 0), *, prompts_dir: Path | None = None
     ) -> None:
         """Open the problems of `[data]`.
 

@@ -13,12 +13,7 @@ from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.config.methods import METHODS
 from specrl.models.checks.folder import check_directory, check_model_folder
-from specrl.models.directory import (
-    CONFIG_FILE,
-    COPIED_SUFFIXES,
-    read_model_config,
-    weight_files,
-)
+from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, read_model_config, weight_files
 from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 

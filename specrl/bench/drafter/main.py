@@ -107,10 +107,7 @@ def rounds_of_prompts(
     return [
         [
             Request(
-                prompts[place % len(prompts)].tokens,
-                response_seed(0, turn, place, 0),
-                options.max_tokens,
-                temperature,
+                prompts[place % len(prompts)].tokens, response_seed(0, turn, place, 0), options.max_tokens, temperature
             )
             for place in range(max(batch, len(prompts)))
         ]
