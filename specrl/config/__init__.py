@@ -142,7 +142,7 @@ class Config(Section):
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
-            *unused_training(self.train, self.speculation),
+            *unused_training(self.train),
         ]
 
     def resources_of(self, stage: StageName) -> Resources:
