@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from specrl.artifacts import PROMPTS_DIR, ResultType, read_file, read_result, write_json
-from specrl.config import Config, StageName, dump_config, parse_config
+from specrl.config import Config, StageName
 from specrl.lineage.record import Continuation
 
 
@@ -45,51 +46,23 @@ class StageContext:
         return self.inputs.get("prepare", self.stage_dir) / PROMPTS_DIR
 
     def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:
-        """The result of an earlier stage.
-
-        Raises:
-            ValueError: The stage has not finished, or its result was written by another version of specrl.
-        """
+        """The result of an earlier stage; ValueError if it has not finished."""
         return read_result(self.inputs[stage], kind)
 
     def check(self) -> None:
-        """Check that a job of the run reads and writes in the run's folder alone.
-
-        Raises:
-            ValueError: It would not.
-        """
+        """Check that a job of the run reads and writes in the run's folder alone."""
         start = [self.continues.stage_dir] if self.continues is not None else []
         for folder in (self.stage_dir, *self.inputs.values(), *start):
             if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(self.run_dir)):
                 raise ValueError(f"the context of {self.key} leads out of {self.run_dir}: {folder}")
 
     def save(self, path: Path) -> None:
-        """Write the context as JSON."""
-        write_json(
-            path,
-            {
-                "config": json.loads(dump_config(self.config)),
-                "stage": self.stage,
-                "key": self.key,
-                "stage_dir": self.stage_dir,
-                "inputs": self.inputs,
-                "mlflow_run_id": self.mlflow_run_id,
-                "continues": self.continues and self.continues.model_dump(mode="json"),
-                "device_bytes": self.device_bytes,
-            },
-        )
+        write_json(path, _CONTEXT.dump_python(self, mode="json", by_alias=True))
 
     @classmethod
     def load(cls, path: Path) -> StageContext:
         """Read a context that `save` wrote."""
-        data = json.loads(read_file(path))
-        return cls(
-            config=parse_config(data["config"]),
-            stage=data["stage"],
-            key=data["key"],
-            stage_dir=Path(data["stage_dir"]),
-            inputs={stage: Path(folder) for stage, folder in data["inputs"].items()},
-            mlflow_run_id=data["mlflow_run_id"],
-            continues=Continuation.model_validate(data["continues"]) if data["continues"] else None,
-            device_bytes=data["device_bytes"],
-        )
+        return _CONTEXT.validate_json(read_file(path))
+
+
+_CONTEXT = TypeAdapter(StageContext)

@@ -12,12 +12,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import digest
-from specrl.config import STAGES, Config, StageName, ValidationSetConfig, dump_config
+from specrl.config import STAGES, Config, StageName, dump_config
 from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -30,29 +30,19 @@ INPUTS: dict[StageName, tuple[StageName, ...]] = {
 }
 """The finished stages that each stage reads."""
 
+_ROLLOUTS = ("seed", "model", "data", "sampling", "speculation", "engine")
 SECTIONS: dict[StageName, tuple[str, ...]] = {
     "prepare": ("seed", "model", "data", "warm_start", "policy", "sampling"),
-    "pretrain": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+    "pretrain": (*_ROLLOUTS, "drafter"),
     "calibrate": ("seed", "model", "policy", "precision"),
-    "train": (
-        "seed",
-        "model",
-        "data",
-        "sampling",
-        "speculation",
-        "bubbles",
-        "engine",
-        "refit",
-        "policy",
-        "drafter",
-        "train",
-        "precision",
-    ),
-    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "train", "precision", "validate"),
-    "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
+    "train": (*_ROLLOUTS, "bubbles", "refit", "policy", "drafter", "train", "precision"),
+    "validate": (*_ROLLOUTS, "train", "precision", "validate"),
+    "export": (*_ROLLOUTS, "precision", "drafter"),
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
 
+VALIDATION_OF_TRAINING = ("every", "sets", "correct_reward", "num_prompts")
+"""The keys of `[validate]` that training reads, where it validates."""
 END_BYTES = 2**20
 """How much of each end of a file is read: safetensors begin with their header, and training changes all tensors."""
 UNREAD = re.compile(r"\.|README|LICENSE|NOTICE|USE_POLICY", re.IGNORECASE)
@@ -61,46 +51,40 @@ NO_STAGE_CODE = ("bench", "report", "projection", "checks")
 """Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
 
 
-def stage_key(
-    config: Config,
-    stage: StageName,
-    inputs: Mapping[StageName, str],
-    code: str,
-    start: Any = None,
-) -> str:
+def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str, start: Any = None) -> str:
     """`STAGE-` and 12 hex digits of the inputs' keys, the stage's sections, the files that these name, and the code.
 
-    Args:
-        inputs: The keys of the stages in `INPUTS[stage]`.
-        code: The `code_digest` of the sources that will run.
-        start: What the stage starts from besides its inputs, such as the checkpoint of another stage.
+    `start` is what the stage starts from besides its inputs, such as the checkpoint of another stage.
     """
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
-    values = json.loads(dump_config(config))
-    sections = {section: values[section] for section in SECTIONS[stage]}
-    if stage == "train":
-        sections["validate"] = _validation_of_training(config)
-    if "train" in sections:
-        sources = [import_source(algorithm.name) for _, algorithm in config.train.algorithms]
-        sections["train"]["sources"] = [_content(path) for path in sources]
-    if "drafter" in sections:
-        sections["drafter"]["loss_source"] = _content(import_source(config.drafter.loss.name))
-    if "sets" in sections.get("validate", {}):
-        sections["validate"]["sets"] = [_held_out_set(name, chosen) for name, chosen in config.validate_.sets.items()]
-    if "data" in sections:
-        sections["data"] = _with_files(config, sections["data"])
-    if "speculation" in sections and config.speculation.draft_model is not None:
-        sections["speculation"]["draft_model"] = model_fingerprint(str(config.speculation.draft_model))
-    if "drafter" in sections:  # what the source gave is in the key of `prepare`, here as below
-        del sections["drafter"]["source"]
-        sections["drafter"]["data"] = _content(*config.drafter.data or ())
-    if stage == "prepare":
-        sections["model"]["source"] = model_fingerprint(config.model.source)
-        if config.adopts_drafter:
-            sections["drafter"] = {"source": model_fingerprint(str(config.drafter.source))}
-    elif "model" in sections:
-        del sections["model"]["source"], sections["model"]["tiny"]
-    return f"{stage}-{digest([stage, dict(inputs), sections, code, start])}"
+    files = named_files(config, stage)
+    places = {*data_places(config), *_model_places(config)} & files.keys()  # where a file lies does not count
+    settings = {key: value for key, value in flat_settings(config) if _reads(config, stage, key) and key not in places}
+    settings["first set"] = config.validate_.first_set if _reads(config, stage, "validate.sets") else None
+    return f"{stage}-{digest([stage, dict(inputs), settings, files, code, start])}"
+
+
+def _reads(config: Config, stage: StageName, key: str) -> bool:
+    """Whether the result of a stage depends on a setting itself; of `source`, later stages read what `prepare` made."""
+    section, _, name = key.partition(".")
+    if key in ("model.source", "drafter.source") or key.startswith("model.tiny"):
+        return stage == "prepare" and (section == "model" or config.adopts_drafter)
+    if stage == "train" and section == "validate":
+        return bool(config.validate_.every) and name.partition(".")[0] in VALIDATION_OF_TRAINING
+    return section in SECTIONS[stage]
+
+
+def flat_settings(config: Config) -> list[tuple[str, Any]]:
+    """Every setting with its key, such as `train.num_steps`, in the order of the sections."""
+    return list(_flat(json.loads(dump_config(config)), ""))
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, str]:
@@ -112,24 +96,33 @@ def run_keys(config: Config, code: str, start: Any = None) -> dict[StageName, st
     return keys
 
 
-def named_files(config: Config) -> dict[str, str]:
-    """A digest of each of the user's files that the configuration names, by the key that names it.
+def named_files(config: Config, stage: StageName | None = None) -> dict[str, str]:
+    """A digest of each of the user's files that the configuration names (and that `stage` reads), by its key.
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.algorithms}
-    sources["data.reward"] = import_source(config.data.reward)
-    for name, chosen in config.validate_.sets.items():
-        sources[f"validate.sets.{name}.reward"] = import_source(chosen.reward or "")
+    functions = {registry.key: algorithm.name for registry, algorithm in config.algorithms}
+    functions["data.reward"] = config.data.reward
+    sets = config.validate_.sets.items()
+    functions |= {f"validate.sets.{name}.reward": chosen.reward for name, chosen in sets if chosen.reward is not None}
+    sources = {key: import_source(name) for key, name in functions.items()}
     paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}
-    digests = {key: content for key, places in paths.items() if (content := _content(*places)) is not None}
+    asked = {key: places for key, places in paths.items() if stage is None or _reads(config, stage, key)}
+    digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
+    for key, source in _model_places(config).items():
+        if stage is None or _reads(config, stage, key):
+            found = model_fingerprint(source)
+            digests |= {key: digest(found)} if isinstance(found, list) else {}
+    return digests
+
+
+def _model_places(config: Config) -> dict[str, str]:
     models = {
         "model.source": config.model.source,
         "speculation.draft_model": config.speculation.draft_model,
         "drafter.source": config.drafter.source,
     }
-    folders = {key: model_fingerprint(str(source)) for key, source in models.items() if source is not None}
-    return digests | {key: digest(found) for key, found in folders.items() if isinstance(found, list)}
+    return {key: str(source) for key, source in models.items() if source is not None}
 
 
 def data_places(config: Config) -> dict[str, tuple[Path, ...]]:
@@ -185,27 +178,6 @@ def import_source(name: str) -> Path | None:
     places = spec.submodule_search_locations or []
     found = (Path(place, *rest).with_suffix(".py") for place in places)
     return next((path for path in found if path.is_file()), None)
-
-
-def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    named = {"path": config.data.path, "validation_path": config.data.validation_path}
-    contents = {key: _content(*places or ()) for key, places in named.items()}
-    return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
-
-
-def _validation_of_training(config: Config) -> dict[str, Any]:
-    if not config.validate_.every:
-        return {}
-    kept = {"every", "sets", "correct_reward", "num_prompts"}
-    return config.validate_.model_dump(mode="json", include=kept)
-
-
-def _held_out_set(name: str, chosen: ValidationSetConfig) -> list[Any]:
-    reward_source = _content(import_source(chosen.reward or ""))
-    return [
-        name,
-        {**chosen.model_dump(mode="json"), "path": _content(*chosen.path or ()), "reward_source": reward_source},
-    ]
 
 
 def _content(*places: Path | None) -> str | None:

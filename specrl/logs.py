@@ -36,12 +36,7 @@ _step: ContextVar[int | None] = ContextVar("step", default=None)
 
 
 def set_up(level: LogLevel, rank: int | None = None) -> None:
-    """Send this project's log to standard error, in the format above; a second call replaces the first.
-
-    Args:
-        level: Lines below this level are left out.
-        rank: The number of this process in its job; the environment's RANK by default, or else 0.
-    """
+    """Send this project's log to standard error, in the format above; a second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, TIMES))
     handler.addFilter(_Where(int(os.environ.get("RANK", "0")) if rank is None else rank))
@@ -92,11 +87,7 @@ def step(number: int) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log that the block begins, and then how long it took, or after how long and with which error it failed.
-
-    Args:
-        name: A name of the work, in a few words, such as "generation" or "start of the engine".
-    """
+    """Log that the block begins, and then how long it took, or after how long and with which error it failed."""
     started, cpu_started = time.monotonic(), time.process_time()
     logger.info("%s begins", name)
     try:

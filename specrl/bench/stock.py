@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,50 +37,22 @@ class StockError(RuntimeError):
     """Stock vLLM did not start, or it ended before it was told to."""
 
 
-class GpuShare(NamedTuple):
-    """The GPUs of stock vLLM, and the part of their memory that it may take."""
-
-    devices: str  # CUDA_VISIBLE_DEVICES
-    share: float
-
-    @classmethod
-    def beside(cls, config: Config, local_rank: int) -> GpuShare | None:
-        """What the GPUs of this rank's engine have free at the moment; None on a CPU."""
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        share = min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        return cls(engine_devices(visible.split(","), local_rank, config.engine.tensor_parallel), share)
-
-
 class StockEngine:
     """A process with stock vLLM, which decodes plainly unless `overrides` say otherwise."""
 
     def __init__(
-        self,
-        policy_dir: Path,
-        config: Config,
-        log: Path,
-        *,
-        local_rank: int = 0,
-        overrides: Mapping[str, Any] | None = None,
+        self, policy_dir: Path, config: Config, log: Path, *, overrides: Mapping[str, Any] | None = None
     ) -> None:
         """Start the engine, and wait until it can generate; StockError if it does not start.
 
         FP8 recipes in `policy_dir` are not read: it computes in `model.dtype`. On a CPU it is compiled only if
-        `engine.compile` says so. `local_rank` is the place of this rank's GPU among those that it sees, and `overrides`
-        are arguments of vLLM's `LLM`.
+        `engine.compile` says so. `overrides` are arguments of vLLM's `LLM`.
         """
-        gpu = GpuShare.beside(config, local_rank)
-        environment = stock_environment(os.environ)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu.devices
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
         self._log = log
-        self._process, self._engine = start_helper("specrl.bench.stock_process", environment)
-        self._ask((str(log), stock_arguments(policy_dir, config, gpu) | dict(overrides or {})))
+        self._process, self._engine = start_helper("specrl.bench.stock_process", stock_environment(os.environ))
+        self._ask((str(log), stock_arguments(policy_dir, config, gpu_share(config)) | dict(overrides or {})))
 
     def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
         """Generate exactly `lengths` tokens for the requests, no prompt cached; return the seconds of each batch.
@@ -131,15 +103,12 @@ class StockEngine:
         raise StockError(f"stock vLLM {how}: {lines[-1]} (log: {self._log})")
 
 
-def engine_devices(visible: Sequence[str], local_rank: int, size: int) -> str:
-    """CUDA_VISIBLE_DEVICES of this rank's engine, which has `size` GPUs; StockError if the rank does not see all."""
-    first = local_rank // size * size
-    if first + size > len(visible):
-        raise StockError(
-            f"stock vLLM needs {size} GPUs in one process, and this rank sees {len(visible)}: "
-            'cluster.sbatch.gpu-bind = "none" shows each rank all GPUs of its node'
-        )
-    return ",".join(visible[first : first + size])
+def gpu_share(config: Config) -> float | None:
+    """The part of the GPU's memory that it may take, beside the engines that are there; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return min(config.engine.gpu_memory_fraction, FREE_SHARE * free / total)
 
 
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -150,7 +119,7 @@ def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept
 
 
-def stock_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> dict[str, Any]:
+def stock_arguments(policy_dir: Path, config: Config, share: float | None) -> dict[str, Any]:
     """The arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
@@ -160,7 +129,7 @@ def stock_arguments(policy_dir: Path, config: Config, gpu: GpuShare | None) -> d
         "tensor_parallel_size": config.engine.tensor_parallel,
         "generation_config": "vllm",
     }
-    if gpu is not None:
-        return arguments | {"gpu_memory_utilization": gpu.share}
+    if share is not None:
+        return arguments | {"gpu_memory_utilization": share}
     cache = int(config.engine.kv_cache_gib * 2**30)
     return arguments | {"kv_cache_memory_bytes": cache, "enforce_eager": not config.engine.compile}

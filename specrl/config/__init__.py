@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -25,7 +24,7 @@ from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.text import NAME, PlainPath, redacted
+from specrl.config.text import NAME, PlainPath, check_text, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -148,7 +147,7 @@ class Config(Section):
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
-            *unused_training(self.train, self.speculation),
+            *unused_training(self.train),
         ]
 
     def resources_of(self, stage: StageName) -> Resources:
@@ -178,14 +177,20 @@ class Config(Section):
         """The longest prompt, in tokens."""
         return self.data.max_prompt_tokens or self.model.max_length - self.sampling.max_response_tokens
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain_text(cls, data: Any) -> Any:
+        check_text(data)
+        return data
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.sampling.max_response_tokens >= self.model.max_length:
+        room = self.model.max_length - self.sampling.max_response_tokens
+        if room <= 0:
             raise ValueError(
                 f"sampling.max_response_tokens = {self.sampling.max_response_tokens} leaves no room for a prompt: "
                 f"it must be below model.max_length = {self.model.max_length}"
             )
-        room = self.model.max_length - self.sampling.max_response_tokens
         if self.max_prompt_tokens > room:
             raise ValueError(
                 f"data.max_prompt_tokens = {self.max_prompt_tokens}: it must be at most {room}, what "
@@ -275,7 +280,12 @@ class Config(Section):
                         f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
                         "(nodes x ranks_per_node, in resources or stage_resources)"
                     )
-        self._check_expert_ranks(stage for stage, sizes in users.items() if (policy, shard) in sizes)
+            if (policy, shard) in sizes and ranks // self.policy.pipeline_parallel % self.policy.expert_parallel:
+                raise ValueError(
+                    f"policy.expert_parallel = {self.policy.expert_parallel} does not divide the "
+                    f"{ranks // self.policy.pipeline_parallel} ranks of a pipeline stage in the {stage} stage "
+                    "(nodes x ranks_per_node / policy.pipeline_parallel)"
+                )
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
@@ -288,21 +298,6 @@ class Config(Section):
                 f"train.updates_per_step = {self.train.updates_per_step} must divide "
                 f"train.prompts_per_step = {self.train.prompts_per_step}"
             )
-
-    def _check_expert_ranks(self, stages: Iterable[StageName]) -> None:
-        """Check that the ranks of a pipeline stage can be split into groups that have all experts among them.
-
-        Args:
-            stages: The stages that load the policy into the trainer.
-        """
-        size = self.policy.expert_parallel
-        for stage in stages:
-            ranks = self.resources_of(stage).ranks // self.policy.pipeline_parallel
-            if ranks % size:
-                raise ValueError(
-                    f"policy.expert_parallel = {size} does not divide the {ranks} ranks of a pipeline stage in the "
-                    f"{stage} stage (nodes x ranks_per_node / policy.pipeline_parallel)"
-                )
 
     def _check_gpu_options(self) -> None:
         """Check that the options of sbatch ask for as many GPUs as the ranks of a node need."""
@@ -323,15 +318,7 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file, apply overrides, and return the validated configuration.
-
-    Args:
-        overrides: `a.b=c` each; a value is read as TOML and, where that fails, as a string.
-
-    Raises:
-        ConfigError: The file does not exist or is not UTF-8 or TOML, an override is malformed, a key, type or
-            combination is wrong, or a setting has no effect.
-    """
+    """Read a TOML file, and apply overrides `a.b=c`, whose values are TOML or, where they are none, strings."""
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
     try:
@@ -351,11 +338,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied, as `load_config` takes them.
-
-    Raises:
-        ConfigError: An override is malformed, or a key, type or combination is wrong.
-    """
+    """A configuration with overrides applied, as `load_config` takes them."""
     data = json.loads(dump_config(config))
     for override in overrides:
         _apply_override(data, override)
@@ -365,12 +348,8 @@ def change_config(config: Config, overrides: list[str]) -> Config:
 def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
     """Validate a nested dict, as read from TOML or from a run's `config.json`.
 
-    Args:
-        import_own: Whether to import the algorithms that are given by import paths, so that their options are checked
-            and completed. A run's `config.json` has them complete.
-
-    Raises:
-        ConfigError: A wrong key, type or combination.
+    With `import_own`, algorithms that are given by import paths are imported, so that their options are checked and
+    completed. A run's `config.json` has them complete.
     """
     try:
         return Config.model_validate(data, context={IMPORT_OWN: import_own})

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from specrl.config.text import check_text
+from pydantic import BaseModel, ConfigDict, Field
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
 """What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
@@ -45,22 +43,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_plain_text(cls, data: Any) -> Any:
-        check_text(cls, data)
-        return data
-
 
 def import_function(key: str, path: str) -> Any:
-    """What an import path `package.module:function` names, imported from the current folder or `sys.path`.
-
-    Args:
-        key: The configuration key that holds the path, for the message.
-
-    Raises:
-        ConfigError: The path does not have this form, or nothing can be imported from there.
-    """
+    """What an import path `package.module:function`, the value of `key`, names in the current folder or `sys.path`."""
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')

@@ -176,11 +176,7 @@ URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file"
 
 
 def checked_uri(uri: str) -> str:
-    """A tracking URI; the path of SQLite's file is made absolute from the present folder.
-
-    Raises:
-        ValueError: It is none, or has a user or a password in it.
-    """
+    """A tracking URI without a user or a password; the path of SQLite's file is made absolute."""
     scheme, has_scheme, rest = uri.partition("://")
     is_file = scheme.partition("+")[0] == "sqlite"
     if uri != "databricks" and not uri.startswith("/"):

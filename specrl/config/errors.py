@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from specrl.config.text import NAME, plain, redacted
+from specrl.config.text import NAME, redacted
 
 SCALARS = ("int", "float", "str", "bool")
 """The names by which pydantic reports the members of a union of plain types."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
-    """A line for each different mistake that validating a `root` found.
-
-    Args:
-        where: The keys that lead to `root` in the configuration.
-    """
+    """A line for each different mistake that validating a `root` found; `where` are the keys that lead to it."""
     return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
 
 
@@ -72,6 +69,14 @@ def _allowed(root: type[BaseModel], path: list[Any]) -> str:
 def _descend(annotation: Any, part: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = {field.alias or name: field for name, field in annotation.model_fields.items()}
-        return plain(fields[part].annotation)
+        return _plain(fields[part].annotation)
     members = get_args(annotation)
-    return plain(members[1] if get_origin(annotation) is dict else members[0])
+    return _plain(members[1] if get_origin(annotation) is dict else members[0])
+
+
+def _plain(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return next(member for member in get_args(annotation) if member is not type(None))
+    return annotation

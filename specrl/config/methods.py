@@ -78,11 +78,7 @@ METHODS: dict[str, DraftMethod] = {
 
 
 def check_method(name: str) -> str:
-    """Check that `name` is a method, and return it.
-
-    Raises:
-        ValueError: There is no such method.
-    """
+    """Check that `name` is a method, and return it."""
     if name not in METHODS:
         raise ValueError(f'speculation.method = "{name}": allowed: {", ".join(METHODS)}')
     return name

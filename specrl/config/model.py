@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from specrl.config.text import Lines, Places, UserPlace
+from specrl.config.text import Places, UserPlace
 
 
 class TinyModelConfig(Section):
@@ -109,10 +109,10 @@ class DataConfig(Section):
     answer_column: str = "answer"
     """The column of reference answers, such as `extra_info.answer`; verl's `reward_model.ground_truth` where there is
     no `answer`."""
-    template: Lines = "{prompt}"
+    template: str = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
-    system_prompt: Lines | None = None
+    system_prompt: str | None = None
     """The system message before each question that has none of its own, for `template = "chat"`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """What the chat template is given besides the messages, such as `enable_thinking = false`."""

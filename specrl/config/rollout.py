@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -10,16 +10,6 @@ from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFlo
 from specrl.config.methods import METHODS, DraftMethod, check_method
 from specrl.config.text import UserPath
 
-CANNOT_BE_HONOURED = {
-    "min_p": "vLLM ignores it where it verifies drafts; use top_p",
-    "logit_bias": "vLLM ignores it where it verifies drafts",
-    "logits_processors": "vLLM refuses custom processors together with speculation",
-    "repetition_penalty": "a sampled token must depend on policy, seed and position alone",
-    "presence_penalty": "a sampled token must depend on policy, seed and position alone",
-    "frequency_penalty": "a sampled token must depend on policy, seed and position alone",
-    "seed": "every response has a seed of its own, derived from the run's `seed`",
-}
-"""Sampling settings that other libraries have, and why exact speculation cannot support them."""
 MIN_TEMPERATURE = 0.01
 """The lowest temperature of sampling; vLLM would raise lower ones to this."""
 MAX_TEMPERATURE = 2.0
@@ -72,13 +62,6 @@ class SamplingConfig(Section):
     stop: Adjustable[Annotated[tuple[str, ...], AfterValidator(_check_stop)]] = ()
     """Strings after which a response ends, besides the model's own end tokens: the first token that completes one is
     its last, within accepted drafts too. They are looked for in the text of the response, special tokens included."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _can_be_honoured(cls, data: Any) -> Any:
-        for name in CANNOT_BE_HONOURED.keys() & data if isinstance(data, dict) else ():
-            raise ValueError(f"sampling.{name} = {data[name]} is not supported: {CANNOT_BE_HONOURED[name]}")
-        return data
 
 
 class SpeculationConfig(Section):
@@ -167,12 +150,7 @@ class RefitConfig(Section):
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
-    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once.
-
-    Args:
-        max_num_seqs: `engine.max_num_seqs`.
-        longest_draft: The longest draft in tokens; 0 where nothing is drafted.
-    """
+    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once."""
     return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 

@@ -1,6 +1,6 @@
 """What the text of a setting may be: it becomes an option of sbatch, a word of a shell, a line of a log.
 
-`check_text` is called for every section before anything else reads it, so that no field can forget to ask.
+`check_text` is called for the whole configuration before anything else reads it, so that no field can forget to ask.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BeforeValidator, Field
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What the name of a run, and what else becomes a part of a path, looks like."""
@@ -67,36 +64,26 @@ IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|ht
 """A password or token in an address: scheme://user:password@host, https://token@host."""
 
 
-@dataclass(frozen=True)
-class Multiline:
-    """Marks a field whose text may have several lines."""
+MULTILINE = ("data.template", "data.system_prompt")
+"""The settings whose text may have several lines; every other text of a configuration is one line."""
 
 
-Lines = Annotated[str, Multiline()]
-"""Text of any number of lines, such as the template of a prompt. Every other text of a configuration is one line."""
-
-
-def check_text(section: type[BaseModel], data: Any) -> None:
-    """Refuse control characters and secrets in all texts of a section, as it was given, its keys included.
-
-    Raises:
-        ValueError: There are some; the message has a line for each.
-    """
-    problems = list(dict.fromkeys(_problems(data, "", section)))
-    if problems:
+def check_text(data: Any) -> None:
+    """Refuse control characters and secrets in all texts of a configuration, its keys included."""
+    if problems := list(dict.fromkeys(_problems(data, ""))):
         raise ValueError("\n".join(problems))
 
 
-def _problems(value: Any, key: str, annotation: Any) -> Iterator[str]:
+def _problems(value: Any, key: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, member in value.items():
             wrong = list(_problems_of(str(name), f"{key or 'config'}: the key", multiline=False))
-            yield from wrong or _problems(member, f"{key}.{name}".lstrip("."), _member(annotation, str(name)))
+            yield from wrong or _problems(member, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for number, member in enumerate(value):
-            yield from _problems(member, f"{key}.{number}", _member(annotation, ""))
+            yield from _problems(member, f"{key}.{number}")
     elif isinstance(value, str | Path):
-        yield from _problems_of(str(value), f"{key} =", multiline=_has_lines(annotation))
+        yield from _problems_of(str(value), f"{key} =", multiline=key in MULTILINE)
 
 
 def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:
@@ -167,11 +154,7 @@ SlurmName = Annotated[Word, AfterValidator(_slurm_name)]
 
 
 def expanded(place: object) -> object:
-    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it.
-
-    Raises:
-        ValueError: A variable is not set.
-    """
+    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it."""
     if not isinstance(place, str | Path):
         return place
     if not str(place).strip():
@@ -221,23 +204,3 @@ def _setup_line(line: str) -> str:
 
 SetupLine = Annotated[str, AfterValidator(_setup_line)]
 """One line of a shell, which holds no secret and no option of sbatch."""
-
-
-def plain(annotation: Any) -> Any:
-    """An annotation without its `Annotated[...]` and `| None`."""
-    if get_origin(annotation) is Annotated:
-        return plain(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return next(member for member in get_args(annotation) if member is not type(None))
-    return annotation
-
-
-def _member(annotation: Any, name: str) -> Any:
-    kind = plain(annotation.annotation if isinstance(annotation, FieldInfo) else annotation)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return next((field for key, field in kind.model_fields.items() if name in (key, field.alias)), None)
-    return members[-1 if get_origin(kind) is dict else 0] if (members := get_args(kind)) else None
-
-
-def _has_lines(annotation: Any) -> bool:
-    return isinstance(annotation, FieldInfo) and any(isinstance(mark, Multiline) for mark in annotation.metadata)

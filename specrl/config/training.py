@@ -161,9 +161,6 @@ class DrafterConfig(Section):
 
         They are where that takes much less memory than its logits on the draft vocabulary, which are then computed
         again where they are needed.
-
-        Args:
-            hidden_size: That of the policy.
         """
         tokens, vocabulary = max(self.max_tokens_per_step, self.max_tokens_per_window), self.draft_vocab_size
         return tokens * vocabulary - (tokens + vocabulary) * hidden_size >= MIN_SAVED

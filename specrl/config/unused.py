@@ -84,7 +84,7 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
         )
 
 
-def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Iterator[Unused]:
+def unused_training(train: TrainConfig) -> Iterator[Unused]:
     """Yield the settings of the RL steps that would never come to anything."""
     every, step = train.keep_every, train.checkpoint_every
     if every is not None and every % step and step % every:
@@ -95,10 +95,8 @@ def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Itera
         )
     yield from _clips_nothing(train)
     yield from _penalises_nothing(train)
-    metric = train.stop_when.metric if train.stop_when is not None else ""
-    if found := _why_never_measured(metric, train, speculation):
-        key, reason = found
-        yield Unused(("train.stop_when.metric", key), f'train.stop_when.metric = "{metric}": {reason}')
+    if train.stop_when is not None:
+        yield from _is_never_measured(train, train.stop_when.metric)
 
 
 def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
@@ -127,20 +125,16 @@ def _penalises_nothing(train: TrainConfig) -> Iterator[Unused]:
         yield Unused(("train.kl_estimator", "train.kl_in"), line + 'take "k2" or "k3", or train.kl_in = "reward"')
 
 
-def _why_never_measured(metric: str, train: TrainConfig, speculation: SpeculationConfig) -> tuple[str, str] | None:
-    """A key that decides it and why no step measures a metric; None if a step may.
-
-    Names that are made at run time are refused only where all of them are known beforehand.
-    """
+def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[Unused]:
+    """Yield why no step measures a metric; names that are made at run time may be right unless all are known."""
     if metric in METRICS and metric.endswith("_I"):
-        return "train.stop_when.metric", f"I stands for a number, as in {metric.removesuffix('I')}1"
-    definition = find_metric(metric)
-    names = LOSSES.metrics_of(train.loss) if definition is POLICY else None
+        line = f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
+        yield Unused(("train.stop_when.metric",), line)
+    names = LOSSES.metrics_of(train.loss) if find_metric(metric) is POLICY else None
     if names is not None and metric.removeprefix("policy/") not in names:
         near = suggest_metric(metric, [f"policy/{name}" for name in names])
-        loss = f"train.loss = {train.loss.name}"
-        return "train.loss.name", f"neither specrl/metrics.py nor {loss} has a metric of this name{near}"
-    return None
+        line = f'train.stop_when.metric = "{metric}": neither specrl/metrics.py nor train.loss = {train.loss.name} has '
+        yield Unused(("train.stop_when.metric", "train.loss.name"), f"{line}a metric of this name{near}")
 
 
 def _is_given(section: Section, name: str) -> bool:

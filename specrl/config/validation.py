@@ -24,11 +24,7 @@ WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mism
 
 
 def suggest_metric(metric: str, names: Iterable[str] = ()) -> str:
-    """The end of a message about a wrong name: the nearest metric that may be watched, if one is near.
-
-    Args:
-        names: Further metrics beside those that `specrl/metrics.py` names in full.
-    """
+    """The end of a message about a wrong name: the nearest metric that may be watched or is one of `names`."""
     watched = [name for name in METRICS if name.partition("/")[0] in WATCHED and not name.endswith("_I")]
     near = get_close_matches(metric, [*watched, *names], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""
@@ -151,15 +147,7 @@ class ValidateConfig(Section):
         return next(iter(self.held_out_sets))
 
     def check_metric(self, key: str, metric: str, *, with_better: bool = False) -> None:
-        """Check that validations during training measure a metric.
-
-        Args:
-            key: The configuration key that names the metric.
-            with_better: Whether higher or lower values of it must be better.
-
-        Raises:
-            ValueError: They do not.
-        """
+        """Check that validations measure the metric that `key` names, and `with_better` which values are better."""
         if not self.every:
             raise ValueError(f'{key} = "{metric}": nothing is validated during training; set validate.every above 0')
         scores = [score for score, found in VALIDATION.items() if found.better is not None or not with_better]

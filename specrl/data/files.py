@@ -122,7 +122,7 @@ class FileProblems:
         self._held_out = list(reserved.values())
         sets = [[row for row in rows if row.identity not in reserved] for rows in sets]
         self._training = [row for rows in sets for row in rows]
-        self._questions = {row.question for row in self._training}
+        self.questions = {row.question for row in self._training}
         if not all(sets) if config.weights else not self._training:
             raise ConfigError(f"data file {self._names[0]} has no row left to train on beside the held-out ones")
         self._sizes = [len(rows) for rows in sets]
@@ -141,10 +141,6 @@ class FileProblems:
                 f"{count}: a step asks some prompts more than once"
             )
         return lines
-
-    def trains_on(self, question: str) -> bool:
-        """Whether a training row asks this question."""
-        return question in self._questions
 
     def _count_repeats(self) -> tuple[int, int]:
         answers: dict[str, str] = {}

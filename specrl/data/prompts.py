@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from specrl.config import Config, ConfigError
-from specrl.data.files import placed_requests
+from specrl.data.files import FileProblems, placed_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import Counts, Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
@@ -38,12 +38,7 @@ class PromptSource:
     """All prompts of a run. Those that are too long are dropped or truncated as `data.overlong` says."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        begun: tuple[int, int] = (0, 0),
-        *,
-        prompts_dir: Path | None = None,
+        self, config: Config, tokenizer: Any, begun: tuple[int, int] = (0, 0), *, prompts_dir: Path | None = None
     ) -> None:
         """Open the problems of `[data]`.
 
@@ -193,12 +188,15 @@ class PromptSource:
         """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early."""
         self.batch(0)
         self.held_out(self._num_held_out)
-        seen = [line for name in self._config.validate_.held_out_sets for line in self._trained_on(name)]
+        sets = self._config.validate_.held_out_sets.items()
+        own_sets = {name: self.validation(name) for name, chosen in sets if chosen.has_problems}
         self.pretraining(self._config.drafter.num_prompts)
         if self._config.drafter.data is not None:
             self.drafter_data(self._config.drafter.data_prompts)
         counts, data = self._counts, self._config.data
-        lines = [*self._problems.notes(self._config.train.prompts_per_step), *seen]
+        lines: list[str] = []
+        if isinstance(self._problems, FileProblems):
+            lines = _notes(self._problems, self._config.train.prompts_per_step, own_sets)
         if counts.overlong:
             done = "dropped" if data.overlong == "drop" else "truncated"
             lines.append(
@@ -208,15 +206,6 @@ class PromptSource:
         if counts.unusable:
             lines.append(f"{counts.unusable} of the {counts.seen} generated problems make no prompt and were left out")
         return PromptReport(counts.seen, counts.overlong, counts.longest, lines)
-
-    def _trained_on(self, name: str) -> list[str]:
-        if not self._config.validate_.held_out_sets[name].has_problems:
-            return []
-        questions = [prompt.metadata["question"] for prompt in self.validation(name)]
-        count = sum(self._problems.trains_on(question) for question in questions)
-        if not count:
-            return []
-        return [f"validate.sets.{name}: {count} of its {len(questions)} problems are trained on too"]
 
     def _prompts(self, stream: str, problems: list[Problem]) -> list[Prompt]:
         occurrences: Counter[str] = Counter()
@@ -228,6 +217,14 @@ class PromptSource:
             metadata = {"question": problem.question, "generator": problem.generator, "entry": problem.entry}
             prompts.append(Prompt(prompt_id, text, self._rendering.tokens(text), problem.answer, metadata))
         return prompts
+
+
+def _notes(problems: FileProblems, prompts_per_step: int, sets: dict[str, list[Prompt]]) -> list[str]:
+    lines = problems.notes(prompts_per_step)
+    for name, prompts in sets.items():
+        if count := sum(prompt.metadata["question"] in problems.questions for prompt in prompts):
+            lines.append(f"validate.sets.{name}: {count} of its {len(prompts)} problems are trained on too")
+    return lines
 
 
 def _refill(number: int) -> str:

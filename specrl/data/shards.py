@@ -118,14 +118,6 @@ class GeneratorMixture:
         self._counts.add(counts)
         return problems
 
-    def notes(self, count: int) -> list[str]:
-        """Nothing: what generators give is known only as it is drawn."""
-        return []
-
-    def trains_on(self, question: str) -> bool:
-        """False: what generators give is known only as it is drawn."""
-        return False
-
     def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
         """Yield distinct problems; when there are no new ones, end (if held out) or start to repeat them."""
         seen: set[str] = set()

@@ -92,16 +92,20 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
             found[name][position] = column[place]
     sources, targets = list(columns.values()), list(found.values())
     own = np.array([column.lengths for column in sources], np.int64)  # [columns, rows]
-    for peer in _peers(ranks, route):
-        lengths = np.empty((len(columns), len(peer.receives)), np.int64)
-        _swap(peer, _bytes(np.ascontiguousarray(own[:, peer.sends])), _bytes(lengths))
+    for distance in range(1, ranks.world_size):  # all send that far ahead at once, so that none waits in a circle
+        to, source = (ranks.rank + distance) % ranks.world_size, (ranks.rank - distance) % ranks.world_size
+        asked = route.wanted[to][route.messages(ranks.rank, to)]
+        assert np.isin(asked, held).all(), "a rank sends only what it holds"
+        sends, receives = np.searchsorted(held, asked), route.messages(source, ranks.rank)
+        lengths = np.empty((len(columns), len(receives)), np.int64)
+        _swap(to, _bytes(np.ascontiguousarray(own[:, sends])), source, _bytes(lengths))
         for column, target, of_column in zip(sources, targets, lengths.tolist(), strict=True):
-            for position, length in zip(peer.receives.tolist(), of_column, strict=True):
+            for position, length in zip(receives.tolist(), of_column, strict=True):
                 target[position] = column.row_of_length(length)
-        sent = [_bytes(rows[place]) for place in peer.sends.tolist() for rows in sources]
-        views = [_bytes(rows[position]) for position in peer.receives.tolist() for rows in targets]
+        sent = [_bytes(rows[place]) for place in sends.tolist() for rows in sources]
+        views = [_bytes(rows[position]) for position in receives.tolist() for rows in targets]
         received = np.empty(sum(map(len, views)), np.uint8)
-        _swap(peer, np.concatenate([np.empty(0, np.uint8), *sent]), received)
+        _swap(to, np.concatenate([np.empty(0, np.uint8), *sent]), source, received)
         for view, part in zip(views, np.split(received, np.cumsum([0, *map(len, views)])[1:]), strict=False):
             view[:] = part
     return {name: Ragged(rows, columns[name].dtype, columns[name].item_shape) for name, rows in found.items()}
@@ -110,19 +114,15 @@ def deliver(ranks: Ranks, columns: Mapping[str, Ragged], route: Route) -> dict[s
 def gather_columns(ranks: Ranks, columns: Mapping[str, Array]) -> tuple[dict[str, Array], NDArray[np.int64]]:
     """The entries of all ranks' columns, in rank order, and the rank that each is from (collective)."""
     counts = gather_rows(ranks, np.array([len(next(iter(columns.values())))], np.int64))[:, 0]
-    sizes = [column.dtype.itemsize for column in columns.values()]
-    buffer = np.zeros(int(counts.max()) * sum(sizes), np.uint8)
-    own = np.concatenate([_bytes(np.ascontiguousarray(column)) for column in columns.values()])
-    buffer[: len(own)] = own
-    gathered = gather_rows(ranks, buffer)
-    found: dict[str, list[Array]] = {name: [] for name in columns}
-    for row, count in zip(gathered, counts, strict=True):
-        start = 0
-        for (name, column), size in zip(columns.items(), sizes, strict=True):
-            found[name].append(row[start : start + count * size].copy().view(column.dtype))
-            start += count * size
+    found = {}
+    for name, column in columns.items():
+        padded = np.zeros(counts.max(), column.dtype)
+        padded[: len(column)] = column
+        found[name] = np.concatenate(
+            [row[:count] for row, count in zip(gather_rows(ranks, padded), counts, strict=True)]
+        )
     origin = np.repeat(np.arange(ranks.world_size, dtype=np.int64), counts)
-    return {name: np.concatenate(parts) for name, parts in found.items()}, origin
+    return found, origin
 
 
 def gather_rows(ranks: Ranks, row: Array) -> Array:
@@ -144,32 +144,9 @@ def sum_arrays(ranks: Ranks, values: Array) -> Array:
     return total
 
 
-@dataclass(frozen=True)
-class _Peer:
-    """What this rank exchanges in one round: it sends to one rank and receives from another."""
-
-    to: int
-    sends: NDArray[np.int64]  # positions in what this rank holds
-    source: int
-    receives: NDArray[np.int64]  # positions in what this rank wants
-
-
-def _peers(ranks: Ranks, route: Route) -> list[_Peer]:
-    """In round i a rank sends to the i-th after it and receives from the i-th before it: none waits in a circle."""
-    held, found = route.held[ranks.rank], []
-    for distance in range(1, ranks.world_size):
-        to, source = (ranks.rank + distance) % ranks.world_size, (ranks.rank - distance) % ranks.world_size
-        sent = route.wanted[to][route.messages(ranks.rank, to)]
-        assert np.isin(sent, held).all(), "a rank sends only what it holds"
-        peer = _Peer(to, np.searchsorted(held, sent), source, route.messages(source, ranks.rank))
-        if len(peer.sends) or len(peer.receives):
-            found.append(peer)
-    return found
-
-
-def _swap(peer: _Peer, sent: Array, received: Array) -> None:
-    works = [dist.irecv(torch.from_numpy(received), peer.source)] if received.size else []
-    works += [dist.isend(torch.from_numpy(sent), peer.to)] if sent.size else []
+def _swap(to: int, sent: Array, source: int, received: Array) -> None:
+    works = [dist.irecv(torch.from_numpy(received), source)] if received.size else []
+    works += [dist.isend(torch.from_numpy(sent), to)] if sent.size else []
     for work in works:
         if work is not None:
             work.wait()

@@ -8,16 +8,16 @@ touched.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from specrl.artifacts import RESULT_FILE
-from specrl.config import STAGES, Config, ConfigError, StageName, dump_config
+from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.config.base import Mark, Section
 from specrl.config.methods import METHODS
-from specrl.keys import INPUTS, SECTIONS, stage_key
+from specrl.keys import INPUTS, SECTIONS, flat_settings, stage_key
 from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
@@ -58,14 +58,14 @@ class Change:
 
 def config_changes(old: Config, new: Config) -> list[Change]:
     """The differences between two configurations, in the order of their keys."""
-    before, after = (dict(_flat(json.loads(dump_config(config)))) for config in (old, new))
+    before, after = (dict(flat_settings(config)) for config in (old, new))
     keys = [key for key in {**before, **after} if key not in IDENTITY]
     return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
 def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[Change]:
     """The keys that name the same file as before, whose contents have changed, by what `keys.named_files` returned."""
-    values = dict(_flat(json.loads(dump_config(config))))
+    values = dict(flat_settings(config))
     edited = [key for key in old if key in new and old[key] != new[key]]
     shown = {key: values.get(key, values.get(f"{key}.name")) for key in edited}
     return [Change(key, value, value) for key, value in shown.items()]
@@ -81,14 +81,6 @@ def adjustable_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]
         elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             found += adjustable_keys(info.annotation, f"{key}.")
     return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _words(value: Any) -> str:

@@ -37,12 +37,7 @@ MUST_BE = {
     "use_mtp_layernorm": False,
 }
 """The only values that trainer and engine compute alike."""
-DEFAULTS = {
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-}
+DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 """What a Llama's configuration leaves out where it has these values; a drafter always has a layer."""
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # no drafter can leave them out
 LOSS_KEY = "specrl_loss"  # the loss that specrl has trained a drafter with

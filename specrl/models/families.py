@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specrl.config.base import ConfigError
-from specrl.config.model import TinyModelConfig
+from specrl.config.model import ModelConfig, TinyModelConfig
 from specrl.models.mtp_modules import ERNIE_MTP, MIMO_MTP, MTP_LAYERS, QWEN3_NEXT_MTP, MtpModule
 
 Layout = Literal["qkv", "gate_up", "columns"]
@@ -281,16 +281,28 @@ def tiny_family(tiny: TinyModelConfig) -> Family:
     return family
 
 
-def tiny_expert_shape(tiny: TinyModelConfig) -> ExpertShape | None:
-    """The dimensions of the random model's experts; None where its family has none."""
-    if tiny_family(tiny).router is None:
-        return None
-    return ExpertShape(tiny.num_experts, tiny.num_experts_per_tok, tiny.moe_intermediate_size)
-
-
-def ties_embeddings(tiny: TinyModelConfig) -> bool:
-    """Whether the random model ties its embeddings: as `model.tiny` says or, by default, if its family can."""
-    return tiny_family(tiny).can_tie if tiny.tie_embeddings is None else tiny.tie_embeddings
+def tiny_config(model: ModelConfig) -> dict[str, Any]:
+    """What the `config.json` of the random model of `model.tiny` says, apart from its tokens and its type."""
+    tiny, family = model.tiny, tiny_family(model.tiny)
+    config = {
+        "architectures": [family.architecture],
+        "vocab_size": TINY_VOCAB_SIZE,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.intermediate_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.hidden_size // tiny.num_heads,
+        "tie_word_embeddings": family.can_tie if tiny.tie_embeddings is None else tiny.tie_embeddings,
+        "max_position_embeddings": model.max_length,
+        **{key: [entry] * tiny.num_layers for key, entry in family.every_layer},
+    }
+    if family.router is not None:
+        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # as transformers calls them, too
+        config |= {name: getattr(tiny, name) for name in sizes} | {"norm_topk_prob": True}
+    if family.experts_from is not None:
+        config[family.experts_from] = tiny.num_layers
+    return config
 
 
 def head_dim(hf: Any) -> int:

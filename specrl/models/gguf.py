@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from gguf import GGUFReader, TokenType
-from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specrl.models.directory import WEIGHTS_FILE
 from specrl.models.hf_io import write_tensors
 
-TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""GGUF to Hugging Face, without the layer's prefix and `.weight`."""
-
 
 def write_gguf_model(path: Path, dtype: str, directory: Path) -> None:
     """Write the model of a GGUF file (architecture `llama`, byte-level BPE) as a Hugging Face directory."""
-    reader = GGUFReader(path)
-    config = _config(reader, dtype)
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in _tensors(reader, config)}
-    write_tensors(directory / WEIGHTS_FILE, tensors)
+    unpacked = GgufConfig(dequantize=True)
+    model = LlamaForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=unpacked, dtype=dtype
+    )
+    config = model.config
+    config.architectures = ["LlamaForCausalLM"]
+    config.rms_norm_eps = round(config.rms_norm_eps, 8)  # stored as float32
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    write_tensors(
+        directory / WEIGHTS_FILE, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    )
     config.save_pretrained(directory)
-    _tokenizer(reader).save_pretrained(directory)
+    _tokenizer(GGUFReader(path)).save_pretrained(directory)
 
 
 def _value(reader: GGUFReader, key: str) -> Any:
@@ -50,44 +36,8 @@ def _value(reader: GGUFReader, key: str) -> Any:
     return field.contents()
 
 
-def _config(reader: GGUFReader, dtype: str) -> LlamaConfig:
-    assert _value(reader, "general.architecture") == "llama"
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=_value(reader, "llama.vocab_size"),
-        hidden_size=_value(reader, "llama.embedding_length"),
-        intermediate_size=_value(reader, "llama.feed_forward_length"),
-        num_hidden_layers=_value(reader, "llama.block_count"),
-        num_attention_heads=_value(reader, "llama.attention.head_count"),
-        num_key_value_heads=_value(reader, "llama.attention.head_count_kv"),
-        max_position_embeddings=_value(reader, "llama.context_length"),
-        rms_norm_eps=round(_value(reader, "llama.attention.layer_norm_rms_epsilon"), 8),  # stored as float32
-        rope_theta=_value(reader, "llama.rope.freq_base"),
-        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
-        bos_token_id=_value(reader, "tokenizer.ggml.bos_token_id"),
-        eos_token_id=_value(reader, "tokenizer.ggml.eos_token_id"),
-        pad_token_id=_value(reader, "tokenizer.ggml.padding_token_id"),
-        dtype=dtype,
-    )
-
-
-def _tensors(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for tensor in reader.tensors:
-        parts = tensor.name.removesuffix(".weight").split(".")
-        weight = dequantize(tensor.data, tensor.tensor_type)
-        if parts[-1] in heads:
-            weight = _rotate_halves(weight, heads[parts[-1]])
-        prefix = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
-        yield f"{prefix}{TENSOR_NAMES[parts[-1]]}.weight", torch.from_numpy(np.array(weight))
-
-
-def _rotate_halves(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    rows, columns = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
+    """Made here, since transformers would split digits otherwise than the model's own tokenizer does."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]

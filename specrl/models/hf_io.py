@@ -81,12 +81,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_model(
-    directory: Path,
-    source: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
-    *,
-    writes: bool,
+    directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, writes: bool
 ) -> None:
     """Write a Hugging Face directory with the weights in `tensors`, and tokenizer and configuration of `source`.
 

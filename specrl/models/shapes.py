@@ -8,17 +8,7 @@ from typing import Any
 
 from specrl.config import ConfigError, ModelConfig
 from specrl.models.checks.folder import check_directory
-from specrl.models.families import (
-    FAMILIES,
-    TINY_VOCAB_SIZE,
-    ExpertShape,
-    Family,
-    expert_shape,
-    family_of,
-    ties_embeddings,
-    tiny_expert_shape,
-    tiny_family,
-)
+from specrl.models.families import FAMILIES, ExpertShape, Family, expert_shape, family_of, tiny_config
 from specrl.models.sources import source_kind
 
 
@@ -122,7 +112,7 @@ KNOWN_SHAPES = {
 def model_shape(model: ModelConfig) -> ModelShape:
     """The shape of `model.source`, without loading it."""
     if model.source == "tiny":
-        return _tiny_shape(model)
+        return _shape_of(tiny_config(model))
     if model.source in KNOWN_SHAPES:
         return KNOWN_SHAPES[model.source]
     if source_kind(model.source) == "directory":
@@ -133,25 +123,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
     )
 
 
-def _tiny_shape(model: ModelConfig) -> ModelShape:
-    tiny = model.tiny
-    return ModelShape(
-        family=tiny_family(tiny),
-        num_layers=tiny.num_layers,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        num_heads=tiny.num_heads,
-        num_kv_heads=tiny.num_kv_heads,
-        head_dim=tiny.hidden_size // tiny.num_heads,
-        vocab_size=TINY_VOCAB_SIZE,
-        tied=ties_embeddings(tiny),
-        max_positions=model.max_length,
-        **_expert_fields(tiny_expert_shape(tiny)),
-    )
-
-
 def _shape_of(hf: dict[str, Any]) -> ModelShape:
-    heads = hf["num_attention_heads"]
+    heads, experts = hf["num_attention_heads"], expert_shape(hf) or ExpertShape(0, 0, 0)
     return ModelShape(
         family=family_of(hf),
         num_layers=hf["num_hidden_layers"],
@@ -163,15 +136,7 @@ def _shape_of(hf: dict[str, Any]) -> ModelShape:
         vocab_size=hf["vocab_size"],
         tied=bool(hf.get("tie_word_embeddings", False)),
         max_positions=hf.get("max_position_embeddings", 2048),
-        **_expert_fields(expert_shape(hf)),
+        num_experts=experts.num_experts,
+        experts_per_token=experts.per_token,
+        expert_size=experts.intermediate_size,
     )
-
-
-def _expert_fields(experts: ExpertShape | None) -> dict[str, int]:
-    if experts is None:
-        return {}
-    return {
-        "num_experts": experts.num_experts,
-        "experts_per_token": experts.per_token,
-        "expert_size": experts.intermediate_size,
-    }

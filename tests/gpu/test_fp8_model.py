@@ -23,8 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from specrl.config import Config, PolicyConfig, PrecisionConfig
 from specrl.distributed import Ranks, join
-from specrl.models.families import FAMILIES
-from specrl.models.shapes import TINY_VOCAB_SIZE
+from specrl.models.families import FAMILIES, TINY_VOCAB_SIZE
 from specrl.models.sources import materialise_model
 from specrl.models.tiny import character_tokenizer
 from specrl.precision import native

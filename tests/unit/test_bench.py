@@ -21,7 +21,7 @@ from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import table, write_results
 from specrl.bench.rollouts import engines
 from specrl.bench.rollouts.main import longest
-from specrl.bench.rollouts.rounds import Workload
+from specrl.bench.rollouts.rounds import rounds_of
 from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError, SpeculationConfig, dump_config, parse_config
@@ -76,12 +76,12 @@ def test_every_side_runs_once_in_every_round_and_none_is_always_first() -> None:
 def test_a_batch_takes_requests_that_last_and_other_ones_in_each_round() -> None:
     requests = [Request([1], seed, 50, 1.0) for seed in range(64)]
     lengths = {seed: 50 if seed % 4 == 0 else 3 for seed in range(64)}
-    one, large = (Workload.of(longest(requests, lengths, max(batch, 8), 20), batch, 3) for batch in (1, 32))
+    one, large = (rounds_of(longest(requests, lengths, max(batch, 8), 20), batch, 3) for batch in (1, 32))
     lasting = list(range(0, 64, 4))
-    assert [[request.seed for request in asked] for asked in one.rounds] == [lasting[:8], lasting[8:], lasting[:8]]
-    assert {request.max_tokens for requests in one.rounds for request in requests} == {20}
-    assert [len(requests) for requests in large.rounds] == [32] * 3
-    assert len({request.seed for request in large.rounds[0]}) == 32
+    assert [[request.seed for request in asked] for asked in one] == [lasting[:8], lasting[8:], lasting[:8]]
+    assert {request.max_tokens for requests in one for request in requests} == {20}
+    assert [len(requests) for requests in large] == [32] * 3
+    assert len({request.seed for request in large[0]}) == 32
 
 
 def test_tables_are_markdown_and_a_ratio_has_its_range() -> None:

@@ -11,7 +11,7 @@ import pytest
 from flows.cli import invoke
 from specrl.bench.drafter.candidates import read_candidate
 from specrl.bench.drafter.initial import write_instructions
-from specrl.bench.drafter.main import workload
+from specrl.bench.drafter.main import rounds_of_prompts
 from specrl.bench.options import DrafterOptions
 from specrl.bench.rollouts.rounds import Measurement, compared
 from specrl.config import ConfigError, parse_config
@@ -57,7 +57,7 @@ def test_general_prompts_are_not_those_of_the_task(tmp_path: Path) -> None:
 def test_every_round_asks_all_prompts_with_other_seeds_and_fills_a_batch() -> None:
     options = DrafterOptions(None, (), None, 3, 8, (3,), (1.0,), (4,), 2, (), 1)
     prompts = [Prompt(number, "", [number + 1], "") for number in range(3)]
-    first, second = workload(options, prompts, 4, 0.5).rounds
+    first, second = rounds_of_prompts(options, prompts, 4, 0.5)
     assert [request.prompt_tokens for request in first] == [[1], [2], [3], [1]]
     assert len({request.seed for request in (*first, *second)}) == 8
     assert {(request.max_tokens, request.temperature) for request in first} == {(8, 0.5)}
@@ -85,7 +85,7 @@ def test_rates_and_acceptance_are_compared_round_by_round() -> None:
             if accepted
             else SpeculationStats()
         )
-        return Measurement(None, [[Generation([], stats, took, 20)] for took in seconds])  # type: ignore[arg-type]
+        return Measurement([[Generation([], stats, took, 20)] for took in seconds])
 
     found = compared(measured((3.0, 6.0), accepted=1), measured((8.0, 16.0), accepted=0))
     assert (found["speedup"], found["speedup_min"], found["speedup_max"]) == pytest.approx((8 / 3, 8 / 3, 8 / 3))

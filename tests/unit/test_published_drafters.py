@@ -19,7 +19,8 @@ from specrl.events import read_events
 from specrl.keys import run_keys
 from specrl.models.checks.config import rope_of
 from specrl.models.drafters import NORM_FLAGS, check_source_drafter, with_source_sizes
-from specrl.models.shapes import TINY_VOCAB_SIZE, model_shape
+from specrl.models.families import TINY_VOCAB_SIZE
+from specrl.models.shapes import model_shape
 from specrl.projection.memory import Rank, kv_bytes_per_token
 from specrl.projection.plan import plan
 from specrl.stages import prepare

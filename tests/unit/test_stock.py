@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from specrl.bench.gpu.acceptance import rate_for
-from specrl.bench.stock import (
-    GpuShare,
-    StockEngine,
-    StockError,
-    engine_devices,
-    stock_arguments,
-    stock_environment,
-)
+from specrl.bench.stock import StockEngine, StockError, gpu_share, stock_arguments, stock_environment
 from specrl.config import Config, EngineConfig
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
@@ -27,7 +20,7 @@ from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 def test_it_chooses_its_own_scheduler_and_sampler() -> None:
     config = Config(name="default", engine=EngineConfig(max_num_seqs=7))
-    on_gpu = stock_arguments(Path("policy"), config, GpuShare("0", 0.4))
+    on_gpu = stock_arguments(Path("policy"), config, 0.4)
     assert not {"max_num_seqs", "async_scheduling", "enforce_eager", "speculative_config"} & set(on_gpu)
     assert on_gpu["gpu_memory_utilization"] == 0.4
     on_cpu = stock_arguments(Path("policy"), config, None)
@@ -57,23 +50,13 @@ def test_its_environment_is_the_users() -> None:
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands
 
 
-def test_it_has_the_gpus_of_its_ranks_engine() -> None:
-    assert engine_devices(["0", "1", "2", "3"], local_rank=3, size=2) == "2,3"
-    assert engine_devices(["GPU-a"], local_rank=0, size=1) == "GPU-a"
-    with pytest.raises(StockError, match="needs 2 GPUs in one process, and this rank sees 1"):
-        engine_devices(["5"], local_rank=0, size=2)
-
-
 def test_it_gets_the_memory_that_the_ranks_own_engine_would_or_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(name="default", engine=EngineConfig(gpu_memory_fraction=0.4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (98, 100))
-    beside = GpuShare.beside(config, 0)
-    assert beside is not None and beside.share == 0.4
+    assert gpu_share(config) == 0.4
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40, 100))
-    least = GpuShare.beside(config, 0)
-    assert least is not None and least.share == pytest.approx(0.368)
+    assert gpu_share(config) == pytest.approx(0.368)
 
 
 def test_an_engine_that_has_died_is_said_to_have(tmp_path: Path) -> None:

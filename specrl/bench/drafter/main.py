@@ -13,9 +13,8 @@ from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, 
 from specrl.bench.drafter.initial import cells_of, make_drafters
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import DrafterOptions, RunOptions
-from specrl.bench.pages import hardware, table, write_results
 from specrl.bench.rollouts.engines import GPU_SHARE
-from specrl.bench.rollouts.rounds import Variant, Workload, compared, measure
+from specrl.bench.rollouts.rounds import Variant, compared, measure, write_rounds
 from specrl.bench.run.main import train_cells
 from specrl.config import Config
 from specrl.data.files import read_requests
@@ -29,14 +28,16 @@ from specrl.rollout.vllm.engine.arguments import gpu_memory
 
 PROMPT_TOKENS = 1024  # a longer prompt loses its beginning
 HOW = """
-Policy `{policy}`, {prompts} prompts of `{data}`, each answered to its natural end or to {max_tokens} tokens. Every
-round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round). The
-speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the median
-of {repeats} rounds with the least and the greatest; n-gram lookup takes part in the same rounds. Plain decoding is
-specrl's engine without drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of
-the drafts that reach it. Drafts have full length whether they pay or not. {differing} of {responses} responses with
-drafts differ from those of plain decoding; near-ties aside, which rounding decides, nothing may change a token.
+Policy `{options.model}`, {prompts} prompts of `{options.data}`, each answered to its natural end or to
+{options.max_tokens} tokens. Every round runs every variant once on the same requests (same prompts, weights and seeds;
+the order changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in
+that round, shown as the median of {options.repeats} rounds with the least and the greatest; n-gram lookup takes part in
+the same rounds. Plain decoding is specrl's engine without drafts. The acceptance length is 1 + accepted tokens per
+draft; rates by position are shares of the drafts that reach it. Drafts have full length whether they pay or not.
+{differing} of {total} responses with drafts differ from those of plain decoding; near-ties aside, which rounding
+decides, nothing may change a token.
 """
+TITLE = "Drafters on a file of prompts"
 COLUMNS = {
     "drafter": "drafter",
     "kind": "kind",
@@ -82,8 +83,8 @@ def measure_file(job: BenchJob, options: DrafterOptions) -> None:
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
         for temperature in options.temperatures:
-            load = workload(options, prompts, batch, temperature)
-            plain, *others = measure([variant for _, variant in variants], load)
+            rounds = rounds_of_prompts(options, prompts, batch, temperature)
+            plain, *others = measure([variant for _, variant in variants], rounds, batch)
             rows += [
                 {
                     **{name: getattr(one, name) for name in ("kind", "layers", "loss", "notes")},
@@ -92,28 +93,26 @@ def measure_file(job: BenchJob, options: DrafterOptions) -> None:
                 }
                 for (one, variant), own in zip(variants, (plain, *others), strict=True)
             ]
-            report(job, options, len(prompts), rows)
+            write_rounds(job, rows, TITLE, HOW, COLUMNS, options=options, prompts=len(prompts))
             words = ", ".join(f"{row['drafter']} k={row['k']} {row['speedup']:.2f}x" for row in rows[-len(others) :])
             say(f"batch {batch}, temperature {temperature:g}: {words}")
     for engine in engines.values():
         engine.shutdown()
 
 
-def workload(options: DrafterOptions, prompts: Sequence[Prompt], batch: int, temperature: float) -> Workload:
+def rounds_of_prompts(
+    options: DrafterOptions, prompts: Sequence[Prompt], batch: int, temperature: float
+) -> list[list[Request]]:
     """Make rounds of all prompts, with other seeds in each; prompts that do not fill a batch are asked again."""
-    rounds = [
+    return [
         [
             Request(
-                prompts[place % len(prompts)].tokens,
-                response_seed(0, turn, place, 0),
-                options.max_tokens,
-                temperature,
+                prompts[place % len(prompts)].tokens, response_seed(0, turn, place, 0), options.max_tokens, temperature
             )
             for place in range(max(batch, len(prompts)))
         ]
         for turn in range(options.repeats)
     ]
-    return Workload(batch, rounds)
 
 
 def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> Engine:
@@ -149,18 +148,3 @@ def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
             "resources": {"gpus_per_rank": int(cuda), "ranks_per_node": 1},
         }
     )
-
-
-def report(job: BenchJob, options: DrafterOptions, prompts: int, rows: list[dict[str, Any]]) -> None:
-    drafted = [row for row in rows if row["k"]]
-    how = HOW.format(
-        policy=options.model,
-        data=options.data,
-        prompts=prompts,
-        max_tokens=options.max_tokens,
-        repeats=options.repeats,
-        differing=sum(row["responses_differing"] for row in drafted),
-        responses=sum(row["responses"] for row in drafted),
-    )
-    sections, machine = [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
-    write_results(job, rows, "Drafters on a file of prompts", sections, machine)

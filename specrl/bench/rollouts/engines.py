@@ -30,10 +30,9 @@ class Engines:
         self.drafting: dict[str, Engine] = {}
         self.stock: StockVariant | None = None
 
-    def add_stock(self, lengths: Mapping[int, int], local_rank: int, folder: Path) -> None:
+    def add_stock(self, lengths: Mapping[int, int], folder: Path) -> None:
         """Start stock vLLM; `lengths` are those of the natural response to each request, by the request's seed."""
-        log = folder / LOG_FILE
-        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), log, local_rank=local_rank)
+        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / LOG_FILE)
         say("stock vLLM: started")
         self.stock = StockVariant(engine, lengths)
 

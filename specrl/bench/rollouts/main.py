@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import hardware, table, write_results
 from specrl.bench.rollouts.engines import Engines, stored_responses
-from specrl.bench.rollouts.rounds import LEAST_REQUESTS, Workload, compared, measure
+from specrl.bench.rollouts.rounds import LEAST_REQUESTS, compared, measure, rounds_of, write_rounds
 from specrl.bench.spread import Spread, ratios
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
@@ -27,16 +25,16 @@ POOL_SIZE = 64
 HOW = """
 Run `{run}`. Every round runs every variant once on the same requests (same prompts, weights and seeds; the order
 changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in that
-round, shown as the median of {repeats} rounds with the least and the greatest. Plain decoding has an engine of its own
-without a drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler and
-limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the row
-of plain decoding (k = 0) this is the ratio of the two baselines. {wrong} of {total} speculative responses differ from
-those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a near-tie
-differently. The requests are held-out prompts whose responses have at least {max_tokens} tokens (or the longest there
-are) and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are
-eight of them, one batch after another. Prefill is part of the time. k is the longest draft; `adaptive` leaves it to the
-engine, after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the
-same policy with other seeds.
+round, shown as the median of {options.repeats} rounds with the least and the greatest. Plain decoding has an engine of
+its own without a drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler
+and limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the
+row of plain decoding (k = 0) this is the ratio of the two baselines. {differing} of {total} speculative responses
+differ from those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a
+near-tie differently. The requests are held-out prompts whose responses have at least {options.max_tokens} tokens (or
+the longest there are) and are cut there, so that the batch keeps its size; each round has other prompts, and below
+batch 8 there are eight of them, one batch after another. Prefill is part of the time. k is the longest draft;
+`adaptive` leaves it to the engine, after uncounted runs in which it learned its times. Replay has one stored response
+per prompt, sampled from the same policy with other seeds.
 """
 COLUMNS = {
     "batch": "batch",
@@ -53,7 +51,8 @@ COLUMNS = {
 
 def main(job: BenchJob) -> None:
     """Measure every variant at every batch size, and write the rows and the page after each of these."""
-    ranks, subject = join(), job.subject
+    subject, run = job.subject, job.run_dir and job.run_dir.name
+    join()
     options = TypeAdapter(RolloutOptions).validate_python(job.options)
     engines = Engines(subject, options)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
@@ -61,13 +60,13 @@ def main(job: BenchJob) -> None:
     requests = pool(prompts, subject.config)
     answers = engines.plain.engine.generate(requests).responses
     lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
-    engines.add_stock(lengths, ranks.local_rank, job.folder)
+    engines.add_stock(lengths, job.folder)
     engines.add_methods(stored_responses(engines.plain.engine, pool(prompts, subject.config, "bench replay")))
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
         lasting = longest(requests, lengths, max(batch, LEAST_REQUESTS), options.max_tokens)
-        rows += measure_load(engines, Workload.of(lasting, batch, options.repeats))
-        report(job, options, rows)
+        rows += measure_batch(engines, rounds_of(lasting, batch, options.repeats), batch)
+        write_rounds(job, rows, "Speculative against plain rollouts", HOW, COLUMNS, run=run, options=options)
     engines.shutdown()
     leave()
 
@@ -85,16 +84,16 @@ def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, ma
     return [replace(request, max_tokens=max_tokens) for request in order[: max(count, lasting)]]
 
 
-def measure_load(engines: Engines, load: Workload) -> list[dict[str, Any]]:
-    """Run all variants on a workload; return their rows, plain decoding's first."""
+def measure_batch(engines: Engines, rounds: list[list[Request]], batch: int) -> list[dict[str, Any]]:
+    """Run all variants in all rounds; return their rows, plain decoding's first."""
     assert engines.stock is not None
     variants = [engines.plain, *engines.variants()]
-    *measured, stock = measure([*variants, engines.stock], load)
+    *measured, stock = measure([*variants, engines.stock], rounds, batch)
     rows = [
         {
             "method": variant.method,
             "k": variant.k,
-            "batch": load.batch,
+            "batch": batch,
             **compared(found, measured[0]),
             "speedup_over_stock": ratios(found.rates, stock.rates).median,
             "stock_tokens_per_s": Spread.of(stock.rates).median,
@@ -104,19 +103,5 @@ def measure_load(engines: Engines, load: Workload) -> list[dict[str, Any]]:
     ]
     plain, stock_rate = rows[0]["tokens_per_s"], rows[0]["stock_tokens_per_s"]
     words = ", ".join(f"{row['method']} k={row['k']} {row['speedup']:.2f}x" for row in rows[1:])
-    say(f"batch {load.batch}: plain {plain:.0f} tokens/s, stock vLLM {stock_rate:.0f}; {words}")
+    say(f"batch {batch}: plain {plain:.0f} tokens/s, stock vLLM {stock_rate:.0f}; {words}")
     return rows
-
-
-def report(job: BenchJob, options: RolloutOptions, rows: list[dict[str, Any]]) -> None:
-    assert job.run_dir is not None
-    fast = [row for row in rows if row["k"] != 0]
-    how = HOW.format(
-        run=job.run_dir.name,
-        repeats=options.repeats,
-        max_tokens=options.max_tokens,
-        wrong=sum(row["responses_differing"] for row in fast),
-        total=sum(row["responses"] for row in fast),
-    )
-    sections, machine = [how, table(rows, COLUMNS)], hardware(torch.get_num_threads())
-    write_results(job, rows, "Speculative against plain rollouts", sections, machine)

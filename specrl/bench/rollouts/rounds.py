@@ -6,27 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from specrl.bench.job import BenchJob
+from specrl.bench.pages import Rows, hardware, table, write_results
 from specrl.bench.spread import Spread, order_of, ratios
 from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests that are generated `batch` at a time, with other requests in each round."""
-
-    batch: int
-    rounds: list[list[Request]]
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], batch: int, repeats: int) -> Workload:
-        """Go through the requests in turn, a batch or `LEAST_REQUESTS` in each round, and begin again at their end."""
-        count = max(batch, LEAST_REQUESTS)
-        places = [[(start * count + i) % len(requests) for i in range(count)] for start in range(repeats)]
-        return cls(batch, [[requests[place] for place in round] for round in places])
 
 
 @dataclass(frozen=True)
@@ -63,9 +52,8 @@ class StockVariant:
 
 @dataclass
 class Measurement:
-    """The generations of one variant on one workload."""
+    """The generations of one variant."""
 
-    variant: Variant | StockVariant
     generations: list[list[Generation]] = field(default_factory=list)  # by round
 
     @property
@@ -84,26 +72,28 @@ class Measurement:
         return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
-def measure(variants: Sequence[Variant | StockVariant], workload: Workload) -> list[Measurement]:
-    """Run each variant once in each round, after uncounted runs that warm up.
+def rounds_of(requests: Sequence[Request], batch: int, repeats: int) -> list[list[Request]]:
+    """Go through the requests in turn, a batch or `LEAST_REQUESTS` in each round, and begin again at their end."""
+    count = max(batch, LEAST_REQUESTS)
+    return [[requests[(start * count + place) % len(requests)] for place in range(count)] for start in range(repeats)]
+
+
+def measure(
+    variants: Sequence[Variant | StockVariant], rounds: Sequence[list[Request]], batch: int
+) -> list[Measurement]:
+    """Run each variant once in each round, `batch` requests at a time, after uncounted runs that warm up.
 
     All variants of a round do the same work, since drafts change no token. The order changes, so that a machine that
     slows down or speeds up favours none of them.
     """
-    measured = [Measurement(variant) for variant in variants]
+    measured = [Measurement() for _ in variants]
     for variant in variants:
-        warm_up(variant, workload)
-    for number, requests in enumerate(workload.rounds):
+        for _ in range(2 if isinstance(variant.k, str) else 1):  # an engine that chooses k learns what is accepted
+            variant.generate(rounds[0], batch)
+    for number, requests in enumerate(rounds):
         for index in order_of(len(variants), number):
-            measured[index].generations.append(variants[index].generate(requests, workload.batch))
+            measured[index].generations.append(variants[index].generate(requests, batch))
     return measured
-
-
-def warm_up(variant: Variant | StockVariant, workload: Workload) -> None:
-    """Generate the first round uncounted, twice where an engine chooses its drafts: it learns what is accepted."""
-    chooses = isinstance(variant, Variant) and isinstance(variant.k, str)
-    for _ in range(1 + chooses):
-        variant.generate(workload.rounds[0], workload.batch)
 
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
@@ -119,3 +109,11 @@ def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
         "responses": len(own.tokens),
         "responses_differing": sum(a != b for a, b in zip(own.tokens, plain.tokens, strict=True)),
     }
+
+
+def write_rounds(job: BenchJob, rows: Rows, title: str, how: str, columns: Mapping[str, str], **values: object) -> None:
+    """Write the rows and their page; `how` has the values, the number of responses with drafts, and how many differ."""
+    drafted = [row for row in rows if row["k"] != 0]
+    total, differing = (sum(row[name] for row in drafted) for name in ("responses", "responses_differing"))
+    sections = [how.format(total=total, differing=differing, **values), table(rows, columns)]
+    write_results(job, rows, title, sections, hardware(torch.get_num_threads()))
