@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from specrl.precision.near_ties import compare, measure_noise
 from specrl.rollout.engine import Engine
-from specrl.rollout.sampling.near_ties import compare, measure_noise
 from specrl.validation.exactness import measure_exactness, traces
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy

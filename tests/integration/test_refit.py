@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from specrl.precision.near_ties import Noise, compare
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
 from specrl.rollout.refit.policy_probe import check_policy
-from specrl.rollout.sampling.near_ties import Noise, compare
 from specrl.validation.exactness import traces
 from tests.exactness.engines import logprobs_of, mixed_requests, running, verify_policy
 from tests.exactness.toy import (
