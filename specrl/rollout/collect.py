@@ -108,6 +108,7 @@ def _rollout(
     reward: float,
     origin: Origin,
 ) -> Rollout:
+    drafts = response.stats
     return Rollout(
         step=origin.step,
         rank=origin.rank,
@@ -123,9 +124,9 @@ def _rollout(
         response=response.text,
         answer=prompt.answer,
         finish_reason=response.finish_reason,
-        num_drafts=response.num_drafts,
-        num_draft_tokens=response.num_draft_tokens,
-        num_accepted_tokens=response.num_accepted_tokens,
+        num_drafts=drafts.num_drafts,
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_accepted_tokens=drafts.num_accepted_tokens,
         num_stored=stored[0],
         own_stored_tokens=stored[1],
         started_at=response.started_at,

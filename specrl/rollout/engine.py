@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ class Engine(VllmEngine):
                     break
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}
         ordered = [responses[index] for index in range(len(requests))]
-        drafts = [draft for response in ordered for draft in response.drafts]
+        drafts = chain.from_iterable(response.drafts for response in ordered)
         stats = SpeculationStats.of(drafts, self.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
         return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
@@ -401,7 +402,6 @@ class Engine(VllmEngine):
             self.drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        stats = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -410,9 +410,6 @@ class Engine(VllmEngine):
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
             drafts=request.drafts,

@@ -70,9 +70,6 @@ class Response:
     text: str
     finish_reason: str
     """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
     started_at: float
     """When its first token arrived, in Unix seconds."""
     finished_at: float
@@ -81,6 +78,11 @@ class Response:
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
     where they were not asked for, or the policy has none."""
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The counters of its drafts, without `decode_steps`."""
+        return SpeculationStats.of(self.drafts)
 
 
 @dataclass(frozen=True)

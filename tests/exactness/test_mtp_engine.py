@@ -142,7 +142,7 @@ def test_no_draft_length_and_no_batch_size_changes_a_token(case: Case, trained: 
         case.engine.set_k(k)
         responses = in_batches(case.engine, REQUESTS, size)
         assert [response.tokens for response in responses] == plain
-        assert not trained or sum(response.num_accepted_tokens for response in responses) > 0
+        assert not trained or sum(response.stats.num_accepted_tokens for response in responses) > 0
     case.engine.set_k(K)
 
 

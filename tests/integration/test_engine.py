@@ -118,9 +118,9 @@ def test_responses_come_in_order_with_text_reason_and_times(engine: Engine) -> N
 def test_counters_of_requests_add_up_to_those_of_the_generation(engine: Engine) -> None:
     generation = engine.generate(mixed_requests(40, seed=1))
     responses, stats = generation.responses, generation.stats
-    assert stats.num_drafts == sum(response.num_drafts for response in responses) > 0
-    assert stats.num_draft_tokens == sum(response.num_draft_tokens for response in responses)
-    assert stats.num_accepted_tokens == sum(response.num_accepted_tokens for response in responses) > 0
+    assert stats.num_drafts == sum(response.stats.num_drafts for response in responses) > 0
+    assert stats.num_draft_tokens == sum(response.stats.num_draft_tokens for response in responses)
+    assert stats.num_accepted_tokens == sum(response.stats.num_accepted_tokens for response in responses) > 0
     assert sum(stats.accepted_per_pos) == stats.num_accepted_tokens
     assert stats.decode_steps < max(len(response.tokens) for response in responses) * 2
 

@@ -66,8 +66,7 @@ class CountingEngine:
         rows = zip(tokens, requests, strict=True)
         ends = ["length" if len(row) == request.max_tokens else "abort" for row, request in rows]
         responses = [
-            Response(row, [0.0] * len(row), None, "", end, 0, 0, 0, 0.0, 0.0)
-            for row, end in zip(tokens, ends, strict=True)
+            Response(row, [0.0] * len(row), None, "", end, 0.0, 0.0) for row, end in zip(tokens, ends, strict=True)
         ]
         stats = SpeculationStats(1, 1, 1, accepted_per_pos=(1,), drafted_per_pos=(1,))
         return Generation(responses, stats, 0.0, sum(map(len, tokens)))
