@@ -18,8 +18,9 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context, length_range
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.requests import Generation
+from specrl.validation.answering import by_context, length_range
 
 
 def folder(path: Path, **config: Any) -> Path:

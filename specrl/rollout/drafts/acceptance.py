@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
 """The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""
-SHORTEST = 16
-"""The upper end of the first range of lengths, in tokens; each further range is as long as all before it."""
 
 
 class VerifiedDraft(NamedTuple):
@@ -105,22 +103,6 @@ class SpeculationStats:
 def over_engines(parts: Sequence[SpeculationStats]) -> SpeculationStats:
     """Add the counters of engines that ran side by side; `decode_steps` are those of the one that took the most."""
     return replace(SpeculationStats.merge(parts), decode_steps=max(part.decode_steps for part in parts))
-
-
-def by_context(drafts: Iterable[VerifiedDraft]) -> dict[tuple[int, int], SpeculationStats]:
-    """Count drafts by the first and the last length of the range that their context lies in, the shortest first."""
-    found: dict[tuple[int, int], list[VerifiedDraft]] = {}
-    for draft in drafts:
-        found.setdefault(length_range(draft.context), []).append(draft)
-    return {ends: SpeculationStats.of(found[ends]) for ends in sorted(found)}
-
-
-def length_range(length: int) -> tuple[int, int]:
-    """The range that a length lies in: 0 to 15, 16 to 31, 32 to 63, ..."""
-    if length < SHORTEST:
-        return 0, SHORTEST - 1
-    first = 1 << (length.bit_length() - 1)
-    return first, 2 * first - 1
 
 
 def _sum_per_pos(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
