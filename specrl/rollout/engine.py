@@ -267,12 +267,12 @@ class Engine(VllmEngine):
         return self.precision.mode(self.policy)
 
     def assert_quantised(self) -> None:
-        """Check, after a generation, that an FP8 engine has quantised activations and all weights.
+        """Check that the policy's layers compute in the precision that the recipe says.
 
         Raises:
-            NotQuantisedError: A layer computes in another precision than the recipe says.
+            NotQuantisedError: A layer computes in another precision.
         """
-        self.precision.assert_quantised(self.policy, compiled=self.config.engine.compile)
+        self.precision.assert_quantised(self.policy)
 
     def refit(
         self,

@@ -72,8 +72,6 @@ class _Emulated:
     def __init__(self, power_of_two: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.power_of_two = power_of_two
-        self.num_weight_quantisations = 0
-        self.num_activation_quantisations = 0
 
     def quantise_inputs(self, x: Tensor) -> Tensor:
         """Round inputs [..., in], each row by itself."""
@@ -98,13 +96,10 @@ class EmulatedFp8Linear(_Emulated, UnquantizedLinearMethod):  # type: ignore[mis
         """Round the weight before vLLM packs it, at the start and at every refit."""
         weight: Any = layer.weight
         weight.data.copy_(self.quantise_weight(weight.data))
-        self.num_weight_quantisations += 1
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer: [..., in] -> [..., out]."""
-        if not torch.compiler.is_compiling():
-            self.num_activation_quantisations += 1
         output: Tensor = super().apply(layer, self.quantise_inputs(x), bias)
         return output
 
@@ -127,7 +122,6 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
         for w13, w2 in zip(layer.w13_weight.data, layer.w2_weight.data, strict=True):
             w13.copy_(fake_quantise_rows(w13, (width, width), power_of_two=self.power_of_two))
             w2.copy_(self.quantise_matrix(w2))
-        self.num_weight_quantisations += 1
 
     def apply(
         self,
@@ -140,7 +134,6 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
     ) -> Tensor:
         """Sum each token's experts: [tokens, hidden] -> the same; with tensor parallelism, this rank's part of it."""
         assert shared_experts is None and layer.expert_map is None
-        self.num_activation_quantisations += 1
         inputs = self.quantise_inputs(x)
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in sorted(set(topk_ids.flatten().tolist())):
