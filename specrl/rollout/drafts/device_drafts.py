@@ -29,8 +29,8 @@ from specrl.rollout.drafts.text_index import (
 CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
 KINDS = NOTHING + 1
-FACTS = 3
-PROMPT, NUMBER, LIMIT = range(FACTS)
+FACTS = 5
+PROMPT, NUMBER, LIMIT, OWN_START, OWN_END = range(FACTS)
 """The columns of `Requests.facts`."""
 
 
@@ -38,10 +38,8 @@ class Requests(NamedTuple):
     """What is known of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 3] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
-    length, prompt included, at which it ends at the latest."""
-    seeds: Tensor
-    """[slots] int64."""
+    """[slots, 5] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    length, prompt included, at which it ends at the latest; where the text of its own seed begins and ends."""
     prompt_lengths: Tensor
     """[slots] int32."""
     lengths: Tensor
@@ -149,7 +147,7 @@ class DeviceDrafts:
         back = lengths.long()[:, None] - 1 - self._back
         tokens = requests.tokens[slots[:, None], back.clamp(min=0)].long()
         last = torch.where(back >= prompt_lengths[:, None], tokens, END)
-        found = self.index.find(last, facts[:, PROMPT], requests.seeds[slots], lengths - prompt_lengths)
+        found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START:], lengths - prompt_lengths)
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         if drafter is not None:

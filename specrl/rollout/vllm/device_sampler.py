@@ -54,8 +54,9 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Keep what the verification of drafts needs to know of a request."""
+        """Keep what drafts and their verification need to know of a request."""
         super().add_request(req_idx, sampling_params)
+        self.req_states.set_seed(req_idx, sampling_params.seed)
         stops = list(sampling_params.stop_token_ids or ())
         if len(stops) > MOST_STOP_TOKENS:
             raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
