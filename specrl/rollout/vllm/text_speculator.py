@@ -23,15 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import (
-    FACTS,
-    OWN_END,
-    OWN_START,
-    PROMPT,
-    Batch,
-    DeviceDrafts,
-    Requests,
-)
+from specrl.rollout.drafts.device_drafts import FACTS, OWN_START, PROMPT, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -62,7 +54,7 @@ class KnownRequests(RequestState):  # type: ignore[misc]
 
     def set_seed(self, slot: int, seed: int) -> None:
         """Find the text of a request's own seed, which `InvariantSampler` gets to know after it was added."""
-        self.facts.np[slot, [OWN_START, OWN_END]] = self.texts.own_span(int(self.facts.np[slot, PROMPT]), seed)
+        self.facts.np[slot, OWN_START:] = self.texts.own_span(int(self.facts.np[slot, PROMPT]), seed)
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
