@@ -17,7 +17,6 @@ from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm.drafting import Drafting
@@ -320,24 +319,16 @@ class Engine(VllmEngine):
         """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.
 
         Raises:
-            RefitError: The engine has no drafter.
             DrafterCollapseError: Tensors differ on this rank; it names them.
         """
-        if self.drafter is None:
-            raise RefitError("the trainer has a drafter to compare with, but the engine has none")
+        assert self.drafter is not None, "an engine without a drafter"
         expected = Expected(self.drafter, self._family, policy=self.policy)
         expected.take(weights)
         expected.check()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
-        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
-
-        Raises:
-            ValueError: A sequence is longer than `model.max_length`.
-        """
-        if any(len(tokens) > self.max_length for tokens in sequences):
-            longest = max(len(tokens) for tokens in sequences)
-            raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
+        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes."""
+        assert all(len(tokens) <= self.max_length for tokens in sequences), "longer than model.max_length"
         params = scoring_params()
         results: dict[int, SequenceScore] = {}
         if self.drafting is not None:

@@ -249,5 +249,5 @@ def test_parity_counts_missing_numbers_as_disagreement() -> None:
     assert check_policy([[-1.0, -2.0]], [[-1.1, -2.1]], 0.2).mean == pytest.approx(0.1)
     with pytest.raises(PolicyParityError):
         check_policy([[-1.0, float("nan")]], [[-1.0, -2.0]], 0.2)
-    with pytest.raises(ValueError, match="same sequences"):
+    with pytest.raises(AssertionError, match="same sequences"):
         check_policy([[-1.0]], [[-1.0, -2.0]], 0.2)

@@ -36,8 +36,7 @@ class CraftedInputs:
         self.support = [token for token in range(vocab_size) if token not in stop_tokens][:SUPPORT]
         self.num_accepted = 0
         self.num_rejected = 0
-        if len(self.support) < SUPPORT:
-            raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
+        assert len(self.support) == SUPPORT, "a vocabulary that is too small for the sampler's self-test"
 
     def requests(self) -> list[Request]:
         """One request for each of `SETTINGS`, with prompts of tokens in the support."""
