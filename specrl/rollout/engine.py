@@ -16,10 +16,10 @@ from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
+from specrl.rollout.drafting import Drafting
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.stop_strings import StopStrings
-from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,

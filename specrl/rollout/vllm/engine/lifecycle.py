@@ -85,6 +85,11 @@ class VllmEngine:
         return list(self.llm.vllm_config.compilation_config.cudagraph_capture_sizes or ())
 
     @property
+    def text_speculator(self) -> Any:
+        """The `TextSpeculator` of an engine that drafts."""
+        return self.runner.speculator.text
+
+    @property
     def _core(self) -> Any:
         return self.llm.engine_core.engine_core
 

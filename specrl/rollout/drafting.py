@@ -29,7 +29,7 @@ class Drafting:
         self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
         self.k = drafter_k or replay_k
         """The longest draft that `set_length` takes, in tokens."""
-        self._text = engine.runner.speculator.text
+        self._text = engine.text_speculator
         self.texts: TextStore = self._text.texts
         """The texts to draft from; what changes there counts from the next generation on."""
         if config.speculation.draft_method.replays:
