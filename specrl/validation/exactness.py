@@ -8,7 +8,7 @@ from specrl.artifacts import ExactnessResult, ParityCounts
 from specrl.precision.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.vllm.recorder import Recorder
+from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
 Tokens = tuple[int, ...]

@@ -77,9 +77,12 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
     def pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick the token that follows each row; `requests` [rows] are the runner's numbers of the rows' requests."""
+        return self.sampling.pick(logits, *self.settings(requests), positions + 1)
+
+    def settings(self, requests: Tensor) -> tuple[Tensor, ...]:
+        """The temperature, top-k, top-p and seed of each row."""
         states = self.sampling_states
-        settings = states.temperature, states.top_k, states.top_p, states.seeds
-        return self.sampling.pick(logits, *(values.gpu[requests] for values in settings), positions + 1)
+        return tuple(values.gpu[requests] for values in (states.temperature, states.top_k, states.top_p, states.seeds))
 
     def remaining(self, requests: Tensor) -> Tensor:
         """How many tokens each request may still get, at least 1: of one that has ended they are thrown away."""

@@ -59,9 +59,8 @@ class CraftedInputs:
         self._sampler.sampling = self._sampling
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
-        states, following = self._sampler.sampling_states, positions.cpu() + 1
-        settings = (states.temperature, states.top_k, states.top_p, states.seeds)
-        temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)
+        temperature, top_k, top_p, seeds = (values.cpu() for values in self._sampler.settings(requests))
+        following = positions.cpu() + 1
         crafted = self._logits(following, logits.shape[1])
         right = pick_at(crafted, temperature, top_k, top_p, seeds, following).tokens
         first, second = self.support[:2]

@@ -36,9 +36,7 @@ class Recorder:
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         picked: Picked = type(self.sampler).pick(self.sampler, logits, requests, positions)
-        states = self.sampler.sampling_states
-        settings = (states.temperature, states.top_k, states.top_p, states.seeds)
-        of_rows = logits, *(values.gpu[requests] for values in settings), positions + 1, picked.tokens
+        of_rows = logits, *self.sampler.settings(requests), positions + 1, picked.tokens
         for rows in zip(*(values.split(ROWS_TOGETHER) for values in of_rows), strict=True):
             self._record(*rows)
         return picked
