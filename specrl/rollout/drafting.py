@@ -55,6 +55,7 @@ class Drafting:
     def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
+        self.costs.saved = 0.0
         self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(stop_tokens)
         numbers = (self.texts.number_of(request.prompt_tokens) for request in requests)
@@ -101,9 +102,10 @@ class Drafting:
         sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
         return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
 
-    def take_saved_seconds(self) -> float | None:
-        """An estimate of the seconds that drafts saved since the last call; None where no times are known."""
-        return self.costs.take_saved_seconds() if self._is_measured else None
+    @property
+    def saved_s(self) -> float | None:
+        """See `Generation.saved_s`."""
+        return self.costs.saved if self._is_measured else None
 
     def _measure(self) -> None:
         self._is_measured = True
