@@ -36,7 +36,7 @@ def calls_of_an_iteration() -> KernelCalls:
     replacements.install()
     from specrl.rollout.drafts.device_drafts import FACTS
     from specrl.rollout.sampling import kernels
-    from specrl.rollout.sampling.devices import Sampling
+    from specrl.rollout.sampling.verification import Sampling
     from specrl.rollout.vllm import device_sampler
 
     launched: list[str] = []

@@ -21,9 +21,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
 from specrl.rollout.drafts.device_drafts import LIMIT
-from specrl.rollout.sampling.devices import sampling_on
-from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of
-from specrl.rollout.sampling.verification import Verified
+from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
+from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
 MOST_STOP_TOKENS = 8
 """How many stop tokens a request may have."""
@@ -50,7 +49,11 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.compute_nans = True
-        self.sampling = sampling_on(arguments["device"])
+        self.sampling = Sampling(pick_at, verify)
+        if arguments["device"].type == "cuda":
+            from specrl.rollout.sampling import kernels
+
+            self.sampling = Sampling(kernels.pick, kernels.verify)
         self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
