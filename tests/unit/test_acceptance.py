@@ -25,7 +25,7 @@ def test_without_drafts_an_iteration_yields_one_token() -> None:
 
 
 def draft(source: str, drafted: int, accepted: int) -> VerifiedDraft:
-    return VerifiedDraft(seed=0, context=1, drafted=drafted, accepted=accepted, source=source)
+    return VerifiedDraft(context=1, drafted=drafted, accepted=accepted, source=source)
 
 
 def test_merging_adds_counters_of_different_k_and_source() -> None:

@@ -15,8 +15,6 @@ DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
 class VerifiedDraft(NamedTuple):
     """A draft that was verified."""
 
-    seed: int
-    """Of its request."""
     context: int
     """The number of tokens before the draft, prompt included."""
     drafted: int

@@ -99,7 +99,7 @@ class CraftedInputs:
         for found, wanted in ((response.logprobs, right.logprobs), (masses, right.log_kept_mass)):
             if not torch.allclose(torch.tensor(found), wanted, rtol=0, atol=LOGPROB_TOLERANCE):
                 raise SamplerError(f"the sampler gave log-probs or logs of kept masses of {found}, not {wanted}")
-        for _, context, drafted, accepted, _ in response.drafts:
+        for context, drafted, accepted, _ in response.drafts:
             right_ones = [bool(is_right(context + place)) for place in range(drafted)]
             if accepted != [*right_ones, False].index(False):
                 raise SamplerError(f"the sampler accepted {accepted} of the drafted tokens {right_ones} (right or not)")

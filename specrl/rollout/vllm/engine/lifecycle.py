@@ -100,7 +100,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": prompt_tokens}
         request = self.llm.input_processor.process_inputs(name, prompt, params, self.llm.get_supported_tasks())
         self.llm.engine_core.add_request(request)
-        self._running[name] = RunningRequest(name, len(prompt_tokens), params.seed, stops)
+        self._running[name] = RunningRequest(name, len(prompt_tokens), stops)
         return self._running[name]
 
     def step(self) -> list[RunningRequest]:
