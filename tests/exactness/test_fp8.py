@@ -142,7 +142,7 @@ def test_nothing_but_the_recipes_layers_is_quantised(pair: Pair) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("what", ["quantise_weight", "quantise_inputs"])
+@pytest.mark.parametrize("what", ["quantise_matrix", "quantise_inputs"])
 def test_weights_or_activations_that_are_not_quantised_are_noticed(
     pair: Pair, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
 
     with monkeypatch.context() as patch:
         patch.setattr(layer.quant_method, what, skipped_at_first)
-        if what == "quantise_weight":
+        if what == "quantise_matrix":
             engine.refit(pair.weights.items(), None, 2)
         with pytest.raises(PolicyParityError, match=r"layers\.1\.mlp\.gate_proj"):
             verify_policy(engine, pair.weights.items())

@@ -198,8 +198,8 @@ def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tenso
     For a layer in emulated FP8 both are quantised: rounding moves products by more than the tolerance.
     """
     method = layer.quant_method
-    if hasattr(method, "quantise_weight"):
-        inputs, parts = method.quantise_inputs(inputs), [method.quantise_weight(torch.cat(parts))]
+    if hasattr(method, "quantise_matrix"):
+        inputs, parts = method.quantise_inputs(inputs), [method.quantise_matrix(part) for part in parts]
     return torch.cat([F.linear(inputs, part) for part in parts], -1)
 
 
