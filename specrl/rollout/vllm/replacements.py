@@ -68,13 +68,6 @@ REPLACEMENTS = (
         "tests/integration/test_parallel_runs.py::test_trainer_and_engine_choose_the_same_experts",
     ),
     Replacement(
-        "vllm.model_executor.models.registry._run_in_subprocess",
-        f"{PATCHES}.called",
-        "vLLM looks at a new model's class in a process that imports everything again, not to initialise CUDA in this "
-        "one, which the engine does next anyway",
-        "tests/integration/test_engine.py::test_the_first_engine_on_a_model_starts_no_process_to_look_at_it",
-    ),
-    Replacement(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         f"{PATCHES}.keeping_asynchronous",
         "vLLM schedules synchronously on CPUs, without a word; here they do what GPUs do",
