@@ -120,8 +120,6 @@ class Engine(VllmEngine):
         self.drafting = Drafting(self, config) if longest else None
         """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
         self._stopped = False
-        self.version = 0
-        """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
         self.set_k(self.longest_k)
         self.self_test()
         if self.drafting is not None and config.speculation.adaptive:
@@ -278,7 +276,6 @@ class Engine(VllmEngine):
         self,
         policy_weights: Weights,
         drafter_weights: Weights | None,
-        version: int,
         kv_scales: KvScales | None = None,
     ) -> None:
         """Load all weights in place, by their on-disk names, and drop cached prefixes.
@@ -295,7 +292,6 @@ class Engine(VllmEngine):
         self.load_policy(policy_weights, self._policy_names)
         self.precision.loaded(self.policy, kv_scales)
         self.refit_drafter(drafter_weights)
-        self.version = version
 
     def refit_drafter(self, weights: Weights | None) -> None:
         """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""

@@ -74,7 +74,7 @@ def pair(directories: tuple[Path, Path]) -> Iterator[Pair]:
     )
     engine = Engine(*directories, config=fp8_config(), seed=0, recipe=RECIPE)
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    engine.refit(weights.items(), None, 1)
+    engine.refit(weights.items(), None)
     yield Pair(engine, policy, precision, weights)
     engine.shutdown()
     parallel_state.destroy_model_parallel()  # the process group stays: other files' engines are in it
@@ -159,10 +159,10 @@ def test_weights_or_activations_that_are_not_quantised_are_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(layer.quant_method, what, skipped_at_first)
         if what == "quantise_matrix":
-            engine.refit(pair.weights.items(), None, 2)
+            engine.refit(pair.weights.items(), None)
         with pytest.raises(PolicyParityError, match=r"layers\.1\.mlp\.gate_proj"):
             verify_policy(engine, pair.weights.items())
-    engine.refit(pair.weights.items(), None, 3)
+    engine.refit(pair.weights.items(), None)
     verify_policy(engine, pair.weights.items())
 
 
@@ -188,15 +188,15 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     assert (attention.kv_cache.dtype, drafter.kv_cache.dtype) == (torch.uint8, torch.float32)
     before = logprobs_of(engine, SEQUENCES)
     weights = policy_weights(0)
-    engine.refit(weights.items(), None, 1)
+    engine.refit(weights.items(), None)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.01, 0.005)
     assert logprobs_of(engine, SEQUENCES) == before
     newer = KvScales([0.5] * LAYERS, [0.5] * LAYERS, [0.5] * LAYERS)
-    engine.refit(weights.items(), None, 2, newer)
+    engine.refit(weights.items(), None, newer)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.5, 0.5)
     assert logprobs_of(engine, SEQUENCES) != before
     engine.precision.restore(KvScales([0.25] * LAYERS, [0.25] * LAYERS, [0.125] * LAYERS))  # of a run that goes on
-    engine.refit(weights.items(), None, 3)
+    engine.refit(weights.items(), None)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.25, 0.125)
     engine.set_k(0)
     plain = [response.tokens for response in engine.generate(REQUESTS[:14]).responses]

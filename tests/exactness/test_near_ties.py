@@ -48,7 +48,7 @@ def test_another_policy_is_no_near_tie(engine: Engine) -> None:
     noise = measure_noise(plain, traces(engine, REQUESTS, 4, 0))
     weights = {name: tensor.bfloat16() for name, tensor in policy_weights(0).items()}
     moved = {name: (tensor * 1.3 if "down_proj" in name else tensor) for name, tensor in weights.items()}
-    engine.refit(moved.items(), drafter_weights(1, DTYPE).items(), 1)
+    engine.refit(moved.items(), drafter_weights(1, DTYPE).items())
     other = traces(engine, REQUESTS, len(REQUESTS), 3)
-    engine.refit(weights.items(), drafter_weights(1, DTYPE).items(), 2)
+    engine.refit(weights.items(), drafter_weights(1, DTYPE).items())
     assert compare(plain, other, noise).num_unexplained > 0
