@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from inspect import getattr_static
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -117,16 +118,8 @@ def install() -> None:
         if replacement.attribute in _original or elsewhere:
             continue
         path, attribute = replacement.attribute.rsplit(".", 1)
-        owner, new = _found(path), _found(replacement.by)
+        owner, new = resolve_name(path), resolve_name(replacement.by)
         _original[replacement.attribute] = original = getattr(owner, attribute)
         new = new(original) if replacement.wraps else new
         needs_nothing = isinstance(getattr_static(owner, attribute), staticmethod | classmethod)
         setattr(owner, attribute, staticmethod(new) if needs_nothing else new)
-
-
-def _found(path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        owner, _, attribute = path.rpartition(".")
-        return getattr(_found(owner), attribute)
