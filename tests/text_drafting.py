@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
 from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
+    DRAFTERS,
     END,
     LONGEST,
     NOTHING,
     OWN,
     RECENT_TEXT,
     SIZES,
-    SOURCE_OF_KIND,
+    SOURCES,
     STORED,
     Text,
     TextIndex,
@@ -133,6 +135,12 @@ def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor, index: Tex
     return Requests(*known, all_tokens), Batch(slots, new)
 
 
+def source_of(kind: int) -> str:
+    if kind < RECENT_TEXT:
+        return REPLAY
+    return DRAFTER if kind == DRAFTERS else RECENT
+
+
 class Run:
     """Requests that take turns in the slots of a runner, whose next tokens are known in advance."""
 
@@ -211,7 +219,7 @@ class Run:
         kind, tokens = best_draft(self.texts, output, self.asks[request], room, self.k, worth)
         assert draft == [*tokens, *[output[-1]] * (self.k - len(tokens))]
         assert int(self.drafts.lengths[slot]) == len(tokens)
-        assert kind == NOTHING or int(self.drafts.sources[slot]) == SOURCE_OF_KIND[kind]
+        assert kind == NOTHING or SOURCES[int(self.drafts.sources[slot])] == source_of(kind)
 
 
 def iterate(

@@ -21,7 +21,6 @@ from specrl.rollout.drafts.text_index import (
     NOTHING,
     OWN,
     RECENT_TEXT,
-    SOURCE_OF_KIND,
     TextIndex,
     until_end,
 )
@@ -79,7 +78,6 @@ class DeviceDrafts:
         self.expected = torch.zeros(k + 1, KINDS, device=device)
         """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
-        self.source_of = torch.tensor(SOURCE_OF_KIND, device=device)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
         # What was predicted for the request of each slot, and for which request, at which length.
         self.made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
@@ -167,7 +165,7 @@ class DeviceDrafts:
         if self.offers(drafter):
             self.offered.index_add_(0, kind, (~has_ended).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
-        self.sources[slots] = self.source_of[kind].int()
+        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)
 

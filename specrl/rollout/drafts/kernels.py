@@ -46,7 +46,7 @@ class TritonDrafts(DeviceDrafts):
         drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
-        decides = self.expected, max(length, 1), self.source_of
+        decides = self.expected, max(length, 1)
         noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter))
         chosen = self.sources, self.lengths, drafts, self.k
         stops = self.stop_tokens, len(self.stop_tokens)
@@ -123,7 +123,6 @@ def find_drafts(
     passes,
     expected,
     draft_length,
-    source_of,
     made_at,
     predictions,
     kinds,
@@ -185,7 +184,7 @@ def find_drafts(
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
     tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
-    tl.store(sources + slot, tl.load(source_of + of_kind).to(tl.int32))
+    tl.store(sources + slot, (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32))
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)

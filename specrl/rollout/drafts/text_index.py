@@ -27,8 +27,7 @@ DRAFTERS = RECENT_TEXT + len(SIZES)
 """The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
 NOTHING = DRAFTERS + 1
 SOURCES = (REPLAY, RECENT, DRAFTER)
-SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
-"""The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
+"""The sources of drafts: of stored text, of recent text, and the drafter's."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
 _RANDOM = torch.randint(
