@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
+    DRAFTERS,
     END,
     LONGEST,
     NOTHING,
     OWN,
     RECENT_TEXT,
     SIZES,
-    SOURCE_OF_KIND,
+    SOURCES,
     STORED,
     Text,
     TextIndex,
@@ -119,19 +121,24 @@ def last_tokens(output: list[int]) -> list[int]:
     return ([END] * LONGEST + output)[: -LONGEST - 1 : -1]
 
 
-def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor) -> tuple[Requests, Batch]:
+def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor, index: TextIndex) -> tuple[Requests, Batch]:
     """Requests as a runner has them; of each are given its slot, number, prompt, seed, the lengths of
     prompt and sequence, its limit and the tokens that it has just got."""
     device, num_slots = all_tokens.device, len(all_tokens)
-    facts = torch.zeros(num_slots, 3, dtype=torch.int64)
-    seeds = torch.zeros(num_slots, dtype=torch.int64)
+    facts = torch.zeros(num_slots, FACTS, dtype=torch.int64)
     lengths = torch.ones(2, num_slots, dtype=torch.int32)
     for slot, row, prompt, seed, prompt_length, length, limit, _ in rows:
-        facts[slot] = torch.tensor([prompt, row, limit])
-        seeds[slot], lengths[0, slot], lengths[1, slot] = seed, prompt_length, length
+        facts[slot] = torch.tensor([prompt, row, limit, *index.spans.get((prompt, seed), (0, 0))])
+        lengths[0, slot], lengths[1, slot] = prompt_length, length
     slots, new = (torch.tensor([row[at] for row in rows], dtype=torch.int32, device=device) for at in (0, -1))
-    known = (values.to(device) for values in (facts, seeds, *lengths))
+    known = (values.to(device) for values in (facts, *lengths))
     return Requests(*known, all_tokens), Batch(slots, new)
+
+
+def source_of(kind: int) -> str:
+    if kind < RECENT_TEXT:
+        return REPLAY
+    return DRAFTER if kind == DRAFTERS else RECENT
 
 
 class Run:
@@ -170,7 +177,7 @@ class Run:
                     running[slot] = [waiting.pop(), 0, [], 0]
                     self.all_tokens[slot, : self.prompts[running[slot][0]]] = 9
             results = [self.step(slot, state) for slot, state in running.items()]
-            known, batch = laid_out(results, self.all_tokens)
+            known, batch = laid_out(results, self.all_tokens, self.drafts.index)
             with self.around():
                 self.drafts.observe(known, batch)
                 chosen = self.drafts.choose(known, batch, None, self.k)
@@ -212,7 +219,7 @@ class Run:
         kind, tokens = best_draft(self.texts, output, self.asks[request], room, self.k, worth)
         assert draft == [*tokens, *[output[-1]] * (self.k - len(tokens))]
         assert int(self.drafts.lengths[slot]) == len(tokens)
-        assert kind == NOTHING or int(self.drafts.sources[slot]) == SOURCE_OF_KIND[kind]
+        assert kind == NOTHING or SOURCES[int(self.drafts.sources[slot])] == source_of(kind)
 
 
 def iterate(
@@ -235,7 +242,7 @@ def iterate(
     made.expect(np.random.default_rng(k).random((k + 1, NOTHING)).round(1), recalls=length % 2 == 0)
     found = []
     for of_iteration in rows:
-        known, batch = laid_out(of_iteration, tokens)
+        known, batch = laid_out(of_iteration, tokens, made.index)
         made.observe(known, batch)
         found.append(made.choose(known, batch, None if drafter is None else drafter[: len(of_iteration)], length))
     kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered

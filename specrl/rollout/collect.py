@@ -44,8 +44,37 @@ class Unscored:
         responses = self.generation.responses
         scores = self._scoring.wait() if self._scoring is not None else Scores([0.0] * len(responses), [], 0.0)
         rewards = scores.in_groups([prompt.id for prompt, *_ in self._asked])
-        found = zip(self._asked, responses, rewards, strict=True)
-        return [_rollout(*asked, response, reward, self.origin) for asked, response, reward in found], scores
+        rollouts: list[Rollout] = []
+        for (prompt, sample, request, stored), response, reward in zip(self._asked, responses, rewards, strict=True):
+            drafts = response.stats
+            rollouts.append(
+                Rollout(
+                    step=self.origin.step,
+                    rank=self.origin.rank,
+                    prompt_id=prompt.id,
+                    sample=sample,
+                    policy_version=self.origin.step,
+                    drafter_version=self.origin.step,
+                    seed=request.seed,
+                    prompt_tokens=request.prompt_tokens,
+                    response_tokens=response.tokens,
+                    generation_logprobs=response.logprobs,
+                    log_kept_mass=response.log_kept_mass,
+                    response=response.text,
+                    answer=prompt.answer,
+                    finish_reason=response.finish_reason,
+                    num_drafts=drafts.num_drafts,
+                    num_draft_tokens=drafts.num_draft_tokens,
+                    num_accepted_tokens=drafts.num_accepted_tokens,
+                    num_stored=stored[0],
+                    own_stored_tokens=stored[1],
+                    started_at=response.started_at,
+                    finished_at=response.finished_at,
+                    reward=reward,
+                    routes=response.routes,
+                )
+            )
+        return rollouts, scores
 
 
 def collect(
@@ -96,40 +125,4 @@ def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) ->
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop=sampling.stop,
-    )
-
-
-def _rollout(
-    prompt: Prompt,
-    sample: int,
-    request: Request,
-    stored: tuple[int, int],
-    response: Response,
-    reward: float,
-    origin: Origin,
-) -> Rollout:
-    return Rollout(
-        step=origin.step,
-        rank=origin.rank,
-        prompt_id=prompt.id,
-        sample=sample,
-        policy_version=origin.step,
-        drafter_version=origin.step,
-        seed=request.seed,
-        prompt_tokens=request.prompt_tokens,
-        response_tokens=response.tokens,
-        generation_logprobs=response.logprobs,
-        log_kept_mass=response.log_kept_mass,
-        response=response.text,
-        answer=prompt.answer,
-        finish_reason=response.finish_reason,
-        num_drafts=response.num_drafts,
-        num_draft_tokens=response.num_draft_tokens,
-        num_accepted_tokens=response.num_accepted_tokens,
-        num_stored=stored[0],
-        own_stored_tokens=stored[1],
-        started_at=response.started_at,
-        finished_at=response.finished_at,
-        reward=reward,
-        routes=response.routes,
     )

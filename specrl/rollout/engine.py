@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
 from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
+from specrl.rollout.drafting import Drafting
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.errors import RefitError
 from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
 from specrl.rollout.stop_strings import StopStrings
-from specrl.rollout.vllm.drafting import Drafting
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
     generation_params,
@@ -120,8 +120,6 @@ class Engine(VllmEngine):
         self.drafting = Drafting(self, config) if longest else None
         """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
         self._stopped = False
-        self.version = 0
-        """The version of the weights that the engine holds, as given to `refit`; 0 before the first refit."""
         self.set_k(self.longest_k)
         self.self_test()
         if self.drafting is not None and config.speculation.adaptive:
@@ -188,10 +186,11 @@ class Engine(VllmEngine):
                     break
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}
         ordered = [responses[index] for index in range(len(requests))]
-        drafts = [draft for response in ordered for draft in response.drafts]
+        drafts = chain.from_iterable(response.drafts for response in ordered)
         stats = SpeculationStats.of(drafts, self.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
-        return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
+        saved_s = self.drafting.saved_s if self.drafting is not None else None
+        return Generation(ordered, stats, time.perf_counter() - started, num_tokens, saved_s)
 
     def set_k(self, k: int | None) -> None:
         """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.
@@ -266,18 +265,17 @@ class Engine(VllmEngine):
         return self.precision.mode(self.policy)
 
     def assert_quantised(self) -> None:
-        """Check, after a generation, that an FP8 engine has quantised activations and all weights.
+        """Check that the policy's layers compute in the precision that the recipe says.
 
         Raises:
-            NotQuantisedError: A layer computes in another precision than the recipe says.
+            NotQuantisedError: A layer computes in another precision.
         """
-        self.precision.assert_quantised(self.policy, compiled=self.config.engine.compile)
+        self.precision.assert_quantised(self.policy)
 
     def refit(
         self,
         policy_weights: Weights,
         drafter_weights: Weights | None,
-        version: int,
         kv_scales: KvScales | None = None,
     ) -> None:
         """Load all weights in place, by their on-disk names, and drop cached prefixes.
@@ -294,7 +292,6 @@ class Engine(VllmEngine):
         self.load_policy(policy_weights, self._policy_names)
         self.precision.loaded(self.policy, kv_scales)
         self.refit_drafter(drafter_weights)
-        self.version = version
 
     def refit_drafter(self, weights: Weights | None) -> None:
         """Load the drafter alone, and drop cached prefixes; errors are those of `refit`."""
@@ -319,24 +316,16 @@ class Engine(VllmEngine):
         """Compare this rank's part of the drafter with the trainer's tensors, and its embeddings with the policy's.
 
         Raises:
-            RefitError: The engine has no drafter.
             DrafterCollapseError: Tensors differ on this rank; it names them.
         """
-        if self.drafter is None:
-            raise RefitError("the trainer has a drafter to compare with, but the engine has none")
+        assert self.drafter is not None, "an engine without a drafter"
         expected = Expected(self.drafter, self._family, policy=self.policy)
         expected.take(weights)
         expected.check()
 
     def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
-        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes.
-
-        Raises:
-            ValueError: A sequence is longer than `model.max_length`.
-        """
-        if any(len(tokens) > self.max_length for tokens in sequences):
-            longest = max(len(tokens) for tokens in sequences)
-            raise ValueError(f"a sequence of {longest} tokens is longer than model.max_length = {self.max_length}")
+        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes."""
+        assert all(len(tokens) <= self.max_length for tokens in sequences), "longer than model.max_length"
         params = scoring_params()
         results: dict[int, SequenceScore] = {}
         if self.drafting is not None:
@@ -401,7 +390,6 @@ class Engine(VllmEngine):
             self.drafting.remember(request.tokens, asked.prompt_tokens)
         text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         rest = request.stops.rest(request.tokens) if request.stops is not None else ""
-        stats = SpeculationStats.of(request.drafts)
         now = time.time()
         truncates = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1)
         return Response(
@@ -410,9 +398,6 @@ class Engine(VllmEngine):
             request.log_kept_mass if truncates and request.tokens else None,
             text.removesuffix(rest),
             request.finish_reason or "abort",
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
             started_at=request.started_at or now,
             finished_at=request.finished_at or now,
             drafts=request.drafts,

@@ -30,18 +30,12 @@ class Request:
     """The strings that end the response, as in `sampling.stop`."""
 
     def __post_init__(self) -> None:
-        if not self.prompt_tokens:
-            raise ValueError("a request needs at least one prompt token")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed = {self.seed} is outside [0, 2^63)")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature = {self.temperature} must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
-            )
-        if not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"top_p = {self.top_p} must be in (0, 1], and top_k = {self.top_k} must not be negative")
+        # Configuration and command line are checked where they are read.
+        assert self.prompt_tokens, "prompt_tokens are missing"
+        assert 0 <= self.seed < 2**63 and self.max_tokens >= 1, f"seed = {self.seed}, max_tokens = {self.max_tokens}"
+        is_sampled = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        assert self.temperature == 0 or is_sampled, f"temperature = {self.temperature}"
+        assert 0 < self.top_p <= 1 and self.top_k >= 0, f"top_p = {self.top_p}, top_k = {self.top_k}"
 
 
 @dataclass(frozen=True)
@@ -70,9 +64,6 @@ class Response:
     text: str
     finish_reason: str
     """`stop` after a stop token or string, `length` at max_tokens or `model.max_length`, else `abort`."""
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
     started_at: float
     """When its first token arrived, in Unix seconds."""
     finished_at: float
@@ -81,6 +72,11 @@ class Response:
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
     where they were not asked for, or the policy has none."""
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The counters of its drafts, without `decode_steps`."""
+        return SpeculationStats.of(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,8 @@ class Generation:
     seconds: float
     num_tokens: int
     """Of all responses together."""
+    saved_s: float | None = None
+    """An estimate of the seconds that drafts saved; None where the times of iterations are not known."""
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:

@@ -51,7 +51,7 @@ def main(context: StageContext) -> None:
         exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
         following = NextStep.read(context.inputs["train"], trained.policy_step, config, source)
         speed = measure_speed(engine, following, config, progress)
-        engine.refit(read_weights(prepared.policy_dir), None, version=0)
+        engine.refit(read_weights(prepared.policy_dir), None)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
             result = ValidateResult(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,12 @@ from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
-from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.validation.scores import SetResponses, score_set
+
+SHORTEST = 16  # tokens: the upper end of the first range of lengths; each further range is as long as all before it
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,22 @@ def measure_acceptance(
         found.append(_row(chosen.name, temperature, None, SpeculationStats.of(drafts)))
         found += [_row(chosen.name, temperature, ends, stats) for ends, stats in by_context(drafts).items()]
     return found
+
+
+def by_context(drafts: Iterable[VerifiedDraft]) -> dict[tuple[int, int], SpeculationStats]:
+    """Count drafts by the first and the last length of the range that their context lies in, the shortest first."""
+    found: dict[tuple[int, int], list[VerifiedDraft]] = {}
+    for draft in drafts:
+        found.setdefault(length_range(draft.context), []).append(draft)
+    return {ends: SpeculationStats.of(found[ends]) for ends in sorted(found)}
+
+
+def length_range(length: int) -> tuple[int, int]:
+    """The range that a length lies in: 0 to 15, 16 to 31, 32 to 63, ..."""
+    if length < SHORTEST:
+        return 0, SHORTEST - 1
+    first = 1 << (length.bit_length() - 1)
+    return first, 2 * first - 1
 
 
 def _drafts(engine: Engine, chosen: HeldOutSet, temperature: float) -> list[VerifiedDraft]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specrl.artifacts import ExactnessResult, ParityCounts
+from specrl.precision.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
-from specrl.rollout.sampling.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
-from specrl.rollout.vllm.recorder import Recorder
+from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
 Tokens = tuple[int, ...]
@@ -139,13 +139,8 @@ def recorded(engine: Engine, requests: list[Request], batch: int, k: int) -> tup
     with Recorder(engine.sampler) as recorder:
         parts = [engine.generate(requests[i : i + batch]) for i in range(0, len(requests), batch)]
     responses = [response for part in parts for response in part.responses]
-    found: list[Trace] = [
-        # Tokens that were accepted past the end of a response were recorded as well.
-        {
-            position: pick
-            for position, pick in recorder.traces[request.seed].items()
-            if position < len(request.prompt_tokens) + len(response.tokens)
-        }
-        for request, response in zip(requests, responses, strict=True)
-    ]
+    found: list[Trace] = []
+    for request, response in zip(requests, responses, strict=True):
+        first, picks = len(request.prompt_tokens), recorder.traces[request.seed]
+        found.append({position: picks[position] for position in range(first, first + len(response.tokens))})
     return found, SpeculationStats.merge(part.stats for part in parts)

@@ -24,9 +24,8 @@ from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import SamplerError
 from specrl.rollout.requests import Generation
-from specrl.rollout.sampling.devices import Sampling
 from specrl.rollout.sampling.inverse_cdf import Picked
-from specrl.rollout.sampling.verification import Verified
+from specrl.rollout.sampling.verification import Sampling, Verified
 from specrl.rollout.vllm.weights.load import read_weights
 from tests.exactness.chi_squared import ChiSquared, chi_squared
 from tests.exactness.conftest import Start
@@ -76,10 +75,10 @@ def test_samples_of_every_other_source_follow_the_policy(engine_of: Start, metho
 def test_samples_follow_the_policy_after_three_refits(engine_of: Start, directories: tuple[Path, Path]) -> None:
     engine = engine_of("eagle3")
     for version in (1, 2, 3):
-        engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items(), version)
+        engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items())
     _, cells = sample(engine, SETTINGS, seed=9)
     policy, drafter = directories
-    engine.refit(read_weights(policy), load_file(drafter / "model.safetensors").items(), 4)
+    engine.refit(read_weights(policy), load_file(drafter / "model.safetensors").items())
     assert against_policy(cells, SETTINGS, policy=3).p_value > P_VALUE
     assert against_policy(cells, SETTINGS, policy=2).p_value < P_VALUE
 

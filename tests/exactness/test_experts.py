@@ -85,7 +85,7 @@ def wrong(tokens: list[int]) -> list[int]:
 def test_a_refit_brings_every_expert_and_the_comparison_sees_a_wrong_one(engine: Engine, policies: list[Path]) -> None:
     """vLLM's own reload leaves experts on a CPU unpacked, and computes nonsense without an error."""
     weights = dict(read_weights(policies[1]))
-    engine.refit(weights.items(), None, version=1)
+    engine.refit(weights.items(), None)
     verify_policy(engine, weights.items())
     engine.set_k(0)
     assert_routes(policies[1], engine.generate(requests(), routes=True).responses)

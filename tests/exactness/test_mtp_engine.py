@@ -46,7 +46,7 @@ class Case:
     """Of all of them."""
 
     def refit(self, layer: dict[str, Tensor]) -> None:
-        self.engine.refit(read_weights(self.policy_dir), layer.items(), 1)
+        self.engine.refit(read_weights(self.policy_dir), layer.items())
 
     @property
     def layer(self) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def test_no_draft_length_and_no_batch_size_changes_a_token(case: Case, trained: 
         case.engine.set_k(k)
         responses = in_batches(case.engine, REQUESTS, size)
         assert [response.tokens for response in responses] == plain
-        assert not trained or sum(response.num_accepted_tokens for response in responses) > 0
+        assert not trained or sum(response.stats.num_accepted_tokens for response in responses) > 0
     case.engine.set_k(K)
 
 
@@ -214,7 +214,7 @@ def test_a_missing_tensor_of_the_layer_or_of_the_policy_is_an_error_with_its_nam
         case.refit({key: tensor for key, tensor in case.layer.items() if key != name})
     policy = {key: tensor for key, tensor in read_weights(case.policy_dir) if key != "lm_head.weight"}
     with pytest.raises(RefitError, match=r"lm_head\.weight"):
-        case.engine.refit(policy.items(), case.layer.items(), 1)
+        case.engine.refit(policy.items(), case.layer.items())
 
 
 @in_each_family
@@ -224,7 +224,7 @@ def test_a_new_policy_reaches_what_the_layer_shares_with_it(case: Case) -> None:
     policy = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in before.items()}
     if before[HEAD] is before[EMBEDDINGS]:  # K-EXAONE's head is tied here, and MiMo's is not
         policy[HEAD] = policy[EMBEDDINGS]
-    case.engine.refit(policy.items(), case.layer.items(), 2)
+    case.engine.refit(policy.items(), case.layer.items())
     verify_policy(case.engine, policy.items())
     case.engine.verify_drafter(case.layer.items())
     drafter = case.engine.drafter

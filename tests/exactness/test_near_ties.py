@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from specrl.precision.near_ties import compare, measure_noise
 from specrl.rollout.engine import Engine
-from specrl.rollout.sampling.near_ties import compare, measure_noise
 from specrl.validation.exactness import measure_exactness, traces
 from tests.exactness.engines import in_batches, mixed_requests, running
 from tests.exactness.toy import drafter_weights, policy_weights, toy_config, write_drafter, write_policy
@@ -48,7 +48,7 @@ def test_another_policy_is_no_near_tie(engine: Engine) -> None:
     noise = measure_noise(plain, traces(engine, REQUESTS, 4, 0))
     weights = {name: tensor.bfloat16() for name, tensor in policy_weights(0).items()}
     moved = {name: (tensor * 1.3 if "down_proj" in name else tensor) for name, tensor in weights.items()}
-    engine.refit(moved.items(), drafter_weights(1, DTYPE).items(), 1)
+    engine.refit(moved.items(), drafter_weights(1, DTYPE).items())
     other = traces(engine, REQUESTS, len(REQUESTS), 3)
-    engine.refit(weights.items(), drafter_weights(1, DTYPE).items(), 2)
+    engine.refit(weights.items(), drafter_weights(1, DTYPE).items())
     assert compare(plain, other, noise).num_unexplained > 0

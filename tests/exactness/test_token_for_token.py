@@ -221,14 +221,14 @@ def test_three_refits_to_other_weights_change_nothing_about_it(engine_of: Start)
     engine = engine_of("eagle3")
     before: list[list[int]] = []
     for version in (1, 2, 3):
-        engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items(), version)
+        engine.refit(policy_weights(version).items(), drafter_weights(10 + version).items())
         engine.set_k(0)
         plainly = engine.generate(REQUESTS[:64]).responses
         engine.set_k(3)
         assert_same(engine.generate(REQUESTS[:64]).responses, plainly)
         assert [response.tokens for response in plainly] != before
         before = [response.tokens for response in plainly]
-    engine.refit(policy_weights(0).items(), drafter_weights(1).items(), 4)
+    engine.refit(policy_weights(0).items(), drafter_weights(1).items())
 
 
 def two_digits(tensor: Tensor) -> Tensor:

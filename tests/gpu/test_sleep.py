@@ -25,5 +25,5 @@ def test_a_sleeping_engine_gives_memory_back_and_samples_the_same_afterwards(tmp
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] > awake_free + 2**30  # its KV cache alone is more
         engine.wake()
-        engine.refit(weights.items(), drafter.items(), 1)
+        engine.refit(weights.items(), drafter.items())
         assert [response.tokens for response in engine.generate(mixed_requests(8)).responses] == before

@@ -80,7 +80,7 @@ def damages(engine: Engine, size: int) -> dict[str, str]:
     policy, found = policy_weights(2), {}
     for name, dim in HALVES.items():
         for half in range(size):
-            engine.refit(with_other_half(policy, name, dim, half).items(), None, 2)
+            engine.refit(with_other_half(policy, name, dim, half).items(), None)
             found[f"{name} {half}"] = error_of(lambda: verify_policy(engine, policy.items()))
     return found
 
@@ -90,10 +90,10 @@ def guarded(engine: Engine, ranks: Ranks, size: int) -> list[Any]:
     trainer = ToyTrainer(drafter_weights(3))
     guard = DrafterGuard(engine, trainer, mixed_requests(8), ranks)
     policy = policy_weights(2)
-    engine.refit(policy.items(), trainer.named_weights(), 3)
+    engine.refit(policy.items(), trainer.named_weights())
     first = guard.check(3)
     damaged = with_other_half(trainer.weights, "midlayer.self_attn.q_proj.weight", 0, size - 1)
-    engine.refit(policy.items(), damaged.items(), 4)
+    engine.refit(policy.items(), damaged.items())
     second = guard.check(4)
     events = guard.take_events()
     return [first.reloaded, second.reloaded, second.acceptance_length == first.acceptance_length, *events]
@@ -108,7 +108,7 @@ def work(folder: Path, ranks: Ranks, size: int) -> dict[str, Any]:
     engine = Engine(folder / "policy", folder / "drafter", config=Config.model_validate(sections), seed=0)
     found: dict[str, Any] = {"before": answers(engine)}
     policy, drafter = policy_weights(1), drafter_weights(2)
-    engine.refit(policy.items(), drafter.items(), 1)
+    engine.refit(policy.items(), drafter.items())
     verify_policy(engine, policy.items())
     engine.verify_drafter(drafter.items())
     found["after"] = answers(engine)

@@ -231,7 +231,7 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
 ) -> None:
     torch.manual_seed(0)
     weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in policy_weights(0).items()}
-    mixed.refit(weights.items(), drafter_weights(2).items(), version=1)
+    mixed.refit(weights.items(), drafter_weights(2).items())
     mixed.set_replay({})
     mixed.set_k(0)
     expected = tokens(mixed.generate(REQUESTS).responses)
@@ -241,7 +241,7 @@ def test_stored_text_of_an_older_policy_changes_nothing_after_a_refit(
     generation = mixed.generate(REQUESTS)
     assert tokens(generation.responses) == expected
     assert generation.stats.by_source[REPLAY].num_draft_tokens
-    mixed.refit(policy_weights(0).items(), drafter_weights(1).items(), version=2)
+    mixed.refit(policy_weights(0).items(), drafter_weights(1).items())
 
 
 def test_what_is_expected_of_drafts_is_learned_while_generating(
@@ -292,7 +292,11 @@ def test_other_sources_give_the_same_tokens(root: Path, plain: list[Response], t
         assert generation.stats.num_accepted_tokens > 100
         if method == "draft_model":  # drafts are greedy, and the draft model is the policy itself
             greedy = [r for request, r in zip(REQUESTS, generation.responses, strict=True) if not request.temperature]
-            assert sum(r.num_accepted_tokens for r in greedy) > 0.9 * sum(r.num_draft_tokens for r in greedy) > 0
+            assert (
+                sum(r.stats.num_accepted_tokens for r in greedy)
+                > 0.9 * sum(r.stats.num_draft_tokens for r in greedy)
+                > 0
+            )
         engine.set_k(0)
         generation = engine.generate(REQUESTS[:8])
         assert tokens(generation.responses) == tokens(plain)[:8]

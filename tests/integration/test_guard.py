@@ -44,7 +44,7 @@ def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
     """A guard that has seen a good drafter, whose acceptance it now expects."""
     trainer = ToyTrainer(drafter_weights(1))
     guard = DrafterGuard(engine, trainer, REQUESTS, ALONE)
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     report = guard.check(1)
     assert report.speculating and not report.reloaded and guard.take_events() == []
     return guard, trainer
@@ -54,7 +54,7 @@ def guarded(engine: Engine) -> tuple[DrafterGuard, ToyTrainer]:
 def test_responses_too_short_for_drafts_say_nothing_about_the_drafter(engine: Engine) -> None:
     trainer = ToyTrainer(drafter_weights(1))
     guard = DrafterGuard(engine, trainer, [replace(request, max_tokens=2) for request in REQUESTS], ALONE)
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 1)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     assert guard.check(1) == GuardReport(reloaded=False, speculating=True, acceptance_length=1.0)
 
 
@@ -92,7 +92,7 @@ def test_a_drafter_damaged_on_its_way_is_replaced_by_the_last_good_one(
 ) -> None:
     guard, trainer = guarded(engine)
     expected = engine.generate(REQUESTS)
-    engine.refit(policy_weights(0).items(), fault(trainer.weights).items(), 2)
+    engine.refit(policy_weights(0).items(), fault(trainer.weights).items())
     damaged = engine.generate(REQUESTS)
     assert [response.tokens for response in damaged.responses] == [r.tokens for r in expected.responses]
     assert damaged.stats != expected.stats
@@ -113,7 +113,7 @@ def test_a_drafter_that_training_ruined_shows_in_its_acceptance(
     """Trainer and engine agree; only the probe tells."""
     guard, trainer = guarded(engine)
     trainer.weights = fault(trainer.weights)
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     engine.verify_drafter(trainer.named_weights())
     report = guard.check(2)
     assert report.reloaded
@@ -127,7 +127,7 @@ def test_a_drafter_that_training_ruined_shows_in_its_acceptance(
 def test_a_ruined_drafter_that_no_probe_saw_is_in_no_checkpoint(engine: Engine) -> None:
     guard, trainer = guarded(engine)
     trainer.weights = inverted(drafter_weights(1))
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     assert guard.check(2, probe=False).speculating
     assert guard.confirm(2) == 1
     assert "acceptance at position 1 fell to" in guard.take_events()[0]
@@ -152,7 +152,7 @@ def test_a_probe_teaches_the_choice_between_text_and_drafter_nothing(engine: Eng
 def test_weights_that_are_not_numbers_are_a_collapse(engine: Engine) -> None:
     guard, trainer = guarded(engine)
     trainer.weights = trainer.weights | {"fc.weight": torch.full_like(trainer.weights["fc.weight"], torch.nan)}
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     assert guard.check(2).reloaded
 
 
@@ -172,7 +172,7 @@ def test_speculation_ends_when_the_last_good_version_does_not_help(engine: Engin
     engine.set_k(3)
     guard._last_good = doubled_ids(trainer.weights)
     trainer.weights = doubled_ids(trainer.weights)
-    engine.refit(policy_weights(0).items(), trainer.named_weights(), 2)
+    engine.refit(policy_weights(0).items(), trainer.named_weights())
     report = guard.check(2)
     assert not report.speculating and not engine.speculates
     assert report.metrics()["refit/speculating"] == 0

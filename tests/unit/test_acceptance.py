@@ -25,7 +25,7 @@ def test_without_drafts_an_iteration_yields_one_token() -> None:
 
 
 def draft(source: str, drafted: int, accepted: int) -> VerifiedDraft:
-    return VerifiedDraft(seed=0, context=1, drafted=drafted, accepted=accepted, source=source)
+    return VerifiedDraft(context=1, drafted=drafted, accepted=accepted, source=source)
 
 
 def test_merging_adds_counters_of_different_k_and_source() -> None:
@@ -35,4 +35,12 @@ def test_merging_adds_counters_of_different_k_and_source() -> None:
     assert merged == one + three == three + one
     assert merged == SpeculationStats(
         6, 10, 7, (5, 1, 1), 8, (6, 2, 2), {"drafter": SourceCounts(5, 7, 6), "replay": SourceCounts(1, 3, 1)}
+    )
+
+
+def test_drafts_are_counted_in_one_pass() -> None:
+    drafts = [draft("drafter", 2, accepted) for accepted in (0, 1, 2, 2)] * 1000 + [draft("replay", 1, 1)]
+    by_source = {"drafter": SourceCounts(4000, 8000, 5000), "replay": SourceCounts(1, 1, 1)}
+    assert SpeculationStats.of(iter(drafts), 7) == SpeculationStats(
+        4001, 8001, 5001, (3001, 2000), 7, (4001, 4000), by_source
     )

@@ -18,8 +18,9 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft, by_context, length_range
+from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.requests import Generation
+from specrl.validation.answering import by_context, length_range
 
 
 def folder(path: Path, **config: Any) -> Path:
@@ -64,7 +65,7 @@ def test_every_round_asks_all_prompts_with_other_seeds_and_fills_a_batch() -> No
 
 
 def test_drafts_are_counted_by_the_length_of_their_context() -> None:
-    drafts = [VerifiedDraft(1, context, 3, accepted) for context, accepted in ((3, 0), (15, 3), (16, 1), (100, 2))]
+    drafts = [VerifiedDraft(context, 3, accepted) for context, accepted in ((3, 0), (15, 3), (16, 1), (100, 2))]
     assert [length_range(length) for length in (0, 15, 16, 31, 32, 64)] == [
         (0, 15),
         (0, 15),
@@ -81,7 +82,7 @@ def test_drafts_are_counted_by_the_length_of_their_context() -> None:
 def test_rates_and_acceptance_are_compared_round_by_round() -> None:
     def measured(seconds: tuple[float, ...], accepted: int) -> Measurement:
         stats = (
-            SpeculationStats.of([VerifiedDraft(1, 5, 3, accepted), VerifiedDraft(2, 5, 3, 3)])
+            SpeculationStats.of([VerifiedDraft(5, 3, accepted), VerifiedDraft(5, 3, 3)])
             if accepted
             else SpeculationStats()
         )

@@ -18,9 +18,8 @@ from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.bubbles import Bubbles
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
-from specrl.rollout.bubbles.pregeneration import PendingResponse, by_tokens
+from specrl.rollout.bubbles.pregeneration import by_tokens
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.requests import Request
 from specrl.timeline import (
     PREGENERATION,
     SPOT_TRAINING,
@@ -198,13 +197,6 @@ def test_a_timeline_survives_json_and_is_drawn() -> None:
     assert "refit: 11.00 to 12.00 s" in picture
     assert picture.count("<title>") == 3
     assert all(name in picture for name in (">rank 0</text>", ">generation</text>", ">refit</text>"))
-
-
-def test_a_response_that_was_stopped_is_asked_for_from_where_it_was() -> None:
-    item = PendingResponse(0, Request([1, 2, 3], 77, max_tokens=10, temperature=1.0))
-    assert item.rest() == item.request
-    item.tokens += [4, 5]
-    assert item.rest() == Request([1, 2, 3, 4, 5], 77, max_tokens=8, temperature=1.0)
 
 
 def test_prompts_of_equal_text_share_their_stored_responses() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from specrl.precision.near_ties import Noise, Pick, compare, measure_noise, worst
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.sampling.near_ties import Noise, Pick, compare, measure_noise, worst
 from specrl.validation.exactness import Exactness, ExactnessError, Parity
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)

@@ -170,7 +170,7 @@ def config_file(folder: Path, reward: str, rows: list[dict[str, Any]]) -> Path:
 def test_special_tokens_reach_the_reward_that_asks_for_them() -> None:
     tokenizer = character_tokenizer(64)
     tokens = [*tokenizer.encode("4</s>")]
-    response = Response(tokens, [0.0] * len(tokens), None, "4", "stop", 0, 0, 0, 0.0, 0.0)
+    response = Response(tokens, [0.0] * len(tokens), None, "4", "stop", 0.0, 0.0)
     assert rewarded_text(response, tokenizer, data("boolean")) == "4"
     assert rewarded_text(response, tokenizer, data("boolean", reward_special_tokens=True)) == "4</s>"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, Text, TextIndex
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
 from tests.text_drafting import Ask, Run, candidates, follow, laid_out, last_tokens
@@ -35,7 +35,7 @@ def test_the_index_finds_what_a_search_of_all_text_finds(
     found = index.find(
         torch.tensor([last_tokens(output) for *_, output in asked]),
         torch.tensor([prompt for prompt, *_ in asked]),
-        torch.tensor([seed for _, seed, _ in asked]),
+        torch.tensor([index.spans.get((prompt, seed), (0, 0)) for prompt, seed, _ in asked]),
         torch.tensor([len(output) for *_, output in asked]),
     )
     ahead = index.ahead(found.places, K).tolist()
@@ -51,7 +51,10 @@ def test_text_of_the_own_seed_is_followed_again_after_a_token_that_was_wrong() -
     index = TextIndex([Text(text, 0, 7)])
     for length, goes_on in ((5, True), (6, False), (6 + LONGEST - 1, False), (6 + LONGEST, True)):
         found = index.find(
-            torch.tensor([last_tokens(output[:length])]), torch.tensor([0]), torch.tensor([7]), torch.tensor([length])
+            torch.tensor([last_tokens(output[:length])]),
+            torch.tensor([0]),
+            torch.tensor([index.spans[0, 7]]),
+            torch.tensor([length]),
         )
         assert (index.ahead(found.places, 3)[0, 0].tolist() == text[length : length + 3]) == goes_on
 
@@ -94,7 +97,7 @@ def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     expected[2, DRAFTERS] = 3
     drafts.expect(expected, recalls=False)
     tokens = torch.tensor([[1, 1, 5, 0]] * 4, dtype=torch.int32)
-    asked = laid_out([(0, 1, 0, 7, 2, 3, 60, 1), (3, 2, 0, 8, 2, 3, 5, 1)], tokens)
+    asked = laid_out([(0, 1, 0, 7, 2, 3, 60, 1), (3, 2, 0, 8, 2, 3, 5, 1)], tokens, drafts.index)
     drafter = torch.tensor([[50, 51, 52]] * 2)
     assert drafts.choose(*asked, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
     assert drafts.choose(*asked, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
@@ -109,7 +112,7 @@ def test_no_other_text_goes_before_that_of_the_own_seed() -> None:
     drafts.expect(expected, recalls=True)
     tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
     for seed, draft in ((7, [6, 7, 5, 5, 5]), (8, [8, 9, 5, 5, 5])):
-        asked = laid_out([(0, 0, 0, seed, 2, 3, 60, 1)], tokens)
+        asked = laid_out([(0, 0, 0, seed, 2, 3, 60, 1)], tokens, drafts.index)
         assert drafts.choose(*asked, None, K).tolist() == [draft]
 
 
@@ -124,9 +127,13 @@ def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> Non
     assert store.number_of([4]) == UNKNOWN_PROMPT
     index = store.index("cpu")
     assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 7, 8, 4, 5, 6]
+    first, end = store.own_span(store.number_of((1, 2)), 11)
+    assert index.tokens[first:end].tolist() == [5, 7, 8]
+    assert store.own_span(store.number_of((1, 2)), 12) == store.own_span(UNKNOWN_PROMPT, 11) == (0, 0)
     store.remember([1])
     assert store.index("cpu") is index
     store.remember([2] * 6)
+    assert store.index("cpu").tokens[first:end].tolist() == [5, 7, 8], "requests that run know where their text is"
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, *[2] * 6]
     store.forget_recent()
     assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
@@ -142,7 +149,7 @@ def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
     store.remember([11, 12], [4])
 
     def ahead(prompt: int) -> list[int]:
-        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt]), torch.tensor([0]), torch.tensor([1])
+        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt]), torch.zeros(1, 2).long(), torch.tensor([1])
         index = store.index("cpu")
         return [token for token in index.ahead(index.find(*asked).places, 3)[0, 1].tolist() if token != END]
 
@@ -191,8 +198,8 @@ def test_neither_choice_nor_count_waits_for_the_device() -> None:
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
         lengths = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
-        known = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), *lengths
-        requests = Requests(*known, torch.zeros(4, 80, dtype=torch.int32))
+        facts = torch.zeros(4, FACTS, dtype=torch.int64)
+        requests = Requests(facts, *lengths, torch.zeros(4, 80, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafts.observe(requests, batch)
         found = drafts.choose(requests, batch, torch.zeros(2, 3, dtype=torch.int64), K)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specrl.rollout.drafts import kernels
-from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.kernels import TritonDrafts
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, Text
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
@@ -108,8 +108,8 @@ def test_an_iteration_takes_two_launches_and_no_wait(monkeypatch: pytest.MonkeyP
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
         lengths = (torch.zeros(SLOTS, dtype=torch.int32) for _ in range(2))
-        known = torch.zeros(SLOTS, 3, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64), *lengths
-        requests = Requests(*known, torch.zeros(SLOTS, LONGEST_SEQUENCE, dtype=torch.int32))
+        facts = torch.zeros(SLOTS, FACTS, dtype=torch.int64)
+        requests = Requests(facts, *lengths, torch.zeros(SLOTS, LONGEST_SEQUENCE, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafter = torch.zeros(2, 3, dtype=torch.int64)
         waits.calls.clear()

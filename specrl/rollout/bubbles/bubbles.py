@@ -62,14 +62,12 @@ class Bubbles:
         started_at: float,
         generation: Generation,
         pace: list[tuple[int, int, float]],
-        saved_s: float | None = None,
     ) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
 
         Args:
             started_at: The Unix time at which this rank began its own share, which `generation` is.
             pace: The pace of that generation, `Pace.rows`.
-            saved_s: The seconds that drafts saved in it, `Bubble.saved_s`.
         """
         generated_at = time.time()
         spans = self._use(step) if self._coordinator is not None else []
@@ -85,7 +83,7 @@ class Bubbles:
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
             pace=pace,
-            saved_s=saved_s,
+            saved_s=generation.saved_s,
         )
         return bubble, texts
 

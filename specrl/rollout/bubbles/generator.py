@@ -53,8 +53,8 @@ class _Counters:
     failures: FailureTally
     reward_s: float
 
-    def add_refill(self, span: Span, generation: Generation, saved_s: float | None, scores: Scores) -> _Counters:
-        bubble = self.bubble
+    def add_refill(self, span: Span, generation: Generation, scores: Scores) -> _Counters:
+        bubble, saved_s = self.bubble, generation.saved_s
         return _Counters(
             SpeculationStats.merge([self.stats, generation.stats]),
             replace(
@@ -167,10 +167,6 @@ class RolloutGenerator:
         for text in deliver_texts(self._ranks, [*texts, *earlier], engines, self._config.engine.tensor_parallel):
             self._stored.setdefault(text.prompt_id, []).append(text)
 
-    def _take_saved_seconds(self) -> float | None:
-        drafting = self._engine.drafting
-        return drafting.take_saved_seconds() if drafting is not None else None
-
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
@@ -179,12 +175,10 @@ class RolloutGenerator:
         self._bubbles.open()
         if self._earlier is not None or config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
-        self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
         pace = Pace(len(own) * samples, config.engine.max_num_seqs)
         unscored = self._collect(own, step, pace)
-        saved_s = self._take_saved_seconds()
-        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
+        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return rollouts, texts, counters
@@ -194,12 +188,11 @@ class RolloutGenerator:
         share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
         if not share:
             return counted
-        self._take_saved_seconds()  # of what was generated ahead after its first share
         unscored = self._collect(share, step, None)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
-        return counted.add_refill(span, unscored.generation, self._take_saved_seconds(), scores)
+        return counted.add_refill(span, unscored.generation, scores)
 
     def _collect(self, prompts: Sequence[Prompt], step: int, pace: Pace | None) -> Unscored:
         config = self._config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
@@ -11,24 +10,8 @@ from specrl.data.prompts import PromptSource
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.engine import Engine
 from specrl.timeline import PREGENERATION
-
-
-@dataclass
-class PendingResponse:
-    """A response that is being pre-generated, perhaps in several pieces."""
-
-    prompt_id: int
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-
-    def rest(self) -> Request:
-        """A request for what is missing: random numbers go by seed and position."""
-        if not self.tokens:
-            return self.request
-        prompt_tokens = [*self.request.prompt_tokens, *self.tokens]
-        return replace(self.request, prompt_tokens=prompt_tokens, max_tokens=self.request.max_tokens - len(self.tokens))
 
 
 class Pregeneration:
@@ -43,43 +26,32 @@ class Pregeneration:
     def begin(self, step: int) -> None:
         """Begin a new bubble, in the generation of `step`."""
         self._step = step + 1
-        self._claimed: list[PendingResponse] = []
-        self._unfinished: list[PendingResponse] = []
-
-    @property
-    def texts(self) -> list[PregeneratedText]:
+        self.texts: list[PregeneratedText] = []
         """The texts made in this bubble."""
-        return [
-            PregeneratedText(item.prompt_id, item.request.seed, item.tokens) for item in self._claimed if item.tokens
-        ]
 
     def work(self, stop: Callable[[], bool]) -> bool:
-        """Generate until `stop()`, first what is still unfinished."""
-        items = self._unfinished or self._claim()
-        if not items:
-            return False
-        generation = self._engine.generate([item.rest() for item in items], stop=stop, recall=True)
-        for item, response in zip(items, generation.responses, strict=True):
-            item.tokens += response.tokens
-        aborted = [response.finish_reason == "abort" for response in generation.responses]
-        self._unfinished = [item for item, is_aborted in zip(items, aborted, strict=True) if is_aborted]
-        return True
-
-    def _claim(self) -> list[PendingResponse]:
+        """Generate a share of what is left until `stop()`, which ends the bubble: responses may lack their end."""
         # There is a step after the last one, too: `validate` measures what it would be like.
         prompts, samples = self._source.batch(self._step), self._config.train.samples_per_prompt
         claimed = self._coordinator.claim(len(prompts) * samples, samples)
         places = range(*map(int, self._engine.agreed(claimed.start, claimed.stop)))
-        items = [self._pending(prompts[place // samples], place % samples) for place in places]
-        self._claimed += items
-        return items
-
-    def _pending(self, prompt: Prompt, sample: int) -> PendingResponse:
-        other = self._config.bubbles.seeds == "other"
-        index = sample + self._config.train.samples_per_prompt if other else sample
-        return PendingResponse(
-            prompt.id, make_request(prompt, index, self._config, Origin(self._config.seed, self._step))
-        )
+        if not places:
+            return False
+        asked = [prompts[place // samples] for place in places]
+        # Random numbers go by seed and position, so that with the next step's own seeds most of its text comes out.
+        first = samples if self._config.bubbles.seeds == "other" else 0
+        origin = Origin(self._config.seed, self._step)
+        requests = [
+            make_request(prompt, first + place % samples, self._config, origin)
+            for place, prompt in zip(places, asked, strict=True)
+        ]
+        responses = self._engine.generate(requests, stop=stop, recall=True).responses
+        self.texts += [
+            PregeneratedText(prompt.id, request.seed, response.tokens)
+            for prompt, request, response in zip(asked, requests, responses, strict=True)
+            if response.tokens
+        ]
+        return True
 
 
 def store_texts(engine: Engine, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]) -> None:

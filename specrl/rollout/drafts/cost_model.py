@@ -181,7 +181,8 @@ class CostModel:
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
         self.acceptance = Acceptance(k, drafter_k)
         self._seconds = {length: Seconds(length, sorted(graph_sizes)) for length in self.lengths}
-        self._saved = 0.0
+        self.saved = 0.0
+        """An estimate of the seconds that drafts saved in a generation, negative where they cost some."""
 
     def to_measure(self) -> list[tuple[int, int]]:
         """The batch sizes and draft lengths that an engine measures when it starts."""
@@ -203,12 +204,7 @@ class CostModel:
         for length, others in self._seconds.items():
             others.move(batch, change if length == k else SHARED * change)
         plain = tokens / batch * math.exp(self._seconds[0].log(batch))
-        self._saved += plain - seconds
-
-    def take_saved_seconds(self) -> float:
-        """Estimate the seconds that drafts saved since the last call, negative where they cost some."""
-        saved, self._saved = self._saved, 0.0
-        return saved
+        self.saved += plain - seconds
 
     def choices(self, batch: int) -> list[Choice]:
         """What is expected of every draft length at a batch size."""

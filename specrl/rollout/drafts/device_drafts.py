@@ -21,7 +21,6 @@ from specrl.rollout.drafts.text_index import (
     NOTHING,
     OWN,
     RECENT_TEXT,
-    SOURCE_OF_KIND,
     TextIndex,
     until_end,
 )
@@ -29,8 +28,8 @@ from specrl.rollout.drafts.text_index import (
 CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
 KINDS = NOTHING + 1
-FACTS = 3
-PROMPT, NUMBER, LIMIT = range(FACTS)
+FACTS = 5
+PROMPT, NUMBER, LIMIT, OWN_START, OWN_END = range(FACTS)
 """The columns of `Requests.facts`."""
 
 
@@ -38,10 +37,8 @@ class Requests(NamedTuple):
     """What is known of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 3] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
-    length, prompt included, at which it ends at the latest."""
-    seeds: Tensor
-    """[slots] int64."""
+    """[slots, 5] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    length, prompt included, at which it ends at the latest; where the text of its own seed begins and ends."""
     prompt_lengths: Tensor
     """[slots] int32."""
     lengths: Tensor
@@ -81,7 +78,6 @@ class DeviceDrafts:
         self.expected = torch.zeros(k + 1, KINDS, device=device)
         """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
-        self.source_of = torch.tensor(SOURCE_OF_KIND, device=device)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
         # What was predicted for the request of each slot, and for which request, at which length.
         self.made_at = torch.full((num_slots, 2), -1, dtype=torch.int64, device=device)
@@ -149,7 +145,7 @@ class DeviceDrafts:
         back = lengths.long()[:, None] - 1 - self._back
         tokens = requests.tokens[slots[:, None], back.clamp(min=0)].long()
         last = torch.where(back >= prompt_lengths[:, None], tokens, END)
-        found = self.index.find(last, facts[:, PROMPT], requests.seeds[slots], lengths - prompt_lengths)
+        found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START:], lengths - prompt_lengths)
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         if drafter is not None:
@@ -169,7 +165,7 @@ class DeviceDrafts:
         if self.offers(drafter):
             self.offered.index_add_(0, kind, (~has_ended).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
-        self.sources[slots] = self.source_of[kind].int()
+        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)
 

@@ -26,6 +26,8 @@ KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
 NUMBER = tl.constexpr(device_drafts.NUMBER)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
+OWN_START = tl.constexpr(device_drafts.OWN_START)
+OWN_END = tl.constexpr(device_drafts.OWN_END)
 FACTS = tl.constexpr(device_drafts.FACTS)
 
 
@@ -44,7 +46,7 @@ class TritonDrafts(DeviceDrafts):
         drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
-        decides = self.expected, max(length, 1), self.source_of
+        decides = self.expected, max(length, 1)
         noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter))
         chosen = self.sources, self.lengths, drafts, self.k
         stops = self.stop_tokens, len(self.stop_tokens)
@@ -56,12 +58,8 @@ class TritonDrafts(DeviceDrafts):
 
 
 def _searched(index: TextIndex) -> tuple[Tensor | int, ...]:
-    of_tokens, of_seeds = len(index.keys), len(index.seed_keys)
-    return (
-        *(index.tokens, len(index.tokens), index.hashing, index.last_of_size),
-        *(index.keys, index.places, of_tokens, (of_tokens - 1).bit_length()),
-        *(index.seed_keys, index.spans, of_seeds, (of_seeds - 1).bit_length()),
-    )
+    text = index.tokens, len(index.tokens), index.hashing, index.last_of_size
+    return *text, index.keys, index.places, len(index.keys), (len(index.keys) - 1).bit_length()
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -101,14 +99,13 @@ def compare(
 
 @triton.jit(
     do_not_specialize=[
-        *("stride", "num_tokens", "num_keys", "key_steps", "num_seeds", "seed_steps"),
+        *("stride", "num_tokens", "num_keys", "key_steps"),
         *("drafter_stride", "passes", "draft_length", "offers", "num_stops"),
     ]
 )
 def find_drafts(
     slots,
     facts,
-    seeds,
     prompt_lengths,
     lengths,
     all_tokens,
@@ -121,16 +118,11 @@ def find_drafts(
     places,
     num_keys,
     key_steps,
-    seed_keys,
-    spans,
-    num_seeds,
-    seed_steps,
     drafter,
     drafter_stride,
     passes,
     expected,
     draft_length,
-    source_of,
     made_at,
     predictions,
     kinds,
@@ -148,15 +140,18 @@ def find_drafts(
     """Find all candidates of a request, write them down to be compared, and choose one."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
-    prompt, seed = tl.load(facts + slot * FACTS), tl.load(seeds + slot)
+    facts += slot * FACTS
+    prompt = tl.load(facts)
     length, first = tl.load(lengths + slot).to(tl.int64), tl.load(prompt_lengths + slot).to(tl.int64)
     back = tl.arange(0, LONGEST)
     in_response = length - 1 - back >= first
     last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)
     none = num_tokens - 1
 
-    seed_key = _mixed(seed * tl.load(hashing) + prompt * tl.load(hashing + LONGEST))
-    own = _own(seed_keys, spans, num_seeds, seed_steps, seed_key, length - first, text, last, none)
+    own = tl.load(facts + OWN_START) + length - first
+    goes_on = own < tl.load(facts + OWN_END)
+    before = tl.load(text + tl.where(goes_on, own, LONGEST) - 1 - back).to(tl.int64)
+    own = tl.where(goes_on & (tl.sum((before != last).to(tl.int32)) == 0), own, none)
     candidate = tl.arange(0, CANDIDATES)
     owner = tl.where(candidate == 1, prompt, ANY_PROMPT)
     found, best = _by_last(keys, places, num_keys, key_steps, hashing, last_of_size, last, owner, none)
@@ -174,14 +169,14 @@ def find_drafts(
     latest, stop = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64), tl.arange(0, all_stops)
     is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == latest)
     has_ended = (tl.max(is_stop.to(tl.int32)) > 0) & (length > first)
-    room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + slot * FACTS + LIMIT) - length - 1, k))
+    room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + LIMIT) - length - 1, k))
     ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
     ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
     tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
     chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
 
-    tl.store(made_at + 2 * slot, tl.load(facts + slot * FACTS + NUMBER))
+    tl.store(made_at + 2 * slot, tl.load(facts + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
     noted = slot * CANDIDATES + candidate
     tl.store(predictions + noted[:, None] * k + column[None, :], tokens, mask=(column < k)[None, :])
@@ -189,21 +184,10 @@ def find_drafts(
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
     tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
-    tl.store(sources + slot, tl.load(source_of + of_kind).to(tl.int32))
+    tl.store(sources + slot, (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32))
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
-
-
-@triton.jit
-def _own(keys, spans, count, steps, key, length, text, last, none):
-    """The place where the text of a request's own seed goes on; `none` where it has ended or its last tokens differ."""
-    at = _search(keys, count, steps, key)
-    place = tl.load(spans + 2 * at) + length
-    is_there = (tl.load(keys + at) == key) & (place < tl.load(spans + 2 * at + 1))
-    place = tl.where(is_there, place, LONGEST)
-    before = tl.load(text + place - 1 - tl.arange(0, LONGEST)).to(tl.int64)
-    return tl.where(is_there & (tl.sum((before != last).to(tl.int32)) == 0), place, none)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Text on the device: where it is found by a response's seed or its last tokens, without Python per request.
+"""Text on the device: a response's own, at its position, and what is found by its last tokens.
 
-All texts are one tensor, and their places are found in sorted tensors of keys, which are built between generations: a
+All texts are one tensor, and their places are found in a sorted tensor of keys, which is built between generations: a
 search takes the same few operations for any number of requests, and its time grows with the logarithm of the text.
 Keys are 63-bit hashes of tokens; two that collide cost a draft, never a token.
 """
@@ -27,8 +27,7 @@ DRAFTERS = RECENT_TEXT + len(SIZES)
 """The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
 NOTHING = DRAFTERS + 1
 SOURCES = (REPLAY, RECENT, DRAFTER)
-SOURCE_OF_KIND = (*[0] * RECENT_TEXT, *[1] * len(SIZES), 2, 0)
-"""The place in `SOURCES` of each kind's source; that of `NOTHING` means nothing."""
+"""The sources of drafts: of stored text, of recent text, and the drafter's."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
 _RANDOM = torch.randint(
@@ -75,8 +74,13 @@ class TextIndex:
         sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
         prompts = torch.tensor([text.prompt for text in texts], dtype=torch.int64, device=device)
         self._index_tokens(sizes, prompts)
-        starts = [LONGEST, *(LONGEST + np.cumsum([len(row) for row in rows], dtype=np.int64)).tolist()]
-        self._index_seeds(texts, starts)
+        self.spans: dict[tuple[int, int], tuple[int, int]] = {}
+        """Where in `tokens` the text of a prompt's number and a seed begins and ends: of several, the first."""
+        start = LONGEST
+        for text, row in zip(texts, rows, strict=True):
+            if text.seed is not None:
+                self.spans.setdefault((text.prompt, text.seed), (start, start + len(text.tokens)))
+            start += len(row)
 
     def _index_tokens(self, sizes: Tensor, prompts: Tensor) -> None:
         tokens = self.tokens.long()
@@ -91,25 +95,13 @@ class TextIndex:
         is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self.last_of_size] != END)
         self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
-    def _index_seeds(self, texts: Sequence[Text], starts: Sequence[int]) -> None:
-        first: dict[tuple[int, int], tuple[int, int]] = {}
-        for text, start in zip(texts, starts, strict=False):
-            if text.seed is not None:
-                first.setdefault((text.prompt, text.seed), (start, start + len(text.tokens)))
-        device = self.tokens.device
-        known = torch.tensor([*first], dtype=torch.int64, device=device).reshape(-1, 2)
-        spans = torch.tensor([*first.values(), (0, 0)], dtype=torch.int64, device=device)
-        keys, order = _seed_keys(known[:, 0], known[:, 1]).sort()
-        self.seed_keys = torch.cat((keys, keys.new_tensor([_NO_KEY])))
-        self.spans = torch.cat((spans[order], spans[-1:]))
-
-    def find(self, last: Tensor, prompts: Tensor, seeds: Tensor, lengths: Tensor) -> Found:
+    def find(self, last: Tensor, prompts: Tensor, spans: Tensor, lengths: Tensor) -> Found:
         """Find text that may continue each request; nothing here waits for the device.
 
         Args:
             last: [requests, LONGEST] int64, the last tokens of its response, the latest first; `END` beyond its start.
             prompts: [requests] int64, the number of its prompt; below `ANY_PROMPT` where nothing is stored for that.
-            seeds: [requests] int64.
+            spans: [requests, 2] int64, where the text of its own seed begins and ends; the same where there is none.
             lengths: [requests], the number of tokens of its response.
         """
         none = len(self.tokens) - 1
@@ -119,19 +111,12 @@ class TextIndex:
         hits = self.keys[at] == wanted
         size = hits.int().argmax(2, keepdim=True)
         places = torch.where(hits.any(2), self.places[at.gather(2, size)[:, :, 0]], none)
-        own = self._own(last, prompts, seeds, lengths)
+        own = spans[:, 0] + lengths
+        goes_on = own < spans[:, 1]
+        before = self.tokens[torch.where(goes_on, own, LONGEST)[:, None] - 1 - self._column]
+        own = torch.where(goes_on & (before == last).all(1), own, none)
         kinds = size[:, :, 0] + self._firsts
         return Found(torch.cat((own[:, None], places), 1), torch.cat((torch.zeros_like(kinds[:, :1]), kinds), 1))
-
-    def _own(self, last: Tensor, prompts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
-        wanted = _seed_keys(prompts, seeds)
-        at = torch.searchsorted(self.seed_keys, wanted)
-        span = self.spans[at]
-        place = span[:, 0] + lengths
-        inside = (self.seed_keys[at] == wanted) & (place < span[:, 1])
-        place = torch.where(inside, place, LONGEST)
-        before = self.tokens[place[:, None] - 1 - self._column]
-        return torch.where(inside & (before == last).all(1), place, len(self.tokens) - 1)
 
     def ahead(self, places: Tensor, k: int) -> Tensor:
         """The next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
@@ -146,10 +131,6 @@ class TextIndex:
 def until_end(drafts: Tensor) -> Tensor:
     """Drafts [..., k] with `END` everywhere after their first `END`."""
     return torch.where((drafts != END).int().cumprod(-1).bool(), drafts, END)
-
-
-def _seed_keys(prompts: Tensor, seeds: Tensor) -> Tensor:
-    return _mixed(seeds * _RANDOM[0] + prompts * _OF_PROMPT)
 
 
 def _mixed(keys: Tensor) -> Tensor:

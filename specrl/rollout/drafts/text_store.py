@@ -30,7 +30,6 @@ class TextStore:
         self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
-        self._own: set[tuple[int, int | None]] = set()  # the prompt and seed of each stored response
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
         self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
@@ -49,7 +48,6 @@ class TextStore:
             self._stored += [
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
             ]
-        self._own = {(text.prompt, text.seed) for text in self._stored}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -84,9 +82,12 @@ class TextStore:
         """The number that the prompt's stored responses and siblings have, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
 
-    def has_own(self, prompt_tokens: Sequence[int], seed: int) -> bool:
-        """Whether a response to the prompt with this seed is stored."""
-        return (self.number_of(prompt_tokens), seed) in self._own
+    def own_span(self, number: int, seed: int) -> tuple[int, int]:
+        """Where the index has the response to a prompt of this number with this seed; (0, 0) where it has none.
+
+        It is the same for the whole generation: what is indexed meanwhile comes behind all stored responses.
+        """
+        return self._index.spans.get((number, seed), (0, 0)) if self._index is not None else (0, 0)
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """How many responses to the prompt are stored, and how many tokens the one of this seed has."""

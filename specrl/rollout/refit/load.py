@@ -88,7 +88,7 @@ class Refit:
                 It is raised on every rank, whichever rank found it.
         """
         self._engine.wake()
-        self._on_all_ranks(lambda: self._send(version, kv_scales))
+        self._on_all_ranks(lambda: self._send(kv_scales))
         parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
         guard = self._guard.check(version, probe=probe or not self._num_loads)
         self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
@@ -105,14 +105,14 @@ class Refit:
         """A line for each collapse of the drafter since the last call, with what was done about it."""
         return self._guard.take_events()
 
-    def _send(self, version: int, kv_scales: KvScales | None) -> None:
+    def _send(self, kv_scales: KvScales | None) -> None:
         engine, expected = self._engine, None
         if engine.cannot_verify is None:
             expected = engine.expected_policy()
         elif not self._num_loads:
             logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
-        engine.refit(self._policy_weights(expected), drafter_weights, version=version, kv_scales=kv_scales)
+        engine.refit(self._policy_weights(expected), drafter_weights, kv_scales)
         if expected is not None:
             expected.check()
 

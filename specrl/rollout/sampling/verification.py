@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from specrl.rollout.sampling.inverse_cdf import Picked
 
 
 class Verified(NamedTuple):
@@ -15,6 +18,13 @@ class Verified(NamedTuple):
     """[requests, width] int64, -1 beyond a request's tokens."""
     counts: Tensor
     """[requests] int32, at least 1: the accepted draft tokens and one more, up to a stop token and the limit."""
+
+
+class Sampling(NamedTuple):
+    """How tokens are picked, see `inverse_cdf.pick_at`, and drafts verified; the results are the same everywhere."""
+
+    pick: Callable[..., Picked]
+    verify: Callable[..., Verified]
 
 
 def verify(picked: Tensor, drafts: Tensor, starts: Tensor, stop_tokens: Tensor, limits: Tensor, width: int) -> Verified:

@@ -21,9 +21,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
 from specrl.rollout.drafts.device_drafts import LIMIT
-from specrl.rollout.sampling.devices import sampling_on
-from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of
-from specrl.rollout.sampling.verification import Verified
+from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
+from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
 MOST_STOP_TOKENS = 8
 """How many stop tokens a request may have."""
@@ -50,12 +49,17 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.compute_nans = True
-        self.sampling = sampling_on(arguments["device"])
+        self.sampling = Sampling(pick_at, verify)
+        if arguments["device"].type == "cuda":
+            from specrl.rollout.sampling import kernels
+
+            self.sampling = Sampling(kernels.pick, kernels.verify)
         self.stop_tokens = UvaBackedTensor((arguments["max_num_reqs"], MOST_STOP_TOKENS), torch.int64)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Keep what the verification of drafts needs to know of a request."""
+        """Keep what drafts and their verification need to know of a request."""
         super().add_request(req_idx, sampling_params)
+        self.req_states.set_seed(req_idx, sampling_params.seed)
         stops = list(sampling_params.stop_token_ids or ())
         if len(stops) > MOST_STOP_TOKENS:
             raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
@@ -76,9 +80,12 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
     def pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick the token that follows each row; `requests` [rows] are the runner's numbers of the rows' requests."""
+        return self.sampling.pick(logits, *self.settings(requests), positions + 1)
+
+    def settings(self, requests: Tensor) -> tuple[Tensor, ...]:
+        """The temperature, top-k, top-p and seed of each row."""
         states = self.sampling_states
-        settings = states.temperature, states.top_k, states.top_p, states.seeds
-        return self.sampling.pick(logits, *(values.gpu[requests] for values in settings), positions + 1)
+        return tuple(values.gpu[requests] for values in (states.temperature, states.top_k, states.top_p, states.seeds))
 
     def remaining(self, requests: Tensor) -> Tensor:
         """How many tokens each request may still get, at least 1: of one that has ended they are thrown away."""

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows
+from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise
 
 EMULATION = "specrl_fp8"
 ROWS_TOGETHER = 16
@@ -72,45 +72,31 @@ class _Emulated:
     def __init__(self, power_of_two: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.power_of_two = power_of_two
-        self.num_weight_quantisations = 0
-        self.num_activation_quantisations = 0
 
     def quantise_inputs(self, x: Tensor) -> Tensor:
         """Round inputs [..., in], each row by itself."""
         flat = x.reshape(-1, x.shape[-1])
         return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
 
+    def quantise_matrix(self, matrix: Tensor) -> Tensor:
+        """Round one matrix, or this rank's part of it: [out, in]."""
+        return fake_quantise(matrix, SQUARE, power_of_two=self.power_of_two)
+
 
 @register_weight_loader_v2_supported_method
 class EmulatedFp8Linear(_Emulated, UnquantizedLinearMethod):  # type: ignore[misc]
     """One linear layer of the policy in emulated FP8."""
 
-    sizes: list[int]
-    """The number of rows of each fused matrix on this rank."""
-
-    def create_weights(
-        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kw: Any
-    ) -> None:
-        self.sizes = list(output_partition_sizes)
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kw)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Round the weight before vLLM packs it, at the start and at every refit."""
-        weight: Any = layer.weight
-        weight.data.copy_(self.quantise_weight(weight.data))
-        self.num_weight_quantisations += 1
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Round the weight before vLLM packs it, at the start and at every refit; fused matrices are rounded apart."""
+        for matrix in layer.weight.data.split(layer.output_partition_sizes):
+            matrix.copy_(self.quantise_matrix(matrix))
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer: [..., in] -> [..., out]."""
-        if not torch.compiler.is_compiling():
-            self.num_activation_quantisations += 1
         output: Tensor = super().apply(layer, self.quantise_inputs(x), bias)
         return output
-
-    def quantise_weight(self, weight: Tensor) -> Tensor:
-        """Round a weight [out, in] of this rank, in which fused matrices follow each other along `out`."""
-        return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
 
 
 class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[misc]
@@ -123,11 +109,9 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Round the weights of this rank, at the start and at every refit; no kernel packs them."""
-        width = layer.w2_weight.shape[2]
         for w13, w2 in zip(layer.w13_weight.data, layer.w2_weight.data, strict=True):
-            w13.copy_(fake_quantise_rows(w13, (width, width), power_of_two=self.power_of_two))
-            w2.copy_(self.quantise_matrix(w2))
-        self.num_weight_quantisations += 1
+            for matrix in (*w13.chunk(2), w2):
+                matrix.copy_(self.quantise_matrix(matrix))
 
     def apply(
         self,
@@ -140,7 +124,6 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
     ) -> Tensor:
         """Sum each token's experts: [tokens, hidden] -> the same; with tensor parallelism, this rank's part of it."""
         assert shared_experts is None and layer.expert_map is None
-        self.num_activation_quantisations += 1
         inputs = self.quantise_inputs(x)
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in sorted(set(topk_ids.flatten().tolist())):
@@ -159,7 +142,3 @@ class EmulatedFp8Experts(_Emulated, UnquantizedFusedMoEMethod):  # type: ignore[
         gate, up = fused.chunk(2, -1)
         inner = (F.silu(gate) * up * F.pad(gates, (0, 0, 0, more))).to(inputs.dtype)
         return F.linear(self.quantise_inputs(inner), layer.w2_weight[expert])
-
-    def quantise_matrix(self, matrix: Tensor) -> Tensor:
-        """Round one matrix of an expert, or this rank's part of it: [out, in]."""
-        return fake_quantise(matrix, SQUARE, power_of_two=self.power_of_two)

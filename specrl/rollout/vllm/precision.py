@@ -37,8 +37,6 @@ class EnginePrecision:
             _check_linears(config)
         if self._has_fp8_kv_cache:
             _check_kv_cache()
-        self.num_loads = 0
-        """How often the engine was given weights, the start included."""
 
     @property
     def _linears(self) -> Recipe | None:
@@ -106,7 +104,6 @@ class EnginePrecision:
         Raises:
             ValueError: The KV cache is FP8 and there are no scales.
         """
-        self.num_loads += 1
         if not self._has_fp8_kv_cache:
             return
         self.restore(kv_scales)
@@ -118,19 +115,17 @@ class EnginePrecision:
             if letter != "q":
                 getattr(attention, f"_{letter}_scale_cpu").fill_(value)
 
-    def assert_quantised(self, model: nn.Module, *, compiled: bool) -> None:
-        """Check, after a generation, that the engine has quantised activations and all weights that it was given.
+    def assert_quantised(self, model: nn.Module) -> None:
+        """Check that every layer of the policy's module computes in the precision that the recipe says.
 
-        Args:
-            model: The policy's module inside the engine.
-            compiled: Whether it is compiled: then quantised activations are not counted.
+        That its weights and inputs are rounded as they should be is seen where they are compared with the trainer's.
 
         Raises:
-            NotQuantisedError: A layer computes in another precision than the recipe says, or stores keys and values
-                with other scales; it names the first.
+            NotQuantisedError: A layer computes in another precision, or stores keys and values with other scales than
+                the recipe's; it names the first.
         """
         if self._linears is not None:
-            self._assert_linears(model, set(self._linears.engine_layers), compiled=compiled)
+            _assert_linears(model, set(self._linears.engine_layers))
         for layer, attention, letter, value in _places(model, self.kv_scales) if self.kv_scales is not None else ():
             stored = torch.tensor(value, dtype=torch.float32).item()
             found = {float(getattr(attention, f"_{letter}_scale")), getattr(attention, f"_{letter}_scale_float")}
@@ -139,26 +134,18 @@ class EnginePrecision:
                     f"layer {layer} of the engine stores {letter} in FP8 with the scale {max(found):g}, not {value:g}"
                 )
 
-    def _assert_linears(self, model: nn.Module, expected: set[str], *, compiled: bool) -> None:
-        layers = dict(_layers(model))
-        for name, layer in layers.items():
-            is_native, is_emulated = _method(layer) in NATIVE_METHODS, _method(layer) in EMULATED
-            if (is_native or is_emulated) != (name in expected):
-                precision = "BF16" if name in expected else "FP8"
-                raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
-            if is_native and (flaw := native_flaw(layer)):
-                raise NotQuantisedError(f"{name} of the engine {flaw}")
-            if not is_emulated:
-                continue
-            if (times := layer.quant_method.num_weight_quantisations) < self.num_loads:
-                raise NotQuantisedError(
-                    f"{name} of the engine holds weights that were not quantised: {self.num_loads} loads, "
-                    f"{times} quantisations"
-                )
-            if not compiled and not layer.quant_method.num_activation_quantisations:
-                raise NotQuantisedError(f"{name} of the engine has quantised no activations")
-        if missing := expected - layers.keys():
-            raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
+
+def _assert_linears(model: nn.Module, expected: set[str]) -> None:
+    layers = dict(_layers(model))
+    for name, layer in layers.items():
+        is_native = _method(layer) in NATIVE_METHODS
+        if (is_native or _method(layer) in EMULATED) != (name in expected):
+            precision = "BF16" if name in expected else "FP8"
+            raise NotQuantisedError(f"{name} of the engine computes in {precision}, unlike its recipe")
+        if is_native and (flaw := native_flaw(layer)):
+            raise NotQuantisedError(f"{name} of the engine {flaw}")
+    if missing := expected - layers.keys():
+        raise NotQuantisedError(f"the engine's policy has no layer {min(missing)}")
 
 
 def native_flaw(layer: Any) -> str | None:

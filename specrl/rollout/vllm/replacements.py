@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from inspect import getattr_static
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -68,13 +69,6 @@ REPLACEMENTS = (
         "tests/integration/test_parallel_runs.py::test_trainer_and_engine_choose_the_same_experts",
     ),
     Replacement(
-        "vllm.model_executor.models.registry._run_in_subprocess",
-        f"{PATCHES}.called",
-        "vLLM looks at a new model's class in a process that imports everything again, not to initialise CUDA in this "
-        "one, which the engine does next anyway",
-        "tests/integration/test_engine.py::test_the_first_engine_on_a_model_starts_no_process_to_look_at_it",
-    ),
-    Replacement(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         f"{PATCHES}.keeping_asynchronous",
         "vLLM schedules synchronously on CPUs, without a word; here they do what GPUs do",
@@ -124,16 +118,8 @@ def install() -> None:
         if replacement.attribute in _original or elsewhere:
             continue
         path, attribute = replacement.attribute.rsplit(".", 1)
-        owner, new = _found(path), _found(replacement.by)
+        owner, new = resolve_name(path), resolve_name(replacement.by)
         _original[replacement.attribute] = original = getattr(owner, attribute)
         new = new(original) if replacement.wraps else new
         needs_nothing = isinstance(getattr_static(owner, attribute), staticmethod | classmethod)
         setattr(owner, attribute, staticmethod(new) if needs_nothing else new)
-
-
-def _found(path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        owner, _, attribute = path.rpartition(".")
-        return getattr(_found(owner), attribute)

@@ -36,8 +36,7 @@ class CraftedInputs:
         self.support = [token for token in range(vocab_size) if token not in stop_tokens][:SUPPORT]
         self.num_accepted = 0
         self.num_rejected = 0
-        if len(self.support) < SUPPORT:
-            raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for the sampler's self-test")
+        assert len(self.support) == SUPPORT, "a vocabulary that is too small for the sampler's self-test"
 
     def requests(self) -> list[Request]:
         """One request for each of `SETTINGS`, with prompts of tokens in the support."""
@@ -60,9 +59,8 @@ class CraftedInputs:
         self._sampler.sampling = self._sampling
 
     def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
-        states, following = self._sampler.sampling_states, positions.cpu() + 1
-        settings = (states.temperature, states.top_k, states.top_p, states.seeds)
-        temperature, top_k, top_p, seeds = (values.gpu[requests].cpu() for values in settings)
+        temperature, top_k, top_p, seeds = (values.cpu() for values in self._sampler.settings(requests))
+        following = positions.cpu() + 1
         crafted = self._logits(following, logits.shape[1])
         right = pick_at(crafted, temperature, top_k, top_p, seeds, following).tokens
         first, second = self.support[:2]
@@ -101,7 +99,7 @@ class CraftedInputs:
         for found, wanted in ((response.logprobs, right.logprobs), (masses, right.log_kept_mass)):
             if not torch.allclose(torch.tensor(found), wanted, rtol=0, atol=LOGPROB_TOLERANCE):
                 raise SamplerError(f"the sampler gave log-probs or logs of kept masses of {found}, not {wanted}")
-        for _, context, drafted, accepted, _ in response.drafts:
+        for context, drafted, accepted, _ in response.drafts:
             right_ones = [bool(is_right(context + place)) for place in range(drafted)]
             if accepted != [*right_ones, False].index(False):
                 raise SamplerError(f"the sampler accepted {accepted} of the drafted tokens {right_ones} (right or not)")

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import FACTS, LIMIT, NUMBER, PROMPT, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, OWN_START, PROMPT, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -50,7 +50,11 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         slot = self.req_id_to_index[req_id]
         prompt, limit = self.texts.number_of(all_token_ids[:prompt_len]), prompt_len + max_tokens
-        self.facts.np[slot, [PROMPT, NUMBER, LIMIT]] = prompt, next(self._numbers), min(limit, self.max_model_len)
+        self.facts.np[slot] = prompt, next(self._numbers), min(limit, self.max_model_len), 0, 0
+
+    def set_seed(self, slot: int, seed: int) -> None:
+        """Find the text of a request's own seed, which `InvariantSampler` gets to know after it was added."""
+        self.facts.np[slot, OWN_START:] = self.texts.own_span(int(self.facts.np[slot, PROMPT]), seed)
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
@@ -97,18 +101,18 @@ class TextSpeculator:
         chooses = is_real and (length > 0 or self._calls % LOOKED_AT == 0)
         batch = Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
         if is_real and self._has_chosen:
-            self.drafts.observe(self._known(asked), batch)
+            self.drafts.observe(self._known(), batch)
         drafter = self._from_drafter(asked, min(length, self.drafter_k))
         if is_real:
             self._calls, self._has_chosen = self._calls + 1, chooses
         if chooses:
-            return self.drafts.choose(self._known(asked), batch, drafter, length)
+            return self.drafts.choose(self._known(), batch, drafter, length)
         return torch.zeros(asked["input_batch"].num_reqs, self.drafts.k, dtype=torch.int64, device=self.drafts.device)
 
-    def _known(self, asked: Mapping[str, Any]) -> Requests:
+    def _known(self) -> Requests:
         requests = self._requests
-        known = requests.facts.gpu, asked["seeds"], requests.prompt_len.gpu, requests.total_len.gpu
-        return Requests(*known, requests.all_token_ids.gpu)
+        lengths = requests.prompt_len.gpu, requests.total_len.gpu
+        return Requests(requests.facts.gpu, *lengths, requests.all_token_ids.gpu)
 
     def _from_drafter(self, asked: dict[str, Any], passes: int) -> Tensor | None:
         speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)

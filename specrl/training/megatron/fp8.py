@@ -60,7 +60,6 @@ class EmulatedLinear:
         """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
         self.num_forwards = 0
         self.num_backwards = 0
-        self.num_weight_quantisations = 0
         self._plain: Any = module._forward_impl
         self._source: Tensor | None = None
         self._quantised: Tensor | None = None
@@ -99,7 +98,6 @@ class EmulatedLinear:
         if self._source is None or not torch.equal(weight, self._source):
             self._source = weight.clone()
             self._quantised = self.quantise_weight()
-            self.num_weight_quantisations += 1
         assert self._quantised is not None
         return self._quantised
 

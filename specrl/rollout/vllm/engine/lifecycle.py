@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from specrl.processes import importing
-from specrl.rollout.errors import NonFiniteLogitsError, RefitError
+from specrl.rollout.errors import RefitError
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
@@ -57,7 +57,8 @@ class VllmEngine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Start the engine with these arguments of vLLM's `EngineArgs`; collective over its ranks."""
         self.llm = start(arguments)
-        self.runner = model_runner(self.llm)
+        self.runner = self.llm.model_executor.driver_worker.worker.model_runner
+        assert hasattr(self.runner, "req_states"), "not vLLM's V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER"
         self.sampler = self.runner.sampler
         """The sampler inside the engine, an `InvariantSampler`."""
         self.policy: nn.Module = self.runner.model
@@ -84,6 +85,11 @@ class VllmEngine:
         return list(self.llm.vllm_config.compilation_config.cudagraph_capture_sizes or ())
 
     @property
+    def text_speculator(self) -> Any:
+        """The `TextSpeculator` of an engine that drafts."""
+        return self.runner.speculator.text
+
+    @property
     def _core(self) -> Any:
         return self.llm.engine_core.engine_core
 
@@ -94,7 +100,7 @@ class VllmEngine:
         prompt = {"prompt_token_ids": prompt_tokens}
         request = self.llm.input_processor.process_inputs(name, prompt, params, self.llm.get_supported_tasks())
         self.llm.engine_core.add_request(request)
-        self._running[name] = RunningRequest(name, len(prompt_tokens), params.seed, stops)
+        self._running[name] = RunningRequest(name, len(prompt_tokens), stops)
         return self._running[name]
 
     def step(self) -> list[RunningRequest]:
@@ -105,25 +111,19 @@ class VllmEngine:
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
         """
-        finished, stopped, errors, decoding, tokens = [], [], [], 0, 0
         outputs = self.llm.engine_core.get_output().outputs
-        for output in outputs:
-            request = self._running[output.request_id]
-            decoding += bool(request.tokens)
-            tokens += len(output.new_token_ids)
-            try:
-                request.take(output)
-            except NonFiniteLogitsError as error:
-                errors.append(error)
-            if request.finish_reason is not None:
-                finished.append(self._running.pop(request.name))
-                if output.finish_reason is None:
-                    stopped.append(request.name)
-        self.llm.engine_core.abort_requests(stopped)
+        requests = [self._running[output.request_id] for output in outputs]
+        decoding = sum(bool(request.tokens) for request in requests)
+        for request, output in zip(requests, outputs, strict=True):
+            request.take(output)
         self.decode_steps += decoding > 0
+        tokens = sum(len(output.new_token_ids) for output in outputs)
         self.last = Iteration(len(outputs), tokens, decoding == len(outputs)) if outputs else None
-        if errors:
-            raise errors[0]
+        finished = [request for request in requests if request.finish_reason is not None]
+        # Those that a stop string has ended still run in vLLM; of the others it knows no more.
+        self.llm.engine_core.abort_requests([request.name for request in finished])
+        for request in finished:
+            del self._running[request.name]
         return finished
 
     def end(self) -> None:
@@ -274,15 +274,3 @@ def stop(llm_engine: Any) -> None:
         parallel_state._WORLD = None
     gc.unfreeze()  # vLLM froze what it had allocated at its start
     gc.collect()
-
-
-def model_runner(llm_engine: Any) -> Any:
-    """The model runner of an in-process engine.
-
-    Raises:
-        RuntimeError: It is not vLLM's second one.
-    """
-    runner = llm_engine.model_executor.driver_worker.worker.model_runner
-    if not hasattr(runner, "req_states"):
-        raise RuntimeError(f"{type(runner).__module__} is not vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
-    return runner

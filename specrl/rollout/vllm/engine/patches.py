@@ -15,11 +15,6 @@ COMPILE_SECONDS = 1800
 """How long the ranks of a node wait for the first one, before they compile too."""
 
 
-def called(inspect: Callable[[], Any]) -> Any:
-    """Call a function, in this process."""
-    return inspect()
-
-
 class FirstOfItsGroup:
     """Stands for the ranks of an engine where only the first of them would return something."""
 

@@ -22,7 +22,6 @@ class RunningRequest:
     name: str
     """vLLM's own name of it."""
     prompt_length: int
-    seed: int
     stops: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,7 +63,7 @@ class RunningRequest:
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
             if drafted:
                 accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
-                self.drafts.append(VerifiedDraft(self.seed, context, drafted, accepted, SOURCES[source]))
+                self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.routed_experts is not None:

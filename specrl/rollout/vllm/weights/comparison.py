@@ -9,10 +9,10 @@ log-probs of the probe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,18 +36,8 @@ MOST_NAMED = 20
 """The most tensors that an error names; of a stale policy all are wrong."""
 
 
-class Note(NamedTuple):
-    """What an engine must hold at one place."""
-
-    names: tuple[str, ...]
-    """The names of the trainer's tensors that belong there."""
-    layer: Any
-    kind: str
-    """The name of the parameter there."""
-    expert: int | None
-    """The number of the expert if it is one."""
-    expected: Tensor | None
-    """What the engine must compute or hold there; None if there is no such place."""
+IsHeld = Callable[[], bool]
+"""Whether an engine holds at one place what it should."""
 
 
 class Expected:
@@ -67,7 +57,8 @@ class Expected:
         """
         self._model, self._family, self._policy = model, family, policy
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-        self._notes: list[Note] = []
+        self._places: list[tuple[tuple[str, ...], IsHeld]] = []
+        """The names of the trainer's tensors that belong to one place, and what says whether they are there."""
         self._experts: tuple[nn.Module, Tensor] | None = None
         """The layer whose experts were compared last, and their outputs. Those of all may take hundreds of MiB."""
 
@@ -99,7 +90,7 @@ class Expected:
             DrafterCollapseError: Some of the drafter's do.
         """
         self._experts = None
-        wrong = [name for note in self._notes if not self._is_held(note) for name in note.names]
+        wrong = [name for names, is_held in self._places if not is_held() for name in names]
         if self._policy is not None:
             models: tuple[Any, Any] = self._model, self._policy
             own, shared = (model.get_submodule("model.embed_tokens").weight for model in models)
@@ -109,21 +100,6 @@ class Expected:
             error, name = (PolicyParityError, "policy") if self._policy is None else (DrafterCollapseError, "drafter")
             more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             raise error(f"the engine's {name} differs from the trainer's in {', '.join(wrong[:MOST_NAMED])}{more}")
-
-    def _is_held(self, note: Note) -> bool:
-        layer, expected = note.layer, note.expected
-        if expected is None:
-            return False
-        if note.expert is not None:
-            if self._experts is None or self._experts[0] is not layer:
-                self._experts = layer, outputs_of_experts(layer, probe_rows(expected.shape[1], self._like))
-            return _are_equal(self._experts[1][note.expert], expected)
-        if note.kind != "weight" or not _multiplies(layer):
-            return torch.equal(_summed(getattr(layer, note.kind))[: len(expected)].cpu(), expected.cpu())
-        if _is_in_fp8(layer):
-            return torch.equal(_bits(layer), expected.to(layer.weight.device))
-        found = layer.quant_method.apply(layer, probe_rows(_width(layer), self._like), None)
-        return _are_equal(found[:, : expected.shape[1]], expected)
 
     def _place(self, name: str) -> tuple[str, str, list[str]]:
         family, fused = self._family, self._family.fused
@@ -136,14 +112,53 @@ class Expected:
     @torch.inference_mode()
     def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
-        expected: Tensor | None = None
         try:
-            layer, kind, expert = _found(self._model, fused_name)
+            layer, kind = _found(self._model, fused_name)
         except AttributeError:
-            layer, kind, expert = None, "", None
+            is_held = _never
         else:
-            expected = _expected(layer, kind, tensors, self._like.dtype, is_expert=expert is not None)
-        self._notes.append(Note(names, layer, kind, expert, expected))
+            is_held = self._held(layer, kind, tensors)
+        self._places.append((names, is_held))
+
+    def _held(self, layer: Any, kind: str | int, tensors: Sequence[Tensor]) -> IsHeld:
+        if isinstance(kind, int):
+            return self._held_expert(layer, kind, tensors)
+        parts = own_parts(layer, kind, tensors)
+        if kind == "weight" and _multiplies(layer):
+            # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
+            parts = [part.to(self._like.dtype) for part in parts]
+            if getattr(layer, "weight_scale_inv", None) is not None:  # in FP8
+                bits = _bits(_quantised(layer, parts))
+                return lambda: torch.equal(_bits(layer), bits)
+            inputs = probe_rows(parts[0].shape[1], parts[0])
+            products = _expected_products(layer, inputs, parts)
+            return lambda: _are_equal(self._applied(layer, inputs)[:, : products.shape[1]], products)
+        if (actual := getattr(layer, kind, None)) is None:
+            return _never
+        sums = _summed((torch.cat(parts) if len(parts) > 1 else parts[0]).to(actual.dtype))
+        return lambda: torch.equal(_summed(getattr(layer, kind))[: len(sums)].to(sums.device), sums)
+
+    def _held_expert(self, layer: Any, number: int, tensors: Sequence[Tensor]) -> IsHeld:
+        if len(tensors) < len(PARTS):
+            return _never
+        matrices = [tensor.to(self._like.dtype) for tensor in tensors]
+        # Those of all experts are kept at once: in float32 they would take twice the memory.
+        inputs = probe_rows(matrices[0].shape[1], matrices[0])
+        expected = expected_output(layer, matrices, inputs).to(self._like.dtype)
+        return lambda: _are_equal(self._outputs_of(layer, inputs)[number], expected)
+
+    def _outputs_of(self, layer: Any, inputs: Tensor) -> Tensor:
+        if self._experts is None or self._experts[0] is not layer:
+            self._experts = layer, outputs_of_experts(layer, inputs.to(self._like))
+        return self._experts[1]
+
+    def _applied(self, layer: Any, inputs: Tensor) -> Tensor:
+        output: Tensor = layer.quant_method.apply(layer, inputs.to(self._like), None)
+        return output
+
+
+def _never() -> bool:
+    return False
 
 
 def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
@@ -167,50 +182,25 @@ def _eagle3_engine_name(name: str) -> str:
     return "model." + name.replace("midlayer.", "layers.0.")
 
 
-def _found(model: nn.Module, fused_name: str) -> tuple[Any, str, int | None]:
-    # The layer of a place, the name of its parameter there, and the number of the expert if it is one.
+def _found(model: nn.Module, fused_name: str) -> tuple[Any, str | int]:
+    # The layer of a place, and the name of its parameter there or the number of its expert.
     path, _, kind = fused_name.rpartition(".")
     parent, _, number = path.rpartition(".")
     if number.isdecimal() and parent.endswith(".experts"):
         experts: Any = model.get_submodule(parent)
-        return experts.routed_experts, kind, int(number)
-    return model.get_submodule(path), kind, None
+        return experts.routed_experts, int(number)
+    return model.get_submodule(path), kind
 
 
-def _expected(
-    layer: Any, kind: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, is_expert: bool
-) -> Tensor | None:
-    # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
-    if is_expert:
-        if len(tensors) < len(PARTS):
-            return None
-        matrices = [tensor.to(dtype) for tensor in tensors]
-        # Those of all experts are kept at once: in float32 they would take twice the memory.
-        return expected_output(layer, matrices, probe_rows(matrices[0].shape[1], matrices[0])).to(dtype)
-    parts = own_parts(layer, kind, tensors)
-    if kind == "weight" and _multiplies(layer):
-        cast = [part.to(dtype) for part in parts]
-        return _bits(_quantised(layer, cast)) if _is_in_fp8(layer) else _expected_products(layer, cast)
-    actual: Tensor | None = getattr(layer, kind, None)
-    if actual is None:
-        return None
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _summed(whole.to(actual.dtype))
+def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tensor:
+    """The products of inputs with a weight [out, in] of these parts along `out`: [inputs, out].
 
-
-def _expected_products(layer: Any, parts: list[Tensor]) -> Tensor:
-    """The products of the fixed rows with a weight [out, in] of these parts along `out`: [PROBE_ROWS, out].
-
-    For a layer in emulated FP8 they are quantised too: rounding moves products by more than the tolerance.
+    For a layer in emulated FP8 both are quantised: rounding moves products by more than the tolerance.
     """
-    inputs, method = probe_rows(parts[0].shape[1], parts[0]), layer.quant_method
-    if hasattr(method, "quantise_weight"):
-        inputs, parts = method.quantise_inputs(inputs), [method.quantise_weight(torch.cat(parts))]
+    method = layer.quant_method
+    if hasattr(method, "quantise_matrix"):
+        inputs, parts = method.quantise_inputs(inputs), [method.quantise_matrix(part) for part in parts]
     return torch.cat([F.linear(inputs, part) for part in parts], -1)
-
-
-def _is_in_fp8(layer: Any) -> bool:
-    return getattr(layer, "weight_scale_inv", None) is not None
 
 
 def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
@@ -269,9 +259,3 @@ def _multiplies(layer: nn.Module) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return isinstance(layer, (LinearBase, ParallelLMHead))
-
-
-def _width(layer: Any) -> int:
-    if hasattr(layer, "embedding_dim"):
-        return int(layer.embedding_dim)
-    return int(getattr(layer, "input_size_per_partition", layer.input_size))

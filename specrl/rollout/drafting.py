@@ -29,7 +29,7 @@ class Drafting:
         self._drafter_k, self._replay_k = drafter_k, replay_k = config.speculation.draft_lengths
         self.k = drafter_k or replay_k
         """The longest draft that `set_length` takes, in tokens."""
-        self._text = engine.runner.speculator.text
+        self._text = engine.text_speculator
         self.texts: TextStore = self._text.texts
         """The texts to draft from; what changes there counts from the next generation on."""
         if config.speculation.draft_method.replays:
@@ -55,10 +55,12 @@ class Drafting:
     def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
+        self.costs.saved = 0.0
         self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(stop_tokens)
-        own = sum(self.texts.has_own(request.prompt_tokens, request.seed) for request in requests)
-        self.costs.acceptance.own_share = own / max(1, len(requests))
+        numbers = (self.texts.number_of(request.prompt_tokens) for request in requests)
+        own = [self.texts.own_span(number, request.seed) for number, request in zip(numbers, requests, strict=True)]
+        self.costs.acceptance.own_share = sum(end > start for start, end in own) / max(1, len(own))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
@@ -100,9 +102,10 @@ class Drafting:
         sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
         return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
 
-    def take_saved_seconds(self) -> float | None:
-        """An estimate of the seconds that drafts saved since the last call; None where no times are known."""
-        return self.costs.take_saved_seconds() if self._is_measured else None
+    @property
+    def saved_s(self) -> float | None:
+        """See `Generation.saved_s`."""
+        return self.costs.saved if self._is_measured else None
 
     def _measure(self) -> None:
         self._is_measured = True

@@ -1,0 +1,55 @@
+"""What an engine's tokens are picked from, recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specrl.precision.near_ties import Pick
+from specrl.rollout.sampling.inverse_cdf import Picked, uniforms, weights
+
+ROWS_TOGETHER = 64
+"""The number of rows of logits that are looked at at once: in FP64 they take much memory."""
+
+
+@dataclass
+class Recorder:
+    """A context manager that records what an engine's sampler picks, and changes nothing.
+
+    It is for engines without tensor parallelism. Requests are told apart by their seeds, which must differ within one
+    recording.
+    """
+
+    sampler: Any
+    traces: dict[int, dict[int, Pick]] = field(default_factory=dict)
+    """The picks, by seed and then by position in the sequence, prompt included; those inside the prompt and behind the
+    end of the response mean nothing."""
+
+    def __enter__(self) -> Recorder:
+        self.sampler.pick = self._pick
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.sampler.pick
+
+    def _pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
+        picked: Picked = type(self.sampler).pick(self.sampler, logits, requests, positions)
+        of_rows = logits, *self.sampler.settings(requests), positions + 1, picked.tokens
+        for rows in zip(*(values.split(ROWS_TOGETHER) for values in of_rows), strict=True):
+            self._record(*rows)
+        return picked
+
+    def _record(self, *rows: Tensor) -> None:
+        logits, temperature, top_k, top_p, seeds, positions, tokens = rows
+        probs = weights(logits, temperature, top_k, top_p).double()
+        probs /= probs.sum(-1, keepdim=True)
+        upper = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
+        lower = upper - probs.gather(1, tokens[:, None])[:, 0]
+        best = logits.float().log_softmax(-1).topk(2).values
+        found = tokens, uniforms(seeds, positions), lower, upper, best[:, 0] - best[:, 1], temperature == 0
+        columns = (column.tolist() for column in (seeds, positions, *found))
+        for seed, position, *values in zip(*columns, strict=True):
+            # What was picked behind a rejected draft gives way to what is picked there next.
+            self.traces.setdefault(seed, {})[position] = Pick(*values)
