@@ -269,10 +269,9 @@ class ParityCounts(Artifact):
     """The largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float
     """The largest movement of the gap between the two best log-probs, in nats."""
-    limit: float | None = None
-    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones.
-    This and the next are None in results of earlier versions."""
-    largest_distance: float | None = None
+    limit: float
+    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones."""
+    largest_distance: float
     """The largest distance of a difference that was found, in the same unit; 0 without differences."""
 
 

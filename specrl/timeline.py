@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from specrl import logs
 
 GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "drafter_training"
@@ -129,45 +131,14 @@ class RankTimeline:
     """Its generation, the use of its bubble, and the parts after that; in between it waited."""
 
 
-@dataclass(frozen=True)
-class BubbleTotals:
-    """The bubbles of all ranks in one step, in seconds."""
-
-    idle_s: float
-    """Time from the end of each rank's own share to the end of the last one's, summed over ranks, used or not."""
-    used_s: float
-    """The part of `idle_s` in which something was done."""
-    overrun_s: float
-    """Time by which the use of a bubble outlasted the slowest generation, on the rank where it was longest."""
-    generation_s: float
-    """Time from the first rank's start to the last share's end, times the number of ranks: `idle_s` is a part of it."""
-
-
-def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
-    """The totals of one step.
-
-    Args:
-        bubbles: The bubbles of all ranks.
-    """
-    last = max(bubble.generated_at for bubble in bubbles)
-    first = min(bubble.started_at for bubble in bubbles)
-    used = sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans)
-    overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
-    return BubbleTotals(
-        idle_s=sum(last - bubble.generated_at for bubble in bubbles),
-        used_s=used,
-        overrun_s=max(overruns, default=0.0),
-        generation_s=(last - first) * len(bubbles),
-    )
-
-
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
-    """The totals of a step's bubbles under their names in MLflow."""
-    found = totals(bubbles)
+    """What a step's bubbles, of all ranks, add up to, under the names in MLflow."""
+    last = max(bubble.generated_at for bubble in bubbles)
+    overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
     return {
-        "bubble/idle_s": found.idle_s,
-        "bubble/used_s": found.used_s,
-        "bubble/overrun_s": found.overrun_s,
+        "bubble/idle_s": sum(last - bubble.generated_at for bubble in bubbles),
+        "bubble/used_s": sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans),
+        "bubble/overrun_s": max(overruns, default=0.0),
         "bubble/pregenerated_tokens": float(sum(bubble.pregenerated_tokens for bubble in bubbles)),
         "bubble/drafter_steps": float(sum(bubble.drafter_steps for bubble in bubbles)),
     }
@@ -223,8 +194,7 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
     """A timeline, given what `json` reads of its `asdict` form."""
-    bubble = data["bubble"]
-    spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
-    refills = [Span(**span) for span in bubble.get("refills", ())]
-    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace, "refills": refills})
-    return RankTimeline(bubble, [Span(**span) for span in data["spans"]])
+    return _TIMELINE.validate_python(data)
+
+
+_TIMELINE = TypeAdapter(RankTimeline)

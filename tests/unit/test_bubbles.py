@@ -27,12 +27,12 @@ from specrl.timeline import (
     Bubble,
     RankTimeline,
     Span,
+    bubble_metrics,
     joined,
     rank_spans,
     speedup_estimates,
     tail_seconds,
     timeline_from,
-    totals,
 )
 
 
@@ -161,10 +161,9 @@ def test_totals_count_waiting_use_and_overrun() -> None:
         0, 100.0, 104.0, 110.5, 10, 1.0, [Span(PREGENERATION, 104.0, 108.0), Span(SPOT_TRAINING, 109, 110.5)]
     )
     late = Bubble(1, 100.5, 110.0, 110.0, 90, 4.0)
-    found = totals([early, late])
-    assert (found.idle_s, found.used_s, found.overrun_s) == (6.0, 5.0, 0.5)
-    assert found.generation_s == 20.0
-    assert totals([late]).overrun_s == 0.0
+    found = bubble_metrics([early, late])
+    assert [found[f"bubble/{name}_s"] for name in ("idle", "used", "overrun")] == [6.0, 5.0, 0.5]
+    assert bubble_metrics([late])["bubble/overrun_s"] == 0.0
 
 
 def test_the_gain_of_drafts_is_estimated_for_the_engine_that_would_be_the_slowest_without_them() -> None:
