@@ -61,32 +61,6 @@ class Timer:
         return total
 
 
-class Pace:
-    """Measures the seconds of engine iterations by the number of running requests, down to the last request."""
-
-    def __init__(self, num_requests: int, most_running: int) -> None:
-        self._most_running = most_running
-        self._left, self._batch = num_requests, min(num_requests, most_running)
-        self._since = time.perf_counter()
-        self._found: dict[int, list[float]] = {}
-
-    def on_progress(self, finished: int, total: int) -> None:
-        """Note how many requests are finished; a hook for `Engine.generate`."""
-        self._left = total - finished
-
-    def on_iteration(self) -> None:
-        """Note that an iteration has ended; a hook for `Engine.generate`."""
-        now = time.perf_counter()
-        count_seconds = self._found.setdefault(self._batch, [0, 0.0])
-        count_seconds[0] += 1
-        count_seconds[1] += now - self._since
-        self._since, self._batch = now, min(self._left, self._most_running)
-
-    def rows(self) -> list[tuple[int, int, float]]:
-        """(running requests, iterations, seconds), without the iteration that finished the last request."""
-        return [(batch, int(count), seconds) for batch, (count, seconds) in sorted(self._found.items())]
-
-
 @dataclass(frozen=True)
 class Bubble:
     """The generation of one rank in one step, and what the rank did until the slowest one was done."""
@@ -97,18 +71,12 @@ class Bubble:
     """The time at which the rank had finished its own share."""
     resumed_at: float
     """The time at which it was done with other work and waited for the others."""
-    num_tokens: int
-    """The number of response tokens of its own share, and of refills."""
-    tail_s: float
-    """The seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
     """Its work between `generated_at` and `resumed_at`; the rest of the time it waited."""
     pregenerated_tokens: int = 0
     """The number of tokens of the next step that it generated in the bubble."""
     drafter_steps: int = 0
     """The number of updates of the drafter that it made in the bubble."""
-    pace: list[tuple[int, int, float]] = field(default_factory=list)
-    """The pace of its own share, `Pace.rows`."""
     saved_s: float | None = None
     """An estimate of the seconds that drafts saved in its own share, and in refills, by the cost model's plain
     iterations; None where there is none."""
@@ -164,12 +132,6 @@ def speedup_estimates(bubbles: Sequence[Bubble], seconds: Mapping[str, float]) -
         "speedup/generation_estimate": 1 + longer / seconds["generation"],
         "speedup/step_estimate": (step + longer - seconds.get("drafter_update", 0.0)) / step,
     }
-
-
-def tail_seconds(finish_times: Sequence[float], share: float = 0.9) -> float:
-    """The seconds from when `share` of the responses were finished until the last one was; 0 without any."""
-    ordered = sorted(finish_times)
-    return ordered[-1] - ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
 def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:

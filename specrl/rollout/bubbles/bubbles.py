@@ -17,8 +17,8 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.engine import Engine, Generation
-from specrl.timeline import SPOT_TRAINING, Bubble, Span, joined, tail_seconds
+from specrl.rollout.engine import Engine
+from specrl.timeline import SPOT_TRAINING, Bubble, Span, joined
 
 
 class Activity(Protocol):
@@ -57,18 +57,12 @@ class Bubbles:
             self._coordinator.open()
 
     def spend(
-        self,
-        step: int,
-        started_at: float,
-        generation: Generation,
-        pace: list[tuple[int, int, float]],
-        saved_s: float | None = None,
+        self, step: int, started_at: float, saved_s: float | None = None
     ) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
 
         Args:
-            started_at: The Unix time at which this rank began its own share, which `generation` is.
-            pace: The pace of that generation, `Pace.rows`.
+            started_at: The Unix time at which this rank began its own share.
             saved_s: The seconds that drafts saved in it, `Bubble.saved_s`.
         """
         generated_at = time.time()
@@ -79,12 +73,9 @@ class Bubbles:
             started_at=started_at,
             generated_at=generated_at,
             resumed_at=time.time(),
-            num_tokens=generation.num_tokens,
-            tail_s=tail_seconds([response.finished_at for response in generation.responses]),
             spans=joined(spans),
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
-            pace=pace,
             saved_s=saved_s,
         )
         return bubble, texts

@@ -21,7 +21,7 @@ from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
-from specrl.timeline import GENERATION, Bubble, Pace, Span
+from specrl.timeline import GENERATION, Bubble, Span
 from specrl.training.rollouts import RolloutBatch
 
 
@@ -59,7 +59,6 @@ class _Counters:
             SpeculationStats.merge([self.stats, generation.stats]),
             replace(
                 bubble,
-                num_tokens=bubble.num_tokens + generation.num_tokens,
                 saved_s=None if bubble.saved_s is None or saved_s is None else bubble.saved_s + saved_s,
                 refills=[*bubble.refills, span],
             ),
@@ -174,17 +173,14 @@ class RolloutGenerator:
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
-        config, samples = self._config, self._config.train.samples_per_prompt
         own = prompts[self._place.engine :: self._place.num_engines]
         self._bubbles.open()
-        if self._earlier is not None or config.bubbles.pregenerates:
+        if self._earlier is not None or self._config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
         self._take_saved_seconds()  # what has been generated ahead is no part of this step
         started_at = time.time()
-        pace = Pace(len(own) * samples, config.engine.max_num_seqs)
-        unscored = self._collect(own, step, pace)
-        saved_s = self._take_saved_seconds()
-        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows(), saved_s)
+        unscored = self._collect(own, step)
+        bubble, texts = self._bubbles.spend(step, started_at, self._take_saved_seconds())
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return rollouts, texts, counters
@@ -195,13 +191,13 @@ class RolloutGenerator:
         if not share:
             return counted
         self._take_saved_seconds()  # of what was generated ahead after its first share
-        unscored = self._collect(share, step, None)
+        unscored = self._collect(share, step)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
         return counted.add_refill(span, unscored.generation, self._take_saved_seconds(), scores)
 
-    def _collect(self, prompts: Sequence[Prompt], step: int, pace: Pace | None) -> Unscored:
+    def _collect(self, prompts: Sequence[Prompt], step: int) -> Unscored:
         config = self._config
         return collect(
             self._engine,
@@ -210,8 +206,6 @@ class RolloutGenerator:
             config,
             self._rewards,
             Origin(config.seed, step, self._ranks.rank),
-            on_progress=pace.on_progress if pace is not None else None,
-            on_iteration=pace.on_iteration if pace is not None else None,
             recall=True,
             routes=True,
         )
