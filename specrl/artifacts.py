@@ -44,10 +44,6 @@ class PrepareResult(Artifact):
 
     policy_dir: Path
     """The policy as a Hugging Face folder: configuration, tokenizer and safetensors."""
-    warm_start_loss_first: float | None = None
-    """The mean loss over the first tenth of the warm start's steps, in nats per token; None without a warm start."""
-    warm_start_loss_last: float | None = None
-    """The same over the last tenth of the steps."""
     prompts_seen: int = 0
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
     prompts_overlong: int = 0

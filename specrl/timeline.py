@@ -69,10 +69,8 @@ class Bubble:
     started_at: float
     generated_at: float
     """The time at which the rank had finished its own share."""
-    resumed_at: float
-    """The time at which it was done with other work and waited for the others."""
     spans: list[Span] = field(default_factory=list)
-    """Its work between `generated_at` and `resumed_at`; the rest of the time it waited."""
+    """Its work after `generated_at`; the rest of the time it waited."""
     pregenerated_tokens: int = 0
     """The number of tokens of the next step that it generated in the bubble."""
     drafter_steps: int = 0

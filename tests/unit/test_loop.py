@@ -41,7 +41,7 @@ class Collecting(Tracker):
 
 
 def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, events: Sequence[str] = ()) -> StepRecord:
-    bubble = Bubble(0, 100.0, 101.0, 101.0)
+    bubble = Bubble(0, 100.0, 101.0)
     timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
     return StepRecord(step, {**metrics, **LATE}, SpeculationStats(), timelines, list(events))
 
@@ -193,7 +193,7 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     recorder = StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps")
-    bubble = Bubble(0, 100.0, 101.0, 101.0)
+    bubble = Bubble(0, 100.0, 101.0)
     timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
     stats = SpeculationStats(2, 9, 4, (1,), 3, (2,), {"replay": SourceCounts(2, 9, 4)})
     record = StepRecord(0, {"timing/step_s": 1.0}, stats, timelines)

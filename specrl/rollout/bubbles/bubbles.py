@@ -72,7 +72,6 @@ class Bubbles:
             rank=self._ranks.rank,
             started_at=started_at,
             generated_at=generated_at,
-            resumed_at=time.time(),
             spans=joined(spans),
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
