@@ -128,16 +128,7 @@ class SetScore(Artifact):
 
     def metrics(self) -> dict[str, float]:
         """The scores under their names in MLflow."""
-        values = {
-            "accuracy": self.accuracy,
-            "avg_at_k": self.avg_at_k,
-            "pass_at_k": self.pass_at_k,
-            "response_length_mean": self.response_length_mean,
-            "response_length_max": float(self.response_length_max),
-            "truncated_fraction": self.truncated_fraction,
-            "seconds": self.seconds,
-            "decode_steps_per_token": self.decode_steps_per_token,
-        }
+        values: dict[str, float] = self.model_dump(exclude={"step", "set", "num_prompts", "k", "pass_at", "ci"})
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
             values |= {f"{name}_low": low, f"{name}_high": high}

@@ -37,7 +37,6 @@ class Chart:
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
     config, stages = read_config(run_dir), find_stages(run_dir)
-    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     summary = build_summary(run_dir, stages, None)
     results, *tables = summary_tables(run_dir, stages, summary)
     charts = [*_rollout_charts(stages), *_result_charts(stages)]
