@@ -1,8 +1,8 @@
 """Send what a run and its stages have logged to MLflow, and write it for TensorBoard: from the flow, `specrl sync`, and
 a thread of a stage.
 
-`sent.json` beside each log says what has arrived, so that every call sends what is missing and no more. What one log
-cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
+A file `sent-TRACKER.json` beside each log says what has arrived, so that every call sends what is missing and no more.
+What one log cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
 """
 
 from __future__ import annotations
