@@ -56,9 +56,7 @@ _DEFINITIONS = (
     Metric("spec/acceptance_rate", "", "spec/num_accepted_tokens over spec/num_draft_tokens.", "higher"),
     Metric("spec/acceptance_length", "tokens", "1 (the bonus token) + accepted tokens over drafts.", "higher"),
     Metric(
-        "spec/acceptance_rate_pos_I",
-        "",
-        "Drafts whose token at position I (from 1) was accepted, over all drafts of at least I tokens; unconditional.",
+        "spec/acceptance_rate_pos_I", "", "Tokens accepted at position I (from 1) over drafts of at least I tokens."
     ),
     Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),
@@ -131,11 +129,7 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
-    Metric(
-        "drafter/sampled_fraction",
-        "",
-        "Share of the trained responses, evenly by length, from which the drafter's update of the step has features.",
-    ),
+    Metric("drafter/sampled_fraction", "", "Share of the trained responses, evenly by length, that it learns from."),
     Metric("drafter/num_tokens", "tokens", "Drafted positions in the drafter's training, those of all ranks."),
     Metric(
         "drafter/top1_match",

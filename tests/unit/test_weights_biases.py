@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from wandb.proto import wandb_internal_pb2
 from wandb.sdk.internal.datastore import DataStore
 
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, dump_config
+from specrl.context import StageContext
+from specrl.distributed import Ranks
+from specrl.tracking import finish_parent_run, stage_run, start_parent_run
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.tracker import Tracker
 from specrl.tracking.weights_biases import ID_FILE, WandbSending, check_wandb, send_to_wandb
@@ -111,14 +115,19 @@ def test_what_a_killed_job_logged_is_written_without_it(config: Config) -> None:
     assert [rows(file) for file in records(config)] == [[{"step": 1, "reward/mean": 0.5}]]
 
 
-def test_the_summary_of_a_run_is_its_runs_summary(config: Config) -> None:
-    tracker = Tracker(Log(config.run_dir))
-    tracker.start("one", {})
+def test_a_run_and_its_stage_are_runs_of_one_group_and_the_summary_is_the_runs(config: Config) -> None:
+    stage = StageContext(config, "train", KEY, config.run_dir / "stages" / KEY, {}, start_parent_run(config))
+    with stage_run(stage, Ranks(0, 1, 0, torch.device("cpu"))) as tracker:
+        tracker.log_metrics({"reward/mean": 0.5}, step=1)
     write_json(config.run_dir / "summary.json", {"validation": {"accuracy_after": 0.5}})
-    tracker.log_artifact(config.run_dir / "summary.json")
-    assert WandbSending(config, Log(config.run_dir)).close() is None
-    [file] = records(config)
-    found = {item.key: json.loads(item.value_json) for record in file for item in record.summary.update}
+    finish_parent_run(config, "FINISHED", files={"": [config.run_dir / "summary.json"]})
+    files = records(config)
+    begun = [next(record.run for record in file if record.HasField("run")) for file in files]
+    assert [(run.run_group, run.job_type, run.display_name) for run in begun] == [
+        *(("one", "train", KEY), ("one", "run", "one"))
+    ]
+    assert {"step": 1, "reward/mean": 0.5} in rows(files[0])
+    found = {item.key: json.loads(item.value_json) for record in files[1] for item in record.summary.update}
     assert found["validation"] == {"accuracy_after": 0.5}
 
 
