@@ -139,7 +139,12 @@ def _last_line(path: Path) -> str:
 def main() -> None:
     """Send the log that a line of JSON on standard input names, until that ends."""
     asked, ended = json.loads(sys.stdin.readline()), threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def watch() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
     log = Log(Path(asked.pop("folder")))
     with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # that of a job before may be about to end
         send(log, asked, ended)
