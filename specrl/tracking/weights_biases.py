@@ -55,15 +55,13 @@ class WandbSending:
         if config.tracking.wandb == "off":
             return
         folder = config.run_dir / FOLDER
-        asked = {
-            "folder": str(log.owner),
+        settings = {
             "mode": config.tracking.wandb,
             "project": config.tracking.experiment,
-            "files": str(folder),
             "run_group": config.name,
             "run_job_type": "run" if log.owner == config.run_dir else log.owner.name.rpartition("-")[0],
-            "config": json.loads(dump_config(config)),
         }
+        asked = [str(log.owner), str(folder), json.loads(dump_config(config)), settings]
         try:
             if folder.is_symlink():
                 raise OSError(f"{folder} is a link")
@@ -138,28 +136,25 @@ def _last_line(path: Path) -> str:
 
 def main() -> None:
     """Send the log that a line of JSON on standard input names, until that ends."""
-    asked, ended = json.loads(sys.stdin.readline()), threading.Event()
+    owner, files, config, settings = json.loads(sys.stdin.readline())
+    log, ended = Log(Path(owner)), threading.Event()
 
     def watch() -> None:
         sys.stdin.read()
         ended.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    log = Log(Path(asked.pop("folder")))
     with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # that of a job before may be about to end
-        send(log, asked, ended)
+        if settings["mode"] == "offline":
+            ended.wait()
+        if not ended.is_set() or not Sent(log, TRACKER).is_complete():
+            send(log, start_run(log, config, settings, ended), ended, Path(files))
+    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
 
 
-def send(log: Log, asked: dict[str, Any], ended: threading.Event) -> None:
+def send(log: Log, run: Any, ended: threading.Event, files: Path) -> None:
+    """Send what the run lacks until `ended`, and note that it arrived; offline, a finished file goes to `files`."""
     sent = Sent(log, TRACKER)
-    if asked["mode"] == "offline":
-        ended.wait()
-        if sent.is_complete():
-            return
-    files, scratch = Path(asked.pop("files")), log.folder / FOLDER
-    files.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-    run = start_run(log, asked, ended)
     run.define_metric("*", step_metric="step")
     entry: Entry | None = None
     position, status, is_last = sent.now.position, "FINISHED", False
@@ -171,25 +166,25 @@ def send(log: Log, asked: dict[str, Any], ended: threading.Event) -> None:
                 log_entry(run, log, entry)
     log.flush()
     run.finish(exit_code=int(status != "FINISHED"))
-    if asked["mode"] == "offline":
+    if run.settings.mode == "offline":
+        files.mkdir(parents=True, exist_ok=True)
         Path(run.settings.sync_dir).rename(files / Path(run.settings.sync_dir).name)
     if entry is not None:
         sent.note([entry])
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
-def start_run(log: Log, asked: dict[str, Any], ended: threading.Event) -> Any:
+def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], ended: threading.Event) -> Any:
     """Begin the W&B run of a log, or resume it; wait for a server that is away."""
     import wandb
     from wandb.errors import AuthenticationError, CommError
 
-    config, mode = asked.pop("config"), asked["mode"]
+    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)  # of a process that was killed
     settings = wandb.Settings(
-        **asked,
+        **chosen,
         root_dir=str(log.folder),
         run_id=_id_of(log),
         run_name=log.owner.name,
-        resume="allow" if mode == "online" else None,
+        resume="allow" if chosen["mode"] == "online" else None,
         console="off",
         silent=True,
         disable_git=True,
