@@ -217,12 +217,12 @@ _OF_SETS = (
     Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
     Metric("validation/NAME/avg_at_k", "", "Share of all responses with validate.correct_reward or more.", "higher"),
     Metric("validation/NAME/pass_at_k", "", "Share of the prompts with such a response among their k.", "higher"),
+    Metric("validation/NAME/pass_at_I", "", "The same among I, an unbiased estimate from the k.", "higher"),
     *(
-        Metric(f"validation/NAME/{score}_{end}", "", f"The {end} end of its 95 % confidence interval, over prompts.")
+        Metric(f"validation/NAME/{score}_{end}", "", f"The {end} end of the 95 % interval of {score}, over prompts.")
         for score in ("accuracy", "avg_at_k", "pass_at_k")
         for end in ("low", "high")
     ),
-    Metric("validation/NAME/pass_at_I", "", "The same among I, an unbiased estimate from the k.", "higher"),
     Metric("validation/NAME/response_length_mean", "tokens", "Mean length of the responses."),
     Metric("validation/NAME/response_length_max", "tokens", "Length of the longest response."),
     Metric("validation/NAME/truncated_fraction", "", METRICS["rollout/truncated_fraction"].description, "lower"),
