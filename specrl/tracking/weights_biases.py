@@ -63,8 +63,9 @@ class WandbSending:
         }
         asked = [str(log.owner), str(folder), json.loads(dump_config(config)), settings]
         try:
-            if folder.is_symlink():
-                raise OSError(f"{folder} is a link")
+            for path in (folder, log.folder, log.folder / FOLDER):  # the run may be somebody else's
+                if path.is_symlink():
+                    raise OSError(f"{path} is a link")
             self._process = self._start(json.dumps(asked))
         except OSError as error:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)

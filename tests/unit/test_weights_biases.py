@@ -145,6 +145,16 @@ def test_a_server_that_is_away_costs_only_what_is_sent_later(config: Config, mon
     assert [rows(file) for file in records(config)] == [[{"step": 1, "reward/mean": 0.5}]]
 
 
+@pytest.mark.parametrize("link", ["wandb", "tracking", "tracking/wandb"])
+def test_nothing_is_written_where_a_link_leads(config: Config, tmp_path: Path, link: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (config.run_dir / link).parent.mkdir(parents=True)
+    (config.run_dir / link).symlink_to(elsewhere)
+    WandbSending(config, Log(config.run_dir)).close()
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_key_is_asked_for_before_a_run_begins(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     check_wandb(config, {})
     online = config.model_copy(update={"tracking": config.tracking.model_copy(update={"wandb": "online"})})
