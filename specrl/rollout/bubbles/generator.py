@@ -16,7 +16,7 @@ from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
@@ -162,9 +162,8 @@ class RolloutGenerator:
         # Prompts are dealt to the engines in turn.
         engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
         earlier = self._earlier.to(engines) if self._earlier is not None else []
-        self._stored = {}
-        for text in deliver_texts(self._ranks, [*texts, *earlier], engines, self._config.engine.tensor_parallel):
-            self._stored.setdefault(text.prompt_id, []).append(text)
+        size = self._config.engine.tensor_parallel
+        self._stored = by_prompt(deliver_texts(self._ranks, [*texts, *earlier], engines, size))
 
     def _take_saved_seconds(self) -> float | None:
         drafting = self._engine.drafting
