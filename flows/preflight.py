@@ -32,6 +32,7 @@ from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking import RUN_ID_FILE
 from specrl.tracking.store import check_server
+from specrl.tracking.weights_biases import check_wandb
 
 GIB = 2**30
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
@@ -217,11 +218,15 @@ def check_disk(config: Config) -> list[str]:
 
 
 def check_tracking(config: Config) -> list[str]:
-    """Check that an MLflow server answers. Other stores (files, databases) are left to MLflow.
+    """Check that an MLflow server answers, and that W&B has a key. Other stores are left to MLflow.
 
-    A run that it knows already goes on without it: what the run logs waits on disk.
+    A run that MLflow knows already goes on without it: what the run logs waits on disk.
     """
-    return [] if (config.run_dir / RUN_ID_FILE).exists() else _refusals(lambda: check_server(config))
+    file, is_known = config.cluster.environment_file, (config.run_dir / RUN_ID_FILE).exists()
+    return _refusals(
+        lambda: None if is_known else check_server(config),
+        lambda: check_wandb(config, {} if file is None else read_environment_file(file)),
+    )
 
 
 def check_environment_file(config: Config) -> list[str]:

@@ -44,10 +44,6 @@ class PrepareResult(Artifact):
 
     policy_dir: Path
     """The policy as a Hugging Face folder: configuration, tokenizer and safetensors."""
-    warm_start_loss_first: float | None = None
-    """The mean loss over the first tenth of the warm start's steps, in nats per token; None without a warm start."""
-    warm_start_loss_last: float | None = None
-    """The same over the last tenth of the steps."""
     prompts_seen: int = 0
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
     prompts_overlong: int = 0
@@ -134,16 +130,7 @@ class SetScore(Artifact):
 
     def metrics(self) -> dict[str, float]:
         """The scores under their names in MLflow."""
-        values = {
-            "accuracy": self.accuracy,
-            "avg_at_k": self.avg_at_k,
-            "pass_at_k": self.pass_at_k,
-            "response_length_mean": self.response_length_mean,
-            "response_length_max": float(self.response_length_max),
-            "truncated_fraction": self.truncated_fraction,
-            "seconds": self.seconds,
-            "decode_steps_per_token": self.decode_steps_per_token,
-        }
+        values: dict[str, float] = self.model_dump(exclude={"step", "set", "num_prompts", "k", "pass_at", "ci"})
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
             values |= {f"{name}_low": low, f"{name}_high": high}
@@ -271,10 +258,9 @@ class ParityCounts(Artifact):
     """The largest movement of a CDF step between two batch shapes of plain decoding."""
     logprob_gap_noise: float
     """The largest movement of the gap between the two best log-probs, in nats."""
-    limit: float | None = None
-    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones.
-    This and the next are None in results of earlier versions."""
-    largest_distance: float | None = None
+    limit: float
+    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones."""
+    largest_distance: float
     """The largest distance of a difference that was found, in the same unit; 0 without differences."""
 
 

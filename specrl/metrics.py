@@ -25,46 +25,25 @@ class Metric:
 
 _DEFINITIONS = (
     Metric("timing/step_s", "s", "Time of one RL step, from its prompts to the refit and the checkpoint."),
-    Metric(
-        "timing/generation_s",
-        "s",
-        "Time of the step's rollouts, from the first request to the last response of any rank.",
-    ),
+    Metric("timing/generation_s", "s", "Time of the rollouts, from the first request to any rank's last response."),
     Metric(
         "timing/reward_s",
         "s",
         "Part of timing/generation_s in which a rank had nothing to do but to wait for rewards, after its last "
         "response and the use of its idle time; of the rank that waited longest.",
     ),
-    Metric(
-        "timing/policy_update_s",
-        "s",
-        "Time of the policy's update: log-prob passes, forward, backward and optimizer steps.",
-    ),
-    Metric(
-        "timing/logprob_s",
-        "s",
-        "Part of timing/policy_update_s that separate log-prob passes took, for several updates per step or a KL "
-        "penalty.",
-    ),
+    Metric("timing/policy_update_s", "s", "Time of log-prob passes, forward, backward and optimizer steps."),
+    Metric("timing/logprob_s", "s", "The log-prob passes of timing/policy_update_s: several updates, or a KL penalty."),
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
-    Metric(
-        "settings/changes",
-        "",
-        "Number of settings, and of changes of the code, with which training went on from this step.",
-    ),
+    Metric("settings/changes", "", "Settings and changes of the code with which training went on from this step."),
     Metric(
         "timing/validation_s",
         "s",
         "Time of the step's validations: after the refit and, in the first step, before training; only in steps that "
         "validate, see validate.every.",
     ),
-    Metric(
-        "timing/checkpoint_s",
-        "s",
-        "Time that the step waits for its rollouts to be written, and for the copy of what its checkpoint holds.",
-    ),
+    Metric("timing/checkpoint_s", "s", "Time to write the rollouts, and to copy what the checkpoint holds."),
     Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
     Metric(
         "performance/training_tokens_per_s",
@@ -75,41 +54,18 @@ _DEFINITIONS = (
     Metric("spec/num_draft_tokens", "tokens", "Tokens proposed in these drafts."),
     Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; bonus tokens are not counted."),
     Metric("spec/acceptance_rate", "", "spec/num_accepted_tokens over spec/num_draft_tokens.", "higher"),
+    Metric("spec/acceptance_length", "tokens", "1 (the bonus token) + accepted tokens over drafts.", "higher"),
     Metric(
-        "spec/acceptance_length",
-        "tokens",
-        "1 + spec/num_accepted_tokens / spec/num_drafts: the bonus token is included.",
-        "higher",
-    ),
-    Metric(
-        "spec/acceptance_rate_pos_I",
-        "",
-        "Drafts whose token at position I (from 1) was accepted, over all drafts of at least I tokens; unconditional.",
+        "spec/acceptance_rate_pos_I", "", "Tokens accepted at position I (from 1) over drafts of at least I tokens."
     ),
     Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),
     Metric("spec/recent_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from recent rollouts."),
-    Metric(
-        "spec/recent_accepted_tokens",
-        "tokens",
-        "The part of spec/num_accepted_tokens that came from recent rollouts.",
-    ),
+    Metric("spec/recent_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from recent rollouts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
-    Metric(
-        "spec/k",
-        "tokens",
-        "Longest draft of the first rank's engine, mean over the step's decoding iterations.",
-    ),
-    Metric(
-        "spec/chosen_k_batch_I",
-        "tokens",
-        "Draft length that is chosen for I running requests; only with speculation.adaptive.",
-    ),
-    Metric(
-        "spec/chosen_tokens_per_s_batch_I",
-        "tokens/s",
-        "Tokens per second that are expected with this draft length.",
-    ),
+    Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
+    Metric("spec/chosen_k_batch_I", "tokens", "Draft length chosen for I running requests, with speculation.adaptive."),
+    Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Tokens per second that are expected with this length."),
     Metric(
         "bubble/idle_s",
         "s",
@@ -117,11 +73,7 @@ _DEFINITIONS = (
         "or not; without that in refills.",
     ),
     Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
-    Metric(
-        "bubble/overrun_s",
-        "s",
-        "Time by which such use outlasted the slowest rank's generation, on the rank where it was longest.",
-    ),
+    Metric("bubble/overrun_s", "s", "Time by which such use outlasted the slowest rank's generation, at most."),
     Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step that were generated while waiting."),
     Metric("bubble/drafter_steps", "steps", "Drafter updates that were made while waiting."),
     Metric(
@@ -131,28 +83,14 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric(
-        "mismatch/bulk_error",
-        "",
-        "mismatch/token_mult_prob_error without the largest thousandth of its terms: the gate reads this.",
+        "mismatch/bulk_error", "", "token_mult_prob_error without the largest thousandth of its terms, which is gated."
     ),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens.", "lower"),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
     Metric("mismatch/importance_ratio_p50", "", "Median over the sampled tokens of p_training / p_generation."),
-    Metric(
-        "mismatch/importance_ratio_p90",
-        "",
-        "90th percentile over the sampled tokens of p_training / p_generation.",
-    ),
-    Metric(
-        "mismatch/importance_ratio_p99",
-        "",
-        "99th percentile over the sampled tokens of p_training / p_generation.",
-    ),
-    Metric(
-        "mismatch/importance_ratio_p999",
-        "",
-        "99.9th percentile over the sampled tokens of p_training / p_generation.",
-    ),
+    Metric("mismatch/importance_ratio_p90", "", "90th percentile of p_training / p_generation."),
+    Metric("mismatch/importance_ratio_p99", "", "99th percentile of p_training / p_generation."),
+    Metric("mismatch/importance_ratio_p999", "", "99.9th percentile of p_training / p_generation."),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
     Metric("mismatch/truncated_fraction", "", "Share of the tokens whose importance ratio is above 2."),
     Metric(
@@ -162,55 +100,27 @@ _DEFINITIONS = (
         "the engine did, in any layer; only for policies with experts.",
         "lower",
     ),
-    Metric(
-        "mismatch/routing_layers",
-        "",
-        "Share of the pairs of such a token and a layer in which the experts differ.",
-        "lower",
-    ),
+    Metric("mismatch/routing_layers", "", "Share of the pairs of such a token and a layer that differ.", "lower"),
     Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
-    Metric(
-        "reward/failures",
-        "responses",
-        "Responses of the step on which the reward failed, and which count as data.reward_on_failure.",
-    ),
-    Metric(
-        "reward/overlong_penalty",
-        "",
-        "Mean of what train.overlong_window adds to the responses' rewards; reward/mean is without it.",
-    ),
+    Metric("reward/failures", "responses", "Those on which the reward failed, which count as data.reward_on_failure."),
+    Metric("reward/overlong_penalty", "", "Mean of what train.overlong_window adds; reward/mean is without it."),
     Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
     Metric("rollout/dropped_groups", "groups", "Groups that were sampled and are not in the update, nor in its mean."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
-    Metric(
-        "rollout/truncated_fraction",
-        "",
-        "Share of the responses that were cut off at sampling.max_response_tokens.",
-        "lower",
-    ),
+    Metric("rollout/truncated_fraction", "", "Share of responses cut off at sampling.max_response_tokens.", "lower"),
     Metric("policy/loss", "", "Policy loss, with the KL penalty and the entropy bonus where there are any."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),
-    Metric(
-        "policy/corrected_fraction",
-        "",
-        "Share of the trained tokens that train.correction truncated or masked.",
-    ),
+    Metric("policy/corrected_fraction", "", "Share of the trained tokens that train.correction truncated or masked."),
     Metric("policy/kl", "nats/token", "KL(policy || reference), train.kl_estimator; only with train.kl_coef above 0."),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
+    Metric("policy/real_token_share", "", "Share of the tokens in training passes that are not padding."),
     Metric(
-        "policy/real_token_share",
-        "",
-        "Share of the tokens of the policy's training passes that belong to a sequence; the others are padding.",
-    ),
-    Metric(
-        "policy/shared_token_share",
-        "",
-        "Share of the trained sequences' tokens that are not computed, because a response before shares the prompt.",
+        "policy/shared_token_share", "", "Share of the trained tokens not computed, as a response shares its prompt."
     ),
     Metric(
         "drafter/loss",
@@ -219,11 +129,7 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
-    Metric(
-        "drafter/sampled_fraction",
-        "",
-        "Share of the trained responses, evenly by length, from which the drafter's update of the step has features.",
-    ),
+    Metric("drafter/sampled_fraction", "", "Share of the trained responses, evenly by length, that it learns from."),
     Metric("drafter/num_tokens", "tokens", "Drafted positions in the drafter's training, those of all ranks."),
     Metric(
         "drafter/top1_match",
@@ -244,15 +150,9 @@ _DEFINITIONS = (
     ),
     Metric("refit/max_abs_logprob_diff", "nats", "Largest |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
+    Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter's fixed probe, where it ran."),
     Metric(
-        "refit/probe_acceptance_length",
-        "tokens",
-        "Acceptance length on the drafter guard's fixed probe, where it was generated.",
-    ),
-    Metric(
-        "refit/drafter_reloads",
-        "",
-        "1 where the drafter had collapsed and its last good version came back, else 0.",
+        "refit/drafter_reloads", "", "1 where the drafter had collapsed and its last good version came back, else 0."
     ),
     Metric("refit/speculating", "", "1 where the engine drafts, 0 where it does not, or no longer does."),
     Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
@@ -260,16 +160,8 @@ _DEFINITIONS = (
     Metric("warm_start/lr", "", "Learning rate of the step."),
     Metric("pretrain/num_responses", "responses", "Responses that the drafter was pretrained on."),
     Metric("pretrain/reward_mean", "", "Mean reward of these responses."),
-    Metric(
-        "calibration/kl_all_fp8",
-        "nats/token",
-        "KL(bf16 || fp8) at the output with every linear layer in FP8, held out.",
-    ),
-    Metric(
-        "calibration/kl_chosen",
-        "nats/token",
-        "KL(bf16 || fp8) at the output with the chosen layers in BF16, held out.",
-    ),
+    Metric("calibration/kl_all_fp8", "nats/token", "KL(bf16 || fp8) of held-out output, all linear layers in FP8."),
+    Metric("calibration/kl_chosen", "nats/token", "The same with the chosen layers in BF16."),
     Metric("calibration/num_bf16_layers", "layers", "Linear layers kept in BF16."),
     Metric("calibration/bf16_flop_fraction", "", "Share of the linear layers' FLOPs that stays in BF16."),
     Metric("calibration/kv_scale_max", "", "Largest scale of a layer's keys or values in an FP8 KV cache."),
@@ -277,21 +169,9 @@ _DEFINITIONS = (
     Metric("validate/accuracy_before", "", "Mean reward of the policy of `prepare` on held-out prompts."),
     Metric("validate/accuracy_after", "", "Mean reward of the trained policy on held-out prompts."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
-    Metric(
-        "validate/differences_per_1000_tokens",
-        "",
-        "First tokens that differ with speculation, in sampled responses.",
-    ),
-    Metric(
-        "validate/greedy_differences_per_1000_tokens",
-        "",
-        "First tokens that differ with speculation, in greedy responses.",
-    ),
-    Metric(
-        "validate/unexplained_differences",
-        "tokens",
-        "Differences in sampled and greedy responses that are no near-tie; gated to be 0.",
-    ),
+    Metric("validate/differences_per_1000_tokens", "", "First tokens that speculation changes in sampled responses."),
+    Metric("validate/greedy_differences_per_1000_tokens", "", "The same in greedy responses."),
+    Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric(
@@ -306,12 +186,7 @@ _DEFINITIONS = (
         "",
         "The same of the whole step, without its validations and, for plain decoding, without the drafter's update.",
     ),
-    Metric(
-        "speedup/generation",
-        "",
-        "Plain over speculative generation time in matched pairs, median over the batch sizes measured; plain is k = 0 "
-        "on the same engine.",
-    ),
+    Metric("speedup/generation", "", "Median of speedup/generation_batch_I over the batch sizes measured."),
     Metric(
         "speedup/generation_batch_I",
         "",
@@ -335,79 +210,53 @@ _DEFINITIONS = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
-SYSTEM = Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME.")
-BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
-POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
-TOKEN_SHARE = Metric(
-    "validate/NAME_token_share_batch_I",
-    "",
-    "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay or recent) "
-    "drafted and that were accepted.",
-)
-VALIDATION = {
-    metric.name.removeprefix("validation/NAME/"): metric
-    for metric in (
-        Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
-        Metric("validation/NAME/accuracy_low", "", "Lower end of its 95 % confidence interval, over prompts."),
-        Metric("validation/NAME/accuracy_high", "", "Upper end of its 95 % confidence interval, over prompts."),
-        Metric(
-            "validation/NAME/avg_at_k",
-            "",
-            "Share of all responses, k to each prompt, whose reward is at least validate.correct_reward.",
-            "higher",
-        ),
-        Metric("validation/NAME/avg_at_k_low", "", "Lower end of its 95 % confidence interval, over prompts."),
-        Metric("validation/NAME/avg_at_k_high", "", "Upper end of its 95 % confidence interval, over prompts."),
-        Metric(
-            "validation/NAME/pass_at_k",
-            "",
-            "Share of the prompts with a response of reward validate.correct_reward or more among the k.",
-            "higher",
-        ),
-        Metric("validation/NAME/pass_at_k_low", "", "Lower end of its 95 % confidence interval, over prompts."),
-        Metric("validation/NAME/pass_at_k_high", "", "Upper end of its 95 % confidence interval, over prompts."),
-        Metric(
-            "validation/NAME/pass_at_I",
-            "",
-            "Expected share of the prompts with such a response among I, unbiased estimate from the k.",
-            "higher",
-        ),
-        Metric("validation/NAME/response_length_mean", "tokens", "Mean length of the responses."),
-        Metric("validation/NAME/response_length_max", "tokens", "Length of the longest response."),
-        Metric(
-            "validation/NAME/truncated_fraction",
-            "",
-            "Share of the responses that were cut off at sampling.max_response_tokens.",
-            "lower",
-        ),
-        Metric("validation/NAME/seconds", "s", "Time of generation and scoring.", "lower"),
-        Metric(
-            "validation/NAME/decode_steps_per_token",
-            "",
-            "Iterations over tokens of the responses; methods with replay draft from the answers before.",
-            "lower",
-        ),
-    )
-}
-"""The metrics of a held-out set NAME, by their last part. In MLflow their step is the number of RL steps trained."""
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
+
+POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
+_OF_SETS = (
+    Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
+    Metric("validation/NAME/avg_at_k", "", "Share of all responses with validate.correct_reward or more.", "higher"),
+    Metric("validation/NAME/pass_at_k", "", "Share of the prompts with such a response among their k.", "higher"),
+    Metric("validation/NAME/pass_at_I", "", "The same among I, an unbiased estimate from the k.", "higher"),
+    *(
+        Metric(f"validation/NAME/{score}_{end}", "", f"The {end} end of the 95 % interval of {score}, over prompts.")
+        for score in ("accuracy", "avg_at_k", "pass_at_k")
+        for end in ("low", "high")
+    ),
+    Metric("validation/NAME/response_length_mean", "tokens", "Mean length of the responses."),
+    Metric("validation/NAME/response_length_max", "tokens", "Length of the longest response."),
+    Metric("validation/NAME/truncated_fraction", "", METRICS["rollout/truncated_fraction"].description, "lower"),
+    Metric("validation/NAME/seconds", "s", "Time of generation and scoring.", "lower"),
+    Metric(
+        "validation/NAME/decode_steps_per_token",
+        "",
+        "Iterations over tokens of the responses; methods with replay draft from the answers before.",
+        "lower",
+    ),
+)
+VALIDATION = {metric.name.rpartition("/")[2]: metric for metric in _OF_SETS}
+"""The metrics of a held-out set NAME, by their last part. In MLflow their step is the number of RL steps trained."""
+FAMILIES = (
+    *_OF_SETS,
+    Metric(
+        "validate/NAME_token_share_batch_I",
+        "",
+        "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay or recent) "
+        "drafted and that were accepted.",
+    ),
+    POLICY,
+    Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row."),
+    Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME."),
+)
+"""Metrics whose names are made at run time."""
+_PATTERNS = [
+    (re.compile(re.sub("_I$", r"_\\d+", metric.name).replace("NAME", ".+")), metric)
+    for metric in (*METRICS.values(), *FAMILIES)
+    if metric.name.endswith("_I") or metric in FAMILIES
+]
 
 
 def find_metric(name: str) -> Metric | None:
-    """The definition of a metric, or None for a name that has no definition.
-
-    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the tokens of a source in
-    matched pairs by `TOKEN_SHARE`, the scores of a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`,
-    and the load of a machine by `SYSTEM`.
-    """
-    of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
-    if of_set is not None:
-        return VALIDATION.get(of_set[1]) or VALIDATION.get(re.sub(r"_\d+$", "_I", of_set[1]))
-    if name.startswith("system/"):
-        return SYSTEM
-    if name.startswith("bench/"):
-        return BENCH
-    if re.fullmatch(r"validate/\w+_token_share_batch_\d+", name):
-        return TOKEN_SHARE
-    found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))
-    return found or (POLICY if name.startswith("policy/") else None)
+    """The definition of a metric, or None for a name that has none; `NAME` and `I` stand for a word and a number."""
+    found = (metric for pattern, metric in _PATTERNS if pattern.fullmatch(name))
+    return METRICS.get(name) or next(found, None)

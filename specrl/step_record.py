@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median, pstdev
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from specrl.algorithms.advantages import zero_signal_fraction
 from specrl.artifacts import SpeedupEstimate, write_json, write_text
@@ -20,10 +21,10 @@ from specrl.events import drop_events, record_event
 from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
-from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts, SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
-from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates, timeline_from
+from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates
 from specrl.tracking import LoggedSteps, Tracker
 
 logger = logging.getLogger(__name__)
@@ -94,13 +95,7 @@ class StepRecord:
     step: int
     metrics: dict[str, float]
     """The metrics under their MLflow names, see `specrl/metrics.py`."""
-    num_drafts: int
-    accepted_per_pos: list[int]
-    """The number of accepted tokens at each draft position."""
-    drafted_per_pos: list[int]
-    """The number of drafted tokens at each draft position."""
-    by_source: dict[str, SourceCounts]
-    """The counts of drafted and accepted tokens by the source of the draft."""
+    stats: SpeculationStats
     ranks: list[RankTimeline]
     """The timeline of each rank, in the order of ranks."""
     events: list[str] = field(default_factory=list)
@@ -119,17 +114,16 @@ class StepRecord:
             others: Further metrics under their MLflow names.
             events: See `StepRecord.events`.
         """
-        stats = parts.generated.stats
         return cls(
             step=step,
             metrics={**parts.metrics(timer.seconds), **others},
-            num_drafts=stats.num_drafts,
-            accepted_per_pos=list(stats.accepted_per_pos),
-            drafted_per_pos=list(stats.drafted_per_pos),
-            by_source=dict(stats.by_source),
+            stats=parts.generated.stats,
             ranks=[RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in parts.generated.bubbles],
             events=events,
         )
+
+
+_RECORD = TypeAdapter(StepRecord)
 
 
 class StepRecorder:
@@ -164,7 +158,7 @@ class StepRecorder:
     def write(self, record: StepRecord) -> None:
         """Write the record and its picture on the first rank; a record of the same step is replaced."""
         if self._ranks.is_first:
-            write_step(self.steps_dir, record)
+            write_json(step_path(self.steps_dir, record.step), asdict(record))
             write_text(self._picture(record.step), gantt(record.ranks))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -255,14 +249,9 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
     return {f"spec/{name}": float(value) for name, value in (counters | per_position).items()}
 
 
-def write_step(steps_dir: Path, record: StepRecord) -> None:
-    """Write one step's record as JSON."""
-    write_json(step_path(steps_dir, record.step), asdict(record))
-
-
 def read_steps(steps_dir: Path) -> list[StepRecord]:
     """Read the records of all steps, in their order."""
-    return [_record(json.loads(path.read_text())) for path in sorted(steps_dir.glob("step=*.json"))]
+    return [_RECORD.validate_json(path.read_bytes()) for path in sorted(steps_dir.glob("step=*.json"))]
 
 
 def step_path(steps_dir: Path, step: int) -> Path:
@@ -287,11 +276,6 @@ def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[floa
     return steps, [seconds for seconds in validations if seconds]
 
 
-def _record(data: dict[str, Any]) -> StepRecord:
-    by_source = {source: SourceCounts(*counts) for source, counts in data["by_source"].items()}
-    return StepRecord(**{**data, "by_source": by_source, "ranks": [timeline_from(rank) for rank in data["ranks"]]})
-
-
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:
     """The mean of every metric below `prefix/` over the steps that have it, by its name without the prefix."""
     names = sorted({name for record in records for name in record.metrics if name.startswith(f"{prefix}/")})
@@ -307,11 +291,6 @@ def timing_share(records: list[StepRecord]) -> dict[str, float]:
     return {part: value / total for part, value in seconds.items() if value}
 
 
-def step_seconds_median(records: list[StepRecord]) -> float:
-    """The median time of a step, in seconds."""
-    return median(record.metrics["timing/step_s"] for record in records)
-
-
 def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
     """The medians of the steps' estimates of what drafts gain; None where no step has any."""
     found = [record.metrics for record in records if "speedup/step_estimate" in record.metrics]
@@ -320,19 +299,3 @@ def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
     names = ("generation", "step")
     medians = {name: median(metrics[f"speedup/{name}_estimate"] for metrics in found) for name in names}
     return SpeedupEstimate(**medians, steps=len(found))
-
-
-def total_stats(records: list[StepRecord]) -> SpeculationStats:
-    """The counters of speculation summed over all steps."""
-    return SpeculationStats.merge(
-        SpeculationStats(
-            num_drafts=record.num_drafts,
-            num_draft_tokens=int(record.metrics["spec/num_draft_tokens"]),
-            num_accepted_tokens=int(record.metrics["spec/num_accepted_tokens"]),
-            accepted_per_pos=tuple(record.accepted_per_pos),
-            decode_steps=int(record.metrics["spec/decode_steps"]),
-            drafted_per_pos=tuple(record.drafted_per_pos),
-            by_source=record.by_source,
-        )
-        for record in records
-    )

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from specrl import logs
 
 GENERATION, PREGENERATION, SPOT_TRAINING = "generation", "pregeneration", "drafter_training"
@@ -59,32 +61,6 @@ class Timer:
         return total
 
 
-class Pace:
-    """Measures the seconds of engine iterations by the number of running requests, down to the last request."""
-
-    def __init__(self, num_requests: int, most_running: int) -> None:
-        self._most_running = most_running
-        self._left, self._batch = num_requests, min(num_requests, most_running)
-        self._since = time.perf_counter()
-        self._found: dict[int, list[float]] = {}
-
-    def on_progress(self, finished: int, total: int) -> None:
-        """Note how many requests are finished; a hook for `Engine.generate`."""
-        self._left = total - finished
-
-    def on_iteration(self) -> None:
-        """Note that an iteration has ended; a hook for `Engine.generate`."""
-        now = time.perf_counter()
-        count_seconds = self._found.setdefault(self._batch, [0, 0.0])
-        count_seconds[0] += 1
-        count_seconds[1] += now - self._since
-        self._since, self._batch = now, min(self._left, self._most_running)
-
-    def rows(self) -> list[tuple[int, int, float]]:
-        """(running requests, iterations, seconds), without the iteration that finished the last request."""
-        return [(batch, int(count), seconds) for batch, (count, seconds) in sorted(self._found.items())]
-
-
 @dataclass(frozen=True)
 class Bubble:
     """The generation of one rank in one step, and what the rank did until the slowest one was done."""
@@ -93,20 +69,12 @@ class Bubble:
     started_at: float
     generated_at: float
     """The time at which the rank had finished its own share."""
-    resumed_at: float
-    """The time at which it was done with other work and waited for the others."""
-    num_tokens: int
-    """The number of response tokens of its own share, and of refills."""
-    tail_s: float
-    """The seconds from when nine tenths of its responses were finished until the last one was."""
     spans: list[Span] = field(default_factory=list)
-    """Its work between `generated_at` and `resumed_at`; the rest of the time it waited."""
+    """Its work after `generated_at`; the rest of the time it waited."""
     pregenerated_tokens: int = 0
     """The number of tokens of the next step that it generated in the bubble."""
     drafter_steps: int = 0
     """The number of updates of the drafter that it made in the bubble."""
-    pace: list[tuple[int, int, float]] = field(default_factory=list)
-    """The pace of its own share, `Pace.rows`."""
     saved_s: float | None = None
     """An estimate of the seconds that drafts saved in its own share, and in refills, by the cost model's plain
     iterations; None where there is none."""
@@ -129,45 +97,14 @@ class RankTimeline:
     """Its generation, the use of its bubble, and the parts after that; in between it waited."""
 
 
-@dataclass(frozen=True)
-class BubbleTotals:
-    """The bubbles of all ranks in one step, in seconds."""
-
-    idle_s: float
-    """Time from the end of each rank's own share to the end of the last one's, summed over ranks, used or not."""
-    used_s: float
-    """The part of `idle_s` in which something was done."""
-    overrun_s: float
-    """Time by which the use of a bubble outlasted the slowest generation, on the rank where it was longest."""
-    generation_s: float
-    """Time from the first rank's start to the last share's end, times the number of ranks: `idle_s` is a part of it."""
-
-
-def totals(bubbles: Sequence[Bubble]) -> BubbleTotals:
-    """The totals of one step.
-
-    Args:
-        bubbles: The bubbles of all ranks.
-    """
-    last = max(bubble.generated_at for bubble in bubbles)
-    first = min(bubble.started_at for bubble in bubbles)
-    used = sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans)
-    overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
-    return BubbleTotals(
-        idle_s=sum(last - bubble.generated_at for bubble in bubbles),
-        used_s=used,
-        overrun_s=max(overruns, default=0.0),
-        generation_s=(last - first) * len(bubbles),
-    )
-
-
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
-    """The totals of a step's bubbles under their names in MLflow."""
-    found = totals(bubbles)
+    """What a step's bubbles, of all ranks, add up to, under the names in MLflow."""
+    last = max(bubble.generated_at for bubble in bubbles)
+    overruns = [max(0.0, span.ended_at - last) for bubble in bubbles for span in bubble.spans]
     return {
-        "bubble/idle_s": found.idle_s,
-        "bubble/used_s": found.used_s,
-        "bubble/overrun_s": found.overrun_s,
+        "bubble/idle_s": sum(last - bubble.generated_at for bubble in bubbles),
+        "bubble/used_s": sum(span.within(bubble.generated_at, last) for bubble in bubbles for span in bubble.spans),
+        "bubble/overrun_s": max(overruns, default=0.0),
         "bubble/pregenerated_tokens": float(sum(bubble.pregenerated_tokens for bubble in bubbles)),
         "bubble/drafter_steps": float(sum(bubble.drafter_steps for bubble in bubbles)),
     }
@@ -195,12 +132,6 @@ def speedup_estimates(bubbles: Sequence[Bubble], seconds: Mapping[str, float]) -
     }
 
 
-def tail_seconds(finish_times: Sequence[float], share: float = 0.9) -> float:
-    """The seconds from when `share` of the responses were finished until the last one was; 0 without any."""
-    ordered = sorted(finish_times)
-    return ordered[-1] - ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
-
-
 def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
     """The spans with those of one name that follow each other within `gap` seconds made one."""
     result: list[Span] = []
@@ -223,8 +154,7 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
 
 def timeline_from(data: dict[str, Any]) -> RankTimeline:
     """A timeline, given what `json` reads of its `asdict` form."""
-    bubble = data["bubble"]
-    spans, pace = [Span(**span) for span in bubble["spans"]], [(b, n, s) for b, n, s in bubble["pace"]]
-    refills = [Span(**span) for span in bubble.get("refills", ())]
-    bubble = Bubble(**{**bubble, "spans": spans, "pace": pace, "refills": refills})
-    return RankTimeline(bubble, [Span(**span) for span in data["spans"]])
+    return _TIMELINE.validate_python(data)
+
+
+_TIMELINE = TypeAdapter(RankTimeline)

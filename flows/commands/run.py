@@ -162,7 +162,7 @@ def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send to MLflow what a run has logged while MLflow was away.
+    """Send to MLflow, and with tracking.wandb to W&B, what a run has logged while they were away.
 
     A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
     """

@@ -201,14 +201,17 @@ def checked_uri(uri: str) -> str:
 
 
 class TrackingConfig(Section):
-    """Where MLflow records the run."""
+    """Where MLflow, and Weights & Biases if it is asked to, record the run."""
 
     uri: Annotated[str, AfterValidator(checked_uri)] | None = None
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
     (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
     from the folder in which the command runs; one in the runs folder is used if nothing is given."""
     experiment: str = "specrl"
-    """The MLflow experiment in which the run appears."""
+    """The MLflow experiment, and the W&B project, in which the run appears."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Whether metrics go to Weights & Biases, too: while they are measured, or into files in `wandb/` of the run's
+    folder, for `wandb beta sync`. `WANDB_API_KEY` or `wandb login` give the key, `WANDB_ENTITY` names the team."""
     max_model_gib: PositiveFloat = 4.0
     """The size in GiB up to which the registered policy and drafter are uploaded whole. Of larger ones MLflow gets all
     files but the weights, and a tag that says where those lie."""

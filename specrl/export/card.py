@@ -88,7 +88,7 @@ def model_card(
     about: str = "",
 ) -> str:
     """The card as Markdown, with a paragraph `about` what departs from the trained drafter; the run measured them."""
-    data, temperature = _data(config), f"{config.sampling.temperature:g}"
+    data, temperature = data_name(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [
         f"| {data}, held out | {k} | {temperature} | {validated.acceptance_length:.2f} (by position {positions}) |",
@@ -117,7 +117,8 @@ def _table(head: str, rows: list[str]) -> str:
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows, ""]) if rows else ""
 
 
-def _data(config: Config) -> str:
+def data_name(config: Config) -> str:
+    """The names of the files or generators that problems come from."""
     path = config.data.path
     return (
         ", ".join(place.name for place in path)

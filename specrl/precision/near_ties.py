@@ -99,11 +99,6 @@ class Comparison:
     num_unexplained: int
     """Divergences that are no near-ties, and tokens anywhere that are not what their own distribution gives at u."""
 
-    @property
-    def per_1000_tokens(self) -> float:
-        """Divergences per 1000 compared tokens."""
-        return 1000 * len(self.divergences) / max(1, self.num_tokens)
-
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
     """Measure the noise between two plain generations of the same requests in batches of different shapes.

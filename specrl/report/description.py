@@ -6,9 +6,9 @@ from pathlib import Path
 
 from specrl.artifacts import ExportResult
 from specrl.config import Config
-from specrl.export.card import serve_command
+from specrl.export.card import data_name
 from specrl.report.results import find_stages, finished, read_config
-from specrl.report.summary import result_rows
+from specrl.report.summary import exported, result_rows
 
 FIRST = ("accuracy, held out", "reward, training", "acceptance length")  # these results come first, beside the speedups
 
@@ -28,28 +28,19 @@ def describe(run_dir: Path) -> str:
     if rows:
         lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
     lines += ["Stages are the runs nested below this one. Among the artifacts: `summary.json`, `report.html`, `logs/`."]
-    export = finished(find_stages(run_dir), "export", ExportResult)
-    if export is not None:
-        models = [f"[{config.name}-policy](#/models/{config.name}-policy)"]
-        if export.drafter_dir is not None:
-            models.append(f"[{config.name}-drafter](#/models/{config.name}-drafter)")
-        lines += ["", f"Registered models: {', '.join(models)}."]
-        if export.drafter_dir is not None:
-            command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
-            lines += ["", "    " + command]
+    stages = find_stages(run_dir)
+    if (export := finished(stages, "export", ExportResult)) is not None:
+        names = [f"{config.name}-policy", *([f"{config.name}-drafter"] if export.drafter_dir else [])]
+        lines += ["", f"Registered models: {', '.join(f'[{name}](#/models/{name})' for name in names)}."]
+    if (serving := exported(run_dir, stages)) is not None:
+        lines += ["", "    " + serving[1]]
     return "\n".join([*lines, "", f"Folder: `{run_dir}`"])
 
 
 def headline(config: Config) -> str:
     """One sentence about what is trained on what."""
-    path = config.data.path
-    source = (
-        ", ".join(place.name for place in path)
-        if path is not None
-        else ", ".join(generator.name for generator in config.data.generators)
-    )
     return (
-        f"RL post-training of `{config.model.source}` on `{source}`, {config.train.num_steps} steps of "
+        f"RL post-training of `{config.model.source}` on `{data_name(config)}`, {config.train.num_steps} steps of "
         f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "
         f"`{config.speculation.method}`."
     )

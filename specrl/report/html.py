@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from jinja2 import Environment, FileSystemLoader
 
 from specrl.artifacts import TrainResult, ValidateResult, write_text
@@ -21,6 +21,7 @@ from specrl.report.plots import embedded, histogram, line_chart, share_bar
 from specrl.report.results import find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import build_summary, event_table, exported, headlines, summary_tables
+from specrl.schemas import ROLLOUT_SCHEMA
 from specrl.timeline import timeline_from
 
 REPORT_FILE = "report.html"
@@ -37,19 +38,18 @@ class Chart:
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
     config, stages = read_config(run_dir), find_stages(run_dir)
-    charts = [*_rollout_charts(stages), *_result_charts(stages)]
     summary = build_summary(run_dir, stages, None)
     results, *tables = summary_tables(run_dir, stages, summary)
     charts = [*_rollout_charts(stages), *_result_charts(stages)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
-    templates.filters["clipped"] = clipped
+    templates.filters |= {"clipped": clipped, "embedded": embedded}
     page = templates.get_template(TEMPLATE).render(
         name=config.name,
         headlines=headlines(summary),
         results=results,
         tables=[table for table in (*tables, event_table(summary)) if table.rows],
         serving=exported(run_dir, stages),
-        charts=[replace(chart, svg=embedded(chart.svg)) for chart in charts],
+        charts=charts,
         steps=page_samples(run_dir),
     )
     path = run_dir / REPORT_FILE
@@ -112,15 +112,7 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """The step, the reward and the response length in tokens of every rollout, each as an array [rollouts]."""
-    parts = [_read_file(path) for path in sorted(rollouts_dir.glob("step=*/*.arrow"))]
-    if not parts:
-        return np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)
-    steps, rewards, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return steps, rewards, lengths
-
-
-def _read_file(path: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    with pa.memory_map(str(path)) as source:
-        table = pa.ipc.open_file(source).read_all()
-        lengths = pc.list_value_length(table["response_tokens"])
-        return table["step"].to_numpy().copy(), table["reward"].to_numpy().copy(), lengths.to_numpy().copy()
+    rows = ds.dataset(sorted(rollouts_dir.glob("step=*/*.arrow")), schema=ROLLOUT_SCHEMA, format="ipc")
+    lengths = pc.list_value_length(ds.field("response_tokens"))
+    table = rows.to_table(columns={"step": ds.field("step"), "reward": ds.field("reward"), "length": lengths})
+    return table["step"].to_numpy(), table["reward"].to_numpy(), table["length"].to_numpy()

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from specrl.artifacts import (
+    ExactnessResult,
     ExportResult,
+    ParityCounts,
+    PrecisionReport,
     PrepareResult,
     SetScore,
-    SpeedPair,
     TrainResult,
     ValidateResult,
     write_json,
@@ -154,7 +156,7 @@ class SummaryTable(NamedTuple):
 
 def summary_tables(run_dir: Path, stages: Mapping[str, Path], summary: Mapping[str, Any]) -> list[SummaryTable]:
     """What a run has reached, and where its time went."""
-    results = _results(readable_config(run_dir), summary, stages)
+    results = _results(run_dir, stages, summary["events"])
     tables = [
         SummaryTable(f"Run {summary['run']}", ("what", "result"), results),
         SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary)),
@@ -200,167 +202,114 @@ def exported(run_dir: Path, stages: Mapping[str, Path]) -> tuple[str, str] | Non
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str]]:
+    """What a run has reached, each with what it is, from those stages that have finished."""
     stages = find_stages(run_dir)
-    return _results(readable_config(run_dir), build_summary(run_dir, stages, None), stages)
+    return _results(run_dir, stages, _events(stages))
 
 
-def _results(config: Config, summary: Mapping[str, Any], stages: Mapping[str, Path]) -> list[tuple[str, str]]:
-    unfinished = [stage for stage in STAGES if not (summary["stages"].get(stage) or {}).get("seconds")]
-    rows = _train_rows(summary)
-    if "train" in unfinished and (steps := finished_steps(stages)):
-        rows = [("training", f"{steps} of {config.train.num_steps} steps")]
-    rows = [
-        *_accuracy_rows(summary),
-        *_set_rows(readable(stages, "validate", ValidateResult)),
-        *curve_rows(curve_of(stages)),
-        *_best_rows(readable(stages, "train", TrainResult)),
-        *rows,
-        *_change_rows(summary),
-        *((f"step {event['step']}", event["text"]) for event in summary["events"] if event["kind"] == SIGNAL),
-        *_speculation_rows(summary, readable(stages, "validate", ValidateResult)),
-    ]
-    if summary["export"] and summary["export"]["vllm_acceptance_length"] is not None:
-        rows.append(("acceptance length, exported drafter", f"{summary['export']['vllm_acceptance_length']:.2f}"))
-    if unfinished:
-        rows.append(("not finished", ", ".join(unfinished)))
-    return rows
+def _results(run_dir: Path, stages: Mapping[str, Path], events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    config, train = readable_config(run_dir), readable(stages, "train", TrainResult)
+    validation, export = readable(stages, "validate", ValidateResult), readable(stages, "export", ExportResult)
+    rows = [] if validation is None else _accuracy_rows(validation)
+    rows += curve_rows(curve_of(stages))
+    if train is not None:
+        rows += _train_rows(train)
+    elif steps := finished_steps(stages):
+        rows.append(("training", f"{steps} of {config.train.num_steps} steps"))
+    rows += [(f"from step {event['step']} on", event["text"]) for event in events if event["kind"] in CHANGES]
+    rows += [(f"step {event['step']}", event["text"]) for event in events if event["kind"] == SIGNAL]
+    if validation is not None and config.speculation.method != "none":
+        rows += _speculation_rows(config, validation)
+    if export is not None and export.vllm_acceptance_length is not None:
+        rows.append(("acceptance length, exported drafter", f"{export.vllm_acceptance_length:.2f}"))
+    unfinished = [stage for stage in STAGES if stage not in stages or not seconds_of(stages[stage])]
+    return [*rows, ("not finished", ", ".join(unfinished))] if unfinished else rows
 
 
-def _change_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    changed = [event for event in summary["events"] if event["kind"] in CHANGES]
-    return [(f"from step {event['step']} on", event["text"]) for event in changed]
+def _accuracy_rows(found: ValidateResult) -> list[tuple[str, str]]:
+    def row(name: str, before: float, after: float, num_prompts: int) -> tuple[str, str]:
+        return f"accuracy, {name}", f"{before:.1%} -> {after:.1%} ({_count(num_prompts, 'prompt')})"
+
+    rows = [row("held out", found.accuracy_before, found.accuracy_after, found.num_prompts)]
+    if found.exactness is not None:
+        rows += _exactness_rows(found.exactness)
+    others = zip(found.before[1:], found.after[1:], strict=True)
+    return [*rows, *(row(after.set, before.accuracy, after.accuracy, after.num_prompts) for before, after in others)]
 
 
-def _accuracy_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    validation = summary["validation"]
-    if not validation or validation["accuracy_after"] is None:
-        return []
-    before, after = validation["accuracy_before"], validation["accuracy_after"]
-    rows = [("accuracy, held out", f"{before:.1%} -> {after:.1%} ({_count(validation['num_prompts'], 'prompt')})")]
-    return [*rows, *_exactness_rows(validation["exactness"])]
-
-
-def _set_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
-    if validation is None:
-        return []
-    pairs = zip(validation.before[1:], validation.after[1:], strict=False)  # of another version, perhaps
+def _exactness_rows(exactness: ExactnessResult) -> list[tuple[str, str]]:
     return [
+        ("exactness, sampled", _near_ties(exactness.sampled, "of the CDF")),
+        ("exactness, greedy", _near_ties(exactness.greedy, "nats")),
         (
-            f"accuracy, {after.set}",
-            f"{before.accuracy:.1%} -> {after.accuracy:.1%} ({_count(after.num_prompts, 'prompt')})",
-        )
-        for before, after in pairs
+            "exactness, drafts compared",
+            f"{exactness.num_accepted_tokens} of {_count(exactness.num_draft_tokens, 'drafted token')} accepted",
+        ),
     ]
 
 
-def _best_rows(train: TrainResult | None) -> list[tuple[str, str]]:
-    if train is None:
-        return []
-    early = [("training", f"ended early: {train.stopped_early}")] if train.stopped_early else []
-    if train.best is None:
-        return early
-    taken = "; validated and exported" if train.policy_dir == train.best.policy_dir else ""
-    text = f"step {train.best.step}, {train.best.metric} {train.best.value:.3f}{taken}: {train.best.policy_dir}"
-    return [("best policy", text), *early]
-
-
-def _exactness_rows(exactness: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    if not exactness:
-        return []
-    drafts = f"{exactness['num_accepted_tokens']} of {_count(exactness['num_draft_tokens'], 'drafted token')} accepted"
-    unit = {"sampled": "of the CDF", "greedy": "nats"}
-    rows = [(f"exactness, {name}", _near_ties(exactness[name], unit[name])) for name in unit]
-    return [*rows, ("exactness, drafts compared", drafts)]
-
-
-def _near_ties(counts: Mapping[str, Any], unit: str) -> str:
-    text = f"{_count(counts['num_differences'], 'difference')} in {_count(counts['num_tokens'], 'token')}"
-    if not counts["num_differences"]:
-        return text
-    if counts.get("limit") is None or counts.get("largest_distance") is None:  # a result of an earlier version
-        return f"{text}, all near-ties"
-    distance = f"largest distance {counts['largest_distance']:.2g} {unit}, limit {counts['limit']:.2g}"
-    return f"{text}, all near-ties: {distance}"
+def _near_ties(counts: ParityCounts, unit: str) -> str:
+    text = f"{_count(counts.num_differences, 'difference')} in {_count(counts.num_tokens, 'token')}"
+    distance = f"largest distance {counts.largest_distance:.2g} {unit}, limit {counts.limit:.2g}"
+    return f"{text}, all near-ties: {distance}" if counts.num_differences else text
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    train, refit = summary["train"], summary["refit"]
-    if not train:
-        return []
-    steps = _count(train["steps"], "step")
-    return [
-        ("precision", _precision_words(summary["precision"])),
-        ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
-        ("step, median", f"{train['step_seconds_median']:.1f} s"),
-        *_estimate_rows(train["speedup_estimate"]),
-        (
-            "refit parity",
-            f"{refit['checks']} checks, {refit['failures']} failures, "
-            f"largest |log-prob difference| {refit['max_abs_logprob_diff']:.3f}",
-        ),
-        *[("drafter", event) for event in refit["drafter_events"]],
+def _train_rows(train: TrainResult) -> list[tuple[str, str]]:
+    rows = []
+    if (best := train.best) is not None:
+        taken = "; validated and exported" if train.policy_dir == best.policy_dir else ""
+        rows.append(("best policy", f"step {best.step}, {best.metric} {best.value:.3f}{taken}: {best.policy_dir}"))
+    if train.stopped_early:
+        rows.append(("training", f"ended early: {train.stopped_early}"))
+    rows += [
+        ("precision", _precision_words(train.precision)),
+        ("reward, training", f"{train.reward_first:.3f} -> {train.reward_last:.3f} ({_count(train.steps, 'step')})"),
+        ("step, median", f"{train.step_seconds_median:.1f} s"),
     ]
+    if (estimate := train.speedup_estimate) is not None:
+        ratios = f"generation {estimate.generation:.2f}x, step {estimate.step:.2f}x"
+        how = f"medians of {_count(estimate.steps, 'step')}, against expected times of plain decoding"
+        rows.append(("speedup, estimate", f"{ratios} ({how}; no matched pairs)"))
+    difference = f"largest |log-prob difference| {train.refit_max_abs_logprob_diff:.3f}"
+    rows.append(("refit parity", f"{train.refit_checks} checks, {train.refit_failures} failures, {difference}"))
+    return [*rows, *(("drafter", event) for event in train.drafter_events)]
 
 
-def _estimate_rows(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    if not estimate:
-        return []
-    ratios = f"generation {estimate['generation']:.2f}x, step {estimate['step']:.2f}x"
-    how = f"medians of {_count(estimate['steps'], 'step')}, against expected times of plain decoding; no matched pairs"
-    return [("speedup, estimate", f"{ratios} ({how})")]
+def _precision_words(precision: PrecisionReport) -> str:
+    engines = [("generation", precision.generation, precision.generation_mode)]
+    engines.append(("training", precision.training, precision.training_mode))
+    words = ", ".join(f"{name} {kind}" + (f" ({mode})" if kind == "fp8" else "") for name, kind, mode in engines)
+    if "fp8" not in (precision.generation, precision.training, precision.kv_cache):
+        return words
+    total = precision.fp8_layers + len(precision.bf16_layers)
+    return f"{words}; FP8 in {precision.fp8_layers} of {total} linear layers, KV cache {precision.kv_cache}"
 
 
-def _precision_words(precision: Mapping[str, Any]) -> str:
-    engines = []
-    for engine in ("generation", "training"):
-        mode = precision[f"{engine}_mode"]
-        engines.append(f"{engine} {precision[engine]}" + (f" ({mode})" if precision[engine] == "fp8" else ""))
-    if "fp8" not in (precision["generation"], precision["training"], precision["kv_cache"]):
-        return ", ".join(engines)
-    total = precision["fp8_layers"] + len(precision["bf16_layers"])
-    layers = f"FP8 in {precision['fp8_layers']} of {total} linear layers"
-    return f"{', '.join(engines)}; {layers}, KV cache {precision['kv_cache']}"
-
-
-def _speculation_rows(summary: Mapping[str, Any], validation: ValidateResult | None) -> list[tuple[str, str]]:
-    speculation = summary["speculation"]
-    if not speculation or speculation["method"] == "none":
-        return []
-    rates_shown = speculation["acceptance_rate_per_pos"][:POSITIONS_SHOWN]
+def _speculation_rows(config: Config, found: ValidateResult) -> list[tuple[str, str]]:
+    rates_shown, text = found.acceptance_rate_per_pos[:POSITIONS_SHOWN], found.text
     by_position = "; by position " + " / ".join(f"{rate:.2f}" for rate in rates_shown) if rates_shown else ""
-    name = f"{speculation['method']}, k = {speculation['k']}"
-    rows = [("acceptance length", f"{speculation['acceptance_length']:.2f} ({name}{by_position})")]
-    rows += _text_rows(validation)
-    for pair in validation.speed if validation else []:
+    name = f"{config.speculation.method}, k = {config.speculation.k}"
+    rows = [("acceptance length", f"{found.acceptance_length:.2f} ({name}{by_position})")]
+    if text is not None:
+        stored = f"{_count(text.num_stored, 'pre-generated response')} ({_count(text.stored_tokens, 'token')})"
+        recent = f"{_count(text.num_recent, 'recent rollout')} ({_count(text.recent_tokens, 'token')})"
+        rows.append((f"text that step {text.step} would find", f"{stored} for its {text.num_responses}, {recent}"))
+    for pair in found.speed:
         spread = f"{pair.speedup_min:.2f} to {pair.speedup_max:.2f}"
         rates = f"{pair.plain_tokens_per_s:.0f} -> {pair.speculative_tokens_per_s:.0f} tokens/s"
         equal = f"{pair.tokens_equal:.0%} of responses the same"
         rows.append((f"speedup, batch {pair.batch}", f"{pair.speedup:.2f}x ({spread}; {rates}; {equal})"))
-        rows += _source_rows(pair, validation)
-    if speculation["decode_step_reduction"] is not None:
-        rows.append(("decoding steps saved", f"{speculation['decode_step_reduction']:.0%}"))
+        if text is not None:
+            shares = sorted(pair.token_share.items(), key=lambda item: -item[1])
+            words = ", ".join(f"{share:.0%} {SOURCES.get(source, source)}" for source, share in shares)
+            rows.append((f"accepted drafts, batch {pair.batch}", f"of all tokens, {words}" if words else "none"))
+    if found.speed:
+        rows.append(("decoding steps saved", f"{fmean(pair.decode_step_reduction for pair in found.speed):.0%}"))
     return rows
-
-
-def _text_rows(validation: ValidateResult | None) -> list[tuple[str, str]]:
-    if validation is None or validation.text is None:
-        return []
-    text = validation.text
-    stored = f"{_count(text.num_stored, 'pre-generated response')} ({_count(text.stored_tokens, 'token')})"
-    recent = f"{_count(text.num_recent, 'recent rollout')} ({_count(text.recent_tokens, 'token')})"
-    return [(f"text that step {text.step} would find", f"{stored} for its {text.num_responses}, {recent}")]
-
-
-def _source_rows(pair: SpeedPair, validation: ValidateResult | None) -> list[tuple[str, str]]:
-    if validation is None or validation.text is None:
-        return []
-    shares = sorted(pair.token_share.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{share:.0%} {SOURCES.get(source, source)}" for source, share in shares)
-    return [(f"accepted drafts, batch {pair.batch}", f"of all tokens, {words}" if words else "none")]
 
 
 def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:

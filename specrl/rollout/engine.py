@@ -138,7 +138,6 @@ class Engine(VllmEngine):
         requests: list[Request],
         *,
         on_progress: Callable[[int, int], None] | None = None,
-        on_iteration: Callable[[], None] | None = None,
         on_response: Callable[[int, Response], None] | None = None,
         stop: Callable[[], bool] | None = None,
         recall: bool = False,
@@ -149,10 +148,9 @@ class Engine(VllmEngine):
 
         Args:
             on_progress: Called as `on_progress(finished, total)` whenever some finish.
-            on_iteration: Called after every iteration that leaves requests unfinished.
             on_response: Called with the place in `requests` and the response as soon as one is finished.
-            stop: Asked after every such iteration. Once it is true on the engine's first rank, unfinished responses
-                are returned as they are, with `finish_reason = "abort"`.
+            stop: Asked after every iteration that leaves requests unfinished. Once it is true on the engine's first
+                rank, unfinished responses are returned as they are, with `finish_reason = "abort"`.
             recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these:
                 for rollouts. A probe, which repeats its requests, would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.
@@ -180,8 +178,6 @@ class Engine(VllmEngine):
                         on_response(index, responses[index])
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
-                if running and on_iteration is not None:
-                    on_iteration()
                 if running and stop is not None and self.agreed(stop())[0]:
                     break
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}

@@ -40,7 +40,6 @@ def main(context: StageContext) -> None:
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
-    first, last = None, None
     with stage_rank(context) as (ranks, tracker, progress):
         with logs.phase("writing of the base model"):
             if ranks.is_first:
@@ -65,15 +64,13 @@ def main(context: StageContext) -> None:
                 write_policy_folder(start.checkpoint_dir, base_dir, policy_dir, dtype, ranks)
         elif warm:
             with logs.phase("warm start"):
-                first, last = _warm_start(context, ranks, source, tracker, progress, base_dir)
+                _warm_start(context, ranks, source, tracker, progress, base_dir)
         if ranks.is_first and base_dir != policy_dir:
             shutil.rmtree(base_dir)
         drafter_dir = _adopt_drafter(context, ranks, policy_dir)
         if ranks.is_first:
             result = PrepareResult(
                 policy_dir=policy_dir,
-                warm_start_loss_first=first,
-                warm_start_loss_last=last,
                 prompts_seen=found.seen,
                 prompts_overlong=found.overlong,
                 drafter_dir=drafter_dir,
@@ -103,8 +100,8 @@ def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Pat
 
 def _warm_start(
     context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, progress: Progress, base_dir: Path
-) -> tuple[float, float]:
-    """Train the base model on demonstrations and write it; return the losses of `warm_start` (collective)."""
+) -> None:
+    """Train the base model on demonstrations and write it (collective)."""
     # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
     from specrl.training.megatron.policy import Policy
     from specrl.training.warm_start import warm_start
@@ -116,7 +113,6 @@ def _warm_start(
         progress.update(step + 1, steps, message=f"loss {metrics['loss']:.3f}", unit="step", phase="warm start")
         tracker.log_metrics({f"warm_start/{name}": value for name, value in metrics.items()}, step)
 
-    losses = warm_start(policy, source, config, on_step)
+    warm_start(policy, source, config, on_step)
     policy.save_pretrained(context.stage_dir / "policy")
     ranks.barrier()
-    return losses

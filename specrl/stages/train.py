@@ -6,6 +6,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from transformers import AutoConfig
@@ -38,6 +39,7 @@ from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_reci
 from specrl.report.curve import curve_chart
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
@@ -49,9 +51,7 @@ from specrl.step_record import (
     mean_of,
     read_steps,
     speedup_estimate,
-    step_seconds_median,
     timing_share,
-    total_stats,
 )
 from specrl.tracking import Tracker
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
@@ -297,9 +297,9 @@ def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tra
 
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:
-    stats = total_stats(records)
+    stats = SpeculationStats.merge(record.stats for record in records)
     return {
-        "step_seconds_median": step_seconds_median(records),
+        "step_seconds_median": median(record.metrics["timing/step_s"] for record in records),
         "timing_share": timing_share(records),
         "reward_first": records[0].metrics["reward/mean"],
         "reward_last": records[-1].metrics["reward/mean"],

@@ -32,7 +32,7 @@ from specrl.rollout.vllm.weights.load import read_weights
 from specrl.stages.rank import stage_rank
 from specrl.tracking import Tracker
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
-from specrl.validation.exactness import measure_exactness
+from specrl.validation.exactness import check, exactness_metrics, measure_exactness
 from specrl.validation.speed import NextStep, matched_pair
 
 
@@ -104,11 +104,11 @@ def check_exactness(
     requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: config.validate_.exactness_prompts]]
     with logs.phase("exactness"):
         measured = measure_exactness(engine, requests, engine.longest_k)
-    tracker.log_run_metrics(measured.metrics())
+    tracker.log_run_metrics(exactness_metrics(measured))
     tracker.flush()
-    measured.check()
+    check(measured)
     progress.update(1, 1, phase="exactness")
-    return measured.result()
+    return measured
 
 
 def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from specrl.artifacts import read_file, write_text
 
 FOLDER = "tracking"
-ENTRIES_FILE, SENT_FILE, FILES_FOLDER = "log.jsonl", "sent.json", "files"
+ENTRIES_FILE, FILES_FOLDER = "log.jsonl", "files"
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,23 @@ class Arrived(BaseModel):
 
 
 class Sent:
-    """The file of what of a log each tracker has."""
+    """The file of what of a log a tracker has. Each has a file of its own, as they send in processes of their own."""
 
     def __init__(self, log: Log, tracker: str = "mlflow") -> None:
-        self.log, self._tracker = log, tracker
-        self.now = self._read().get(tracker, Arrived())
+        self.log, self._path = log, log.folder / f"sent-{tracker}.json"
+        self.now = self._read()
 
     def refresh(self) -> None:
         """Read it again, as another process may have sent something since."""
-        noted = self._read().get(self._tracker, Arrived())
+        noted = self._read()
         if noted.position >= self.now.position:
             self.now = noted
 
-    def _read(self) -> dict[str, Arrived]:
+    def _read(self) -> Arrived:
         try:
-            return _FILE.validate_json(read_file(self.log.folder / SENT_FILE))
+            return Arrived.model_validate_json(read_file(self._path))
         except (OSError, ValueError):
-            return {}
+            return Arrived()
 
     def waiting(self) -> Iterator[Entry]:
         return self.log.entries(self.now.position)
@@ -161,8 +161,4 @@ class Sent:
         self._write()
 
     def _write(self) -> None:
-        found = {**self._read(), self._tracker: self.now}
-        write_text(self.log.folder / SENT_FILE, _FILE.dump_json(found).decode())
-
-
-_FILE = TypeAdapter(dict[str, Arrived])
+        write_text(self._path, self.now.model_dump_json())

@@ -32,6 +32,7 @@ from specrl.tracking.store import (
 from specrl.tracking.sync import Syncing, refusals, send
 from specrl.tracking.system import LoadMonitor, leave_load, log_load
 from specrl.tracking.tracker import Tracker, relative
+from specrl.tracking.weights_biases import PATIENCE_SECONDS, WandbSending, send_to_wandb
 
 if TYPE_CHECKING:
     from specrl.distributed import Ranks
@@ -45,10 +46,8 @@ RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
 ODD = re.compile(r"[^\w\-. /]")  # characters that names of metrics must not have
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
 """For how long a store that is away is waited for: at the end of a stage, at the end of the flow, and at its start."""
-SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = (
-    10.0,
-    3.0,
-)  # the same for `specrl sync`, and for a flow that is interrupted
+SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
+"""The same for `specrl sync`, and for a flow that is interrupted."""
 STAGE_LIMIT_SECONDS = 300.0
 """For how long a stage holds its allocation for a store that answers slowly; the flow sends the rest."""
 
@@ -122,9 +121,10 @@ def finish_parent_run(
 
 
 def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
-    """Send what a run and its stages have logged and MLflow does not have, at any time and any number of times.
+    """Send what a run and its stages have logged and trackers do not have, at any time and any number of times.
 
-    Returns a line for each reason why that was not everything. Raises DeletedError if the experiment has been deleted.
+    With a limit, only MLflow gets it: somebody waits. Returns a line for each reason why that was not everything.
+    Raises DeletedError if the experiment has been deleted.
     """
     import_mlflow()
     _replace_deleted(config)
@@ -135,7 +135,7 @@ def sync_run(config: Config, patience_s: float, limit_s: float | None = None) ->
         lines.append(f"MLflow does not answer; what {names} logged still waits on disk")
     if refused := refusals(folders):
         lines.append(f"MLflow refuses {len(refused)} entries of {config.name}, the first because: {refused[0]}")
-    return lines
+    return lines if limit_s is not None or config.tracking.wandb == "off" else lines + send_to_wandb(config, folders)
 
 
 def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = None) -> None:
@@ -247,10 +247,8 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     log = Log(context.stage_dir)
     tracker = Tracker(log, context.mlflow_run_id, context.config.tracking.max_model_gib)
     tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
-    syncing, monitor = (
-        Syncing(context.config, log),
-        LoadMonitor(partial(log_load, tracker, next(log.entries()).time_ms, nodes)),
-    )
+    syncing, sending = Syncing(context.config, log), WandbSending(context.config, log)
+    monitor = LoadMonitor(partial(log_load, tracker, next(log.entries()).time_ms, nodes))
     status: Status | None = "FAILED"
     try:
         yield tracker
@@ -265,6 +263,10 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         # A job that is left has little time.
         if not syncing.close(STAGE_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else STAGE_PATIENCE_SECONDS):
             logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
+        if (reason := sending.close(PATIENCE_SECONDS if status else STAGE_PATIENCE_SECONDS)) is not None:
+            logger.warning(
+                "W&B lacks some of what %s logged (%s); the next job or the flow sends it", context.key, reason
+            )
 
 
 def node_of(context: StageContext, ranks: Ranks) -> int | None:

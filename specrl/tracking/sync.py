@@ -1,8 +1,8 @@
 """Send what a run and its stages have logged to MLflow, and write it for TensorBoard: from the flow, `specrl sync`, and
 a thread of a stage.
 
-`sent.json` beside each log says what has arrived, so that every call sends what is missing and no more. What one log
-cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
+A file `sent-TRACKER.json` beside each log says what has arrived, so that every call sends what is missing and no more.
+What one log cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class Syncing:
         self._retries = True
         """Whether what has been refused before is still to be tried again, which each `Syncing` does once."""
         self._store_is_away = False
-        self._single = 0
-        """The position up to which metrics are sent one by one, since some of them are refused."""
         self._closing = threading.Event()
         self._stopping = threading.Event()
         self._failed_at: float | None = None
@@ -122,29 +120,37 @@ class Syncing:
             if is_file and failed is not None:
                 self._sent.note(entries, "")
                 continue
-            self._sent.log.flush()
-            self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent.log)
             try:
-                self._sender.send(entries, self._sent.now.versions)
-            except RefusedError as error:
-                if entries[0].kind == "start":  # without its run, nothing else can be sent
-                    raise
-                self._refused(entries, str(error))
-            except FileNotFoundError as error:
-                logger.warning("%s: an entry is left out: %s", self._sent.log.path, error)
-                self._sent.note(entries)
+                self._send(entries)
             except Exception as error:
                 if not is_file:
                     raise
                 failed, self._store_is_away = error, True
                 self._sent.note(entries, "")
-            else:
-                self._store_is_away = self._store_is_away and not is_file
-                if not self._store_is_away:
-                    self._back()
-                self._sent.note(entries)
         if failed is not None:
             raise failed
+
+    def _send(self, entries: Sequence[Entry]) -> None:
+        self._sent.log.flush()
+        self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent.log)
+        try:
+            self._sender.send(entries, self._sent.now.versions)
+        except RefusedError as error:
+            if entries[0].kind == "start":  # without its run, nothing else can be sent
+                raise
+            if len(entries) > 1:  # one of them is refused; the others are not to be lost with it
+                for entry in entries:
+                    self._send([entry])
+            else:
+                self._refused(entries, str(error))
+        except FileNotFoundError as error:
+            logger.warning("%s: an entry is left out: %s", self._sent.log.path, error)
+            self._sent.note(entries)
+        else:
+            self._store_is_away = self._store_is_away and entries[0].kind not in FILES
+            if not self._store_is_away:
+                self._back()
+            self._sent.note(entries)
 
     def _batches(self) -> Iterator[list[Entry]]:
         """Yield what is sent together: one entry, or metrics that follow one another for the same run."""
@@ -157,15 +163,12 @@ class Syncing:
             for entry in self._sent.waiting():
                 total += len(entry.values["metrics"]) if entry.kind == "metrics" else 0
                 is_same = entry.kind == first.kind == "metrics" and entry.values["run"] == first.values["run"]
-                if batch and (not is_same or total > BATCH_METRICS or entry.begin < self._single):
+                if batch and (not is_same or total > BATCH_METRICS):
                     break
                 batch.append(entry)
             yield batch
 
     def _refused(self, entries: Sequence[Entry], reason: str) -> None:
-        if len(entries) > 1:  # one of them is refused; the others are not to be lost with it
-            self._single = entries[-1].end
-            return
         if not any(self._sent.now.missing.values()):
             logger.warning(
                 "MLflow refuses what %s logs (%s); that is sent again by the next job, the flow, or specrl sync",

@@ -23,23 +23,16 @@ def warm_start(
     source: PromptSource,
     config: Config,
     on_step: Callable[[int, int, dict[str, float]], None] = lambda step, steps, metrics: None,
-) -> tuple[float, float]:
-    """Train the policy once on each of `warm_start.num_examples` demonstrations (collective).
-
-    The cross-entropy of the first and of the last tenth of the steps comes back, in nats per response token.
-    """
+) -> None:
+    """Train the policy once on each of `warm_start.num_examples` demonstrations (collective)."""
     batches = make_batches(demonstration_sequences(source, config), config.warm_start.batch_size, config.seed)
-    losses = []
     for step, batch in enumerate(batches):
         share = batch[policy.dp_rank :: policy.dp_size]
         mine = pack(share, config.policy.tokens_per_micro_batch, policy.pad_multiple)
         num_tokens = sum(len(sequence.tokens) - sequence.prompt_length for sequence in batch)
         lr = config.warm_start.lr * schedule(step, len(batches))
         metrics, _ = policy.train_step(mine, cross_entropy(num_tokens), lr=lr)
-        losses.append(metrics["loss"])
         on_step(step, len(batches), {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": lr})
-    tenth = max(1, len(losses) // 10)
-    return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
 
 
 def demonstration_sequences(source: PromptSource, config: Config) -> list[TokenSequence]:

@@ -19,7 +19,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
@@ -180,18 +180,11 @@ class LastAnswers:
         if not self._engine.replays:
             return
         texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
-        self._texts[name] = _by_prompt(texts)
+        self._texts[name] = by_prompt(texts)
         if self._engine.is_first:
             write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
 
     def _read(self, name: str) -> dict[int, list[PregeneratedText]]:
         # A restart may have another number of ranks, which deals the prompts in another way.
         paths = sorted(self._folder.glob(f"{name}-????.arrow"))
-        return _by_prompt([text for path in paths for text in read_texts(path)])
-
-
-def _by_prompt(texts: Sequence[PregeneratedText]) -> dict[int, list[PregeneratedText]]:
-    found: dict[int, list[PregeneratedText]] = {}
-    for text in texts:
-        found.setdefault(text.prompt_id, []).append(text)
-    return found
+        return by_prompt([text for path in paths for text in read_texts(path)])

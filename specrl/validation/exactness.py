@@ -37,60 +37,50 @@ class Parity:
         )
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """What was measured on the same prompts, and the gates that it must pass."""
-
-    sampled: Parity
-    greedy: Parity
-
-    @property
-    def drafts(self) -> SpeculationStats:
-        return SpeculationStats.merge((self.sampled.drafts, self.greedy.drafts))
-
-    def result(self) -> ExactnessResult:
-        drafts = self.drafts
-        return ExactnessResult(
-            num_draft_tokens=drafts.num_draft_tokens,
-            num_accepted_tokens=drafts.num_accepted_tokens,
-            sampled=self.sampled.counts(greedy=False),
-            greedy=self.greedy.counts(greedy=True),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        parities = (self.sampled.comparison, self.greedy.comparison)
-        return {
-            "validate/differences_per_1000_tokens": parities[0].per_1000_tokens,
-            "validate/greedy_differences_per_1000_tokens": parities[1].per_1000_tokens,
-            "validate/unexplained_differences": float(sum(parity.num_unexplained for parity in parities)),
-            "validate/cdf_noise": self.sampled.noise.cdf,
-            "validate/exactness_accepted_tokens": float(self.drafts.num_accepted_tokens),
-        }
-
-    def check(self) -> None:
-        """Raise ExactnessError if a gate fails, naming the gate, the figure and its limit."""
-        for name, parity in (("sampled", self.sampled), ("greedy", self.greedy)):
-            if number := parity.comparison.num_unexplained:
-                limits = [parity.noise.limit(greedy=greedy) for greedy in (False, True)]
-                raise ExactnessError(
-                    f"speculation changed {name} responses: near-ties do not explain {number} tokens; their limits "
-                    f"are {limits[0]:.1e} of the CDF for sampled and {limits[1]:.1e} nats for greedy responses"
-                )
+def exactness_metrics(found: ExactnessResult) -> dict[str, float]:
+    """The figures of a comparison under their names in MLflow."""
+    per_1000 = [1000 * way.num_differences / max(1, way.num_tokens) for way in (found.sampled, found.greedy)]
+    return {
+        "validate/differences_per_1000_tokens": per_1000[0],
+        "validate/greedy_differences_per_1000_tokens": per_1000[1],
+        "validate/unexplained_differences": float(found.sampled.num_unexplained + found.greedy.num_unexplained),
+        "validate/cdf_noise": found.sampled.cdf_noise,
+        "validate/exactness_accepted_tokens": float(found.num_accepted_tokens),
+    }
 
 
-def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactness:
+def check(found: ExactnessResult) -> None:
+    """Raise ExactnessError if near-ties do not explain all differences, naming the figure and its limit."""
+    for name, way in (("sampled", found.sampled), ("greedy", found.greedy)):
+        if way.num_unexplained:
+            raise ExactnessError(
+                f"speculation changed {name} responses: near-ties do not explain {way.num_unexplained} tokens; their "
+                f"limits are {found.sampled.limit:.1e} of the CDF for sampled and {found.greedy.limit:.1e} nats for "
+                "greedy responses"
+            )
+
+
+def measure_exactness(engine: Engine, requests: list[Request], k: int) -> ExactnessResult:
     """Compare speculative generation, with drafts of up to `k` tokens, with plain generation."""
     greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
     plain = traces(engine, requests, len(requests), 0)
     noise = noise_of_shapes(engine, requests, plain, k)
     if engine.replays:
         engine.set_replay(texts_to_replay(requests, plain))
-    measured = Exactness(
-        sampled=against(plain, engine, requests, k, noise), greedy=measure_parity(engine, greedy, k, noise)
-    )
+    parities = against(plain, engine, requests, k, noise), measure_parity(engine, greedy, k, noise)
     if engine.replays:
         engine.set_replay({})
-    return measured
+    return exactness_of(*parities)
+
+
+def exactness_of(sampled: Parity, greedy: Parity) -> ExactnessResult:
+    drafts = SpeculationStats.merge((sampled.drafts, greedy.drafts))
+    return ExactnessResult(
+        num_draft_tokens=drafts.num_draft_tokens,
+        num_accepted_tokens=drafts.num_accepted_tokens,
+        sampled=sampled.counts(greedy=False),
+        greedy=greedy.counts(greedy=True),
+    )
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:

@@ -24,7 +24,7 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, read_texts, write_texts
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
@@ -128,18 +128,14 @@ class NextStep:
         if path.is_file():
             state = json.loads(path.read_text())
         begun, before = state["begun"]
-        stored: dict[int, list[PregeneratedText]] = {}
-        if state["step"] == step:
-            for file in sorted(path.parent.glob("rank-*.arrow")):
-                for text in read_texts(file):
-                    stored.setdefault(text.prompt_id, []).append(text)
+        files = sorted(path.parent.glob("rank-*.arrow")) if state["step"] == step else []
         speculation = config.speculation
         most = speculation.recent_tokens if speculation.draft_method.replays else 0
         return cls(
             step=step,
             prompts=PromptSource(config, source.tokenizer, (begun, before), prompts_dir=source.prompts_dir).batch(step),
             samples_per_prompt=config.train.samples_per_prompt,
-            stored=stored,
+            stored=by_prompt(text for file in files for text in read_texts(file)),
             recent=recent_responses(train_dir / "rollouts", step, most),
         )
 

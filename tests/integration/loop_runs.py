@@ -172,15 +172,15 @@ def let_first_rank_wait(trainer: Trainer) -> None:
 def die_refilling(trainer: Trainer, died: Path) -> None:
     """Let this rank be killed in the middle of the second step, once."""
     generator: Any = trainer.generator
-    collect = generator._collect
+    refill = generator._refill
 
-    def collect_or_die(prompts: Any, step: int, pace: Any) -> Any:
-        if step == 1 and pace is None and not died.exists():
+    def refill_or_die(prompts: Any, step: int, *counted: Any) -> Any:
+        if step == 1 and not died.exists():
             died.write_text(str(step))
             os.kill(os.getpid(), signal.SIGKILL)
-        return collect(prompts, step, pace)
+        return refill(prompts, step, *counted)
 
-    generator._collect = collect_or_die
+    generator._refill = refill_or_die
 
 
 def measure(context: StageContext, trainer: Trainer, last: int, progress: Progress) -> None:

@@ -381,7 +381,7 @@ def test_text_of_the_same_seeds_is_sampled_again_more_often_than_other_text(runs
 
     def accepted(*names: str) -> float:
         records = [record for name in names for record in steps(runs / name)]
-        counts = [record["by_source"].get("replay", [0, 0, 0]) for record in records]
+        counts = [record["stats"]["by_source"].get("replay", [0, 0, 0]) for record in records]
         return sum(row[2] for row in counts) / max(1, sum(row[1] for row in counts))
 
     assert accepted("pregenerate", "both", "both-long-killed") > 0.15

@@ -9,7 +9,7 @@ import pytest
 from specrl.models.tiny import CHARACTERS, SPECIAL
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import NonFiniteLogitsError
-from specrl.validation.exactness import measure_exactness
+from specrl.validation.exactness import check, measure_exactness
 from specrl.validation.speed import matched_pair
 from tests.exactness.engines import logprobs_of, mixed_requests, running
 from tests.exactness.toy import drafter_weights, likely_tokens, policy_weights, toy_config, write_drafter, write_policy
@@ -135,8 +135,8 @@ def test_responses_of_one_token_make_a_matched_pair(engine: Engine) -> None:
 def test_exactness_can_be_measured_on_one_prompt_and_one_token_at_any_temperature(engine: Engine) -> None:
     asked = [Request(likely_tokens()[:3], 11, 1, 1.3, 0.5, 5)]
     measured = measure_exactness(engine, asked, 3)
-    measured.check()
-    assert (measured.result().sampled.num_tokens, measured.result().greedy.num_tokens) == (1, 1)
+    check(measured)
+    assert (measured.sampled.num_tokens, measured.greedy.num_tokens) == (1, 1)
 
 
 @pytest.mark.engine

@@ -155,7 +155,7 @@ def write_results(run: Attacked) -> None:
     }
     write_json(train / "steps" / "step=000000.json", {"step": 0, "metrics": metrics})
     write_json(train / "progress.json", {})
-    write_json(train / "tracking" / "sent.json", {})
+    write_json(train / "tracking" / "sent-mlflow.json", {})
     write_json(train / "validation" / "step=000000.json", [])
     (train / "events.jsonl").write_text(json.dumps({"time": 1.0, "step": 0, "kind": "restart", "text": "again"}) + "\n")
     (train / "segments.jsonl").write_text("")

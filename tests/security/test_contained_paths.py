@@ -112,7 +112,7 @@ FILES = [
     "stages/train-*/segments.jsonl",
     "stages/train-*/steps/step=000000.json",
     "stages/train-*/validation/step=000000.json",
-    "stages/train-*/tracking/sent.json",
+    "stages/train-*/tracking/sent-mlflow.json",
     "stages/train-*/rollouts/step=000000/rank=0000.arrow",
 ]
 HURT = [truncate, nest, empty, alien, wrong_types, infinite, not_text, pipe, endless, enormous, folder]
@@ -260,7 +260,7 @@ def test_sync_uploads_nothing_from_outside_of_the_run(tmp_path: Path, secret: Pa
     assert ended.code == 0, ended.text
     assert secret.read_text() == f"{SECRET}\n"
     assert stages not in stage_folders(run.run_dir)
-    assert not (secret.parent / "tracking" / "sent.json").exists()
+    assert not (secret.parent / "tracking" / "sent-mlflow.json").exists()
     sent = (path for path in (run.config.runs_dir / "mlartifacts").rglob("*") if path.is_file())
     assert not [path for path in sent if SECRET in path.read_text()]
 

@@ -170,7 +170,7 @@ def test_a_benchmark_without_a_run_takes_no_settings_of_one(capsys: pytest.Captu
 
 
 def test_every_kind_of_picture_is_xml_with_one_name_space() -> None:
-    bubble = Bubble(0, 100.0, 101.0, 102.0, 12, 0.1, pace=[(2, 12, 0.1)])
+    bubble = Bubble(0, 100.0, 101.0)
     charts = (
         gantt([RankTimeline(bubble, rank_spans(bubble, []))]),
         line_chart([1, 4], [1.0, 2.0], "x", "y", {2.0: "a < b"}),

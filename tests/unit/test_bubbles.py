@@ -26,12 +26,11 @@ from specrl.timeline import (
     Bubble,
     RankTimeline,
     Span,
+    bubble_metrics,
     joined,
     rank_spans,
     speedup_estimates,
-    tail_seconds,
     timeline_from,
-    totals,
 )
 
 
@@ -156,40 +155,35 @@ def test_counters_of_past_generations_are_deleted() -> None:
 
 
 def test_totals_count_waiting_use_and_overrun() -> None:
-    early = Bubble(
-        0, 100.0, 104.0, 110.5, 10, 1.0, [Span(PREGENERATION, 104.0, 108.0), Span(SPOT_TRAINING, 109, 110.5)]
-    )
-    late = Bubble(1, 100.5, 110.0, 110.0, 90, 4.0)
-    found = totals([early, late])
-    assert (found.idle_s, found.used_s, found.overrun_s) == (6.0, 5.0, 0.5)
-    assert found.generation_s == 20.0
-    assert totals([late]).overrun_s == 0.0
+    early = Bubble(0, 100.0, 104.0, [Span(PREGENERATION, 104.0, 108.0), Span(SPOT_TRAINING, 109, 110.5)])
+    late = Bubble(1, 100.5, 110.0)
+    found = bubble_metrics([early, late])
+    assert [found[f"bubble/{name}_s"] for name in ("idle", "used", "overrun")] == [6.0, 5.0, 0.5]
+    assert bubble_metrics([late])["bubble/overrun_s"] == 0.0
 
 
 def test_the_gain_of_drafts_is_estimated_for_the_engine_that_would_be_the_slowest_without_them() -> None:
     bubbles = [
-        Bubble(0, 100.0, 110.0, 111.0, 10, 1.0, saved_s=5.0),
-        Bubble(1, 100.0, 108.0, 111.0, 90, 4.0, saved_s=9.0),
+        Bubble(0, 100.0, 110.0, saved_s=5.0),
+        Bubble(1, 100.0, 108.0, saved_s=9.0),
     ]
     seconds = {"generation": 11.0, "validation": 4.0, "drafter_update": 2.0, "step": 24.0}
     assert speedup_estimates(bubbles, seconds) == {
         "speedup/generation_estimate": pytest.approx(18 / 11),
         "speedup/step_estimate": pytest.approx(25 / 20),
     }
-    costly = [Bubble(0, 100.0, 110.0, 110.0, 10, 1.0, saved_s=-2.0)]
+    costly = [Bubble(0, 100.0, 110.0, saved_s=-2.0)]
     assert speedup_estimates(costly, {"generation": 10.0, "step": 20.0})["speedup/step_estimate"] == pytest.approx(0.9)
-    assert speedup_estimates([*bubbles, Bubble(2, 100.0, 108.0, 111.0, 90, 4.0)], seconds) == {}
+    assert speedup_estimates([*bubbles, Bubble(2, 100.0, 108.0)], seconds) == {}
 
 
-def test_tail_and_joined_spans() -> None:
-    assert tail_seconds([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 20.0]) == 10.0
-    assert tail_seconds([]) == 0.0
+def test_spans_that_follow_one_another_are_joined() -> None:
     spans = [Span("a", 0, 1), Span("a", 1.001, 2), Span("a", 3, 4), Span("b", 4, 5)]
     assert joined(spans) == [Span("a", 0, 2), Span("a", 3, 4), Span("b", 4, 5)]
 
 
 def test_a_timeline_survives_json_and_is_drawn() -> None:
-    bubble = Bubble(0, 100.0, 104.0, 110.5, 10, 1.0, [Span(PREGENERATION, 104.0, 108.0)], 7, 0)
+    bubble = Bubble(0, 100.0, 104.0, [Span(PREGENERATION, 104.0, 108.0)], 7, 0)
     timeline = RankTimeline(bubble, rank_spans(bubble, [Span("generation", 100, 111), Span("refit", 111, 112)]))
     assert timeline_from(json.loads(json.dumps(asdict(timeline)))) == timeline
     picture = gantt([timeline])

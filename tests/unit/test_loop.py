@@ -16,7 +16,7 @@ from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.loop import Trainer
 from specrl.progress import Progress
-from specrl.rollout.drafts.acceptance import SourceCounts
+from specrl.rollout.drafts.acceptance import SourceCounts, SpeculationStats
 from specrl.rollout.refit.drafter_guard import GuardReport
 from specrl.stages.train import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
@@ -41,9 +41,9 @@ class Collecting(Tracker):
 
 
 def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, events: Sequence[str] = ()) -> StepRecord:
-    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
+    bubble = Bubble(0, 100.0, 101.0)
     timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
-    return StepRecord(step, {**metrics, **LATE}, 0, [], [], {}, timelines, list(events))
+    return StepRecord(step, {**metrics, **LATE}, SpeculationStats(), timelines, list(events))
 
 
 def run_steps(stage_dir: Path, steps: range, first_step: int, progress: Progress) -> list[tuple[int, list[str]]]:
@@ -193,12 +193,13 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     recorder = StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps")
-    bubble = Bubble(0, 100.0, 101.0, 101.0, 5, 0.0)
+    bubble = Bubble(0, 100.0, 101.0)
     timelines = [RankTimeline(bubble, rank_spans(bubble, []))]
-    record = StepRecord(0, {"timing/step_s": 1.0}, 2, [1], [2], {"replay": SourceCounts(2, 9, 4)}, timelines)
+    stats = SpeculationStats(2, 9, 4, (1,), 3, (2,), {"replay": SourceCounts(2, 9, 4)})
+    record = StepRecord(0, {"timing/step_s": 1.0}, stats, timelines)
     recorder.write(record)
     assert read_steps(recorder.steps_dir) == [record]
-    assert isinstance(read_steps(recorder.steps_dir)[0].by_source["replay"], SourceCounts)
+    assert isinstance(read_steps(recorder.steps_dir)[0].stats.by_source["replay"], SourceCounts)
 
 
 def test_a_timer_knows_the_parts_under_way() -> None:

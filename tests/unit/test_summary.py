@@ -145,6 +145,8 @@ EXACTNESS = ExactnessResult(
         num_unexplained=0,
         cdf_noise=0.004,
         logprob_gap_noise=0.06,
+        limit=0.12,
+        largest_distance=0.0,
     ),
 )
 

@@ -18,7 +18,7 @@ from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.engine import Engine, Generation
-from specrl.timeline import SPOT_TRAINING, Bubble, Span, joined, tail_seconds
+from specrl.timeline import SPOT_TRAINING, Bubble, Span, joined
 
 
 class Activity(Protocol):
@@ -56,18 +56,11 @@ class Bubbles:
         if self._coordinator is not None:
             self._coordinator.open()
 
-    def spend(
-        self,
-        step: int,
-        started_at: float,
-        generation: Generation,
-        pace: list[tuple[int, int, float]],
-    ) -> tuple[Bubble, list[PregeneratedText]]:
+    def spend(self, step: int, started_at: float, generation: Generation) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
 
         Args:
             started_at: The Unix time at which this rank began its own share, which `generation` is.
-            pace: The pace of that generation, `Pace.rows`.
         """
         generated_at = time.time()
         spans = self._use(step) if self._coordinator is not None else []
@@ -76,13 +69,9 @@ class Bubbles:
             rank=self._ranks.rank,
             started_at=started_at,
             generated_at=generated_at,
-            resumed_at=time.time(),
-            num_tokens=generation.num_tokens,
-            tail_s=tail_seconds([response.finished_at for response in generation.responses]),
             spans=joined(spans),
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
-            pace=pace,
             saved_s=generation.saved_s,
         )
         return bubble, texts

@@ -16,12 +16,12 @@ from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
-from specrl.timeline import GENERATION, Bubble, Pace, Span
+from specrl.timeline import GENERATION, Bubble, Span
 from specrl.training.rollouts import RolloutBatch
 
 
@@ -59,7 +59,6 @@ class _Counters:
             SpeculationStats.merge([self.stats, generation.stats]),
             replace(
                 bubble,
-                num_tokens=bubble.num_tokens + generation.num_tokens,
                 saved_s=None if bubble.saved_s is None or saved_s is None else bubble.saved_s + saved_s,
                 refills=[*bubble.refills, span],
             ),
@@ -163,22 +162,19 @@ class RolloutGenerator:
         # Prompts are dealt to the engines in turn.
         engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
         earlier = self._earlier.to(engines) if self._earlier is not None else []
-        self._stored = {}
-        for text in deliver_texts(self._ranks, [*texts, *earlier], engines, self._config.engine.tensor_parallel):
-            self._stored.setdefault(text.prompt_id, []).append(text)
+        size = self._config.engine.tensor_parallel
+        self._stored = by_prompt(deliver_texts(self._ranks, [*texts, *earlier], engines, size))
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
-        config, samples = self._config, self._config.train.samples_per_prompt
         own = prompts[self._place.engine :: self._place.num_engines]
         self._bubbles.open()
-        if self._earlier is not None or config.bubbles.pregenerates:
+        if self._earlier is not None or self._config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
         started_at = time.time()
-        pace = Pace(len(own) * samples, config.engine.max_num_seqs)
-        unscored = self._collect(own, step, pace)
-        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation, pace.rows())
+        unscored = self._collect(own, step)
+        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation)
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return rollouts, texts, counters
@@ -188,13 +184,13 @@ class RolloutGenerator:
         share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
         if not share:
             return counted
-        unscored = self._collect(share, step, None)
+        unscored = self._collect(share, step)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
         return counted.add_refill(span, unscored.generation, scores)
 
-    def _collect(self, prompts: Sequence[Prompt], step: int, pace: Pace | None) -> Unscored:
+    def _collect(self, prompts: Sequence[Prompt], step: int) -> Unscored:
         config = self._config
         return collect(
             self._engine,
@@ -203,8 +199,6 @@ class RolloutGenerator:
             config,
             self._rewards,
             Origin(config.seed, step, self._ranks.rank),
-            on_progress=pace.on_progress if pace is not None else None,
-            on_iteration=pace.on_iteration if pace is not None else None,
             recall=True,
             routes=True,
         )

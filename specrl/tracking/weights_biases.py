@@ -1,0 +1,227 @@
+"""Weights & Biases: a run for each log, in the group of the pipeline's run, with its configuration and metrics.
+
+A process of its own sends the log, from disk as all trackers do: the library changes how its process ends, and waits
+there for servers that are away. It ends once its standard input does, so that nothing is left of a job that was killed.
+
+The step of W&B is the position of an entry in the log, so that a run that is resumed says from where on it lacks
+something; charts are drawn over `step`. A file of offline mode cannot be appended to: it is written when the job ends,
+and at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import netrc
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock
+
+from specrl.artifacts import read_file, read_json, write_text
+from specrl.config import Config, ConfigError, dump_config
+from specrl.tracking.log import Entry, Log, Sent
+
+logger = logging.getLogger(__name__)
+
+TRACKER = FOLDER = "wandb"
+ID_FILE, OUTPUT_FILE, LOCK_FILE = "wandb_id", "wandb.txt", ".wandb.lock"
+"""In the folder of the log: the id of the W&B run, and what the last process that sent it said."""
+LOOK_SECONDS, RETRY_SECONDS = 1.0, 60.0
+"""How often new entries are looked for, and a server that is away is tried again."""
+START_SECONDS, FINISH_SECONDS, PATIENCE_SECONDS = 20.0, 40.0, 60.0
+"""For how long W&B may take to take a run and what waits of it, and how long the end of a stage or a flow waits."""
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}
+"""No telemetry."""
+CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+SUMMARY_FILE = "summary.json"
+
+
+class WandbSending:
+    """Sends a log from now on until `close`; nothing where `tracking.wandb` is off. It never raises."""
+
+    def __init__(self, config: Config, log: Log) -> None:
+        self._log, self._process = log, None
+        if config.tracking.wandb == "off":
+            return
+        folder = config.run_dir / FOLDER
+        settings = {
+            "mode": config.tracking.wandb,
+            "project": config.tracking.experiment,
+            "run_group": config.name,
+            "run_job_type": "run" if log.owner == config.run_dir else log.owner.name.rpartition("-")[0],
+        }
+        asked = [str(log.owner), str(folder), json.loads(dump_config(config)), settings]
+        try:
+            for path in (folder, log.folder, log.folder / FOLDER):  # the run may be somebody else's
+                if path.is_symlink():
+                    raise OSError(f"{path} is a link")
+            self._process = self._start(json.dumps(asked))
+        except OSError as error:
+            logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
+
+    def _start(self, asked: str) -> subprocess.Popen[str]:
+        self._log.folder.mkdir(parents=True, exist_ok=True)
+        output_file = self._log.folder / OUTPUT_FILE
+        output_file.unlink(missing_ok=True)
+        with output_file.open("x") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env={**ENVIRONMENT, "WANDB_CACHE_DIR": str(self._log.folder / FOLDER), **os.environ},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # what interrupts a flow must not keep the end of it from being sent
+            )
+        assert process.stdin is not None
+        process.stdin.write(asked + "\n")
+        process.stdin.flush()
+        return process
+
+    def close(self, patience_s: float = PATIENCE_SECONDS) -> str | None:
+        """Send what waits and end; return why that was not everything."""
+        if self._process is None or self._process.stdin is None:
+            return None
+        with contextlib.suppress(OSError):  # it has ended, and its exit status says how
+            self._process.stdin.close()
+        try:
+            status = self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            return f"W&B has not taken it within {patience_s:g} s"  # it may yet, and the process then ends by itself
+        return (_last_line(self._log.folder / OUTPUT_FILE) or f"exit status {status}") if status else None
+
+
+def send_to_wandb(config: Config, folders: Sequence[Path]) -> list[str]:
+    """Send what these folders have logged; return a line for each of which something still waits."""
+    late = [Log(folder) for folder in folders if not Sent(Log(folder), TRACKER).is_complete()]
+    sending = [(log, WandbSending(config, log)) for log in late]
+    found = [(log.owner.name, process.close()) for log, process in sending]
+    return [f"W&B lacks what {name} logged: {reason}" for name, reason in found if reason is not None]
+
+
+def check_wandb(config: Config, variables: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` where W&B is asked for and missing, or has no key in these variables or in this process."""
+    mode, known = config.tracking.wandb, {**os.environ, **variables}
+    if mode != "off" and find_spec("wandb") is None:
+        raise ConfigError(f'tracking.wandb = "{mode}": there is no package wandb here: make env, or pip install wandb')
+    host = urlsplit(known.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    if mode == "online" and not any(known.get(name) for name in CREDENTIALS) and not _netrc_has(host):
+        raise ConfigError(
+            f'tracking.wandb = "online": there is no key for {host}: wandb login, or export WANDB_API_KEY; or set '
+            '"offline", and send the files with wandb beta sync'
+        )
+
+
+def _netrc_has(host: str) -> bool:
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def main() -> None:
+    """Send the log that a line of JSON on standard input names, until that ends."""
+    owner, files, config, settings = json.loads(sys.stdin.readline())
+    log, ended = Log(Path(owner)), threading.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # that of a job before may be about to end
+        if settings["mode"] == "offline":
+            ended.wait()
+        if not ended.is_set() or not Sent(log, TRACKER).is_complete():
+            send(log, start_run(log, config, settings, ended), ended, Path(files))
+    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
+
+
+def send(log: Log, run: Any, ended: threading.Event, files: Path) -> None:
+    """Send what the run lacks until `ended`, and note that it arrived; offline, a finished file goes to `files`."""
+    sent = Sent(log, TRACKER)
+    run.define_metric("*", step_metric="step")
+    entry: Entry | None = None
+    position, status, is_last = sent.now.position, "FINISHED", False
+    while not is_last:
+        is_last = ended.wait(LOOK_SECONDS)  # what was logged before is on disk
+        for entry in log.entries(position):
+            position, status = entry.end, entry.values.get("status", status)
+            if entry.begin >= run.starting_step:
+                log_entry(run, log, entry)
+    log.flush()
+    run.finish(exit_code=int(status != "FINISHED"))
+    if run.settings.mode == "offline":
+        files.mkdir(parents=True, exist_ok=True)
+        Path(run.settings.sync_dir).rename(files / Path(run.settings.sync_dir).name)
+    if entry is not None:
+        sent.note([entry])
+
+
+def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], ended: threading.Event) -> Any:
+    """Begin the W&B run of a log, or resume it; wait for a server that is away."""
+    import wandb
+    from wandb.errors import AuthenticationError, CommError
+
+    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)  # of a process that was killed
+    settings = wandb.Settings(
+        **chosen,
+        root_dir=str(log.folder),
+        run_id=_id_of(log),
+        run_name=log.owner.name,
+        resume="allow" if chosen["mode"] == "online" else None,
+        console="off",
+        silent=True,
+        disable_git=True,
+        disable_code=True,
+        x_disable_meta=True,
+        x_save_requirements=False,
+        x_disable_stats=True,
+        init_timeout=START_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+    )
+    while True:
+        try:
+            return wandb.init(settings=settings, config=config)
+        except CommError as error:
+            if isinstance(error, AuthenticationError) or ended.wait(RETRY_SECONDS):
+                raise
+
+
+def _id_of(log: Log) -> str:
+    path = log.folder / ID_FILE
+    if not path.exists():
+        write_text(path, secrets.token_hex(8))
+    return read_file(path).decode()
+
+
+def log_entry(run: Any, log: Log, entry: Entry) -> None:
+    """Send what W&B shows of an entry; metrics of another run are those that a stage logs to the pipeline's run too."""
+    values = entry.values
+    if entry.kind == "metrics" and values["run"] is None:
+        run.log({"step": values["step"], "_timestamp": entry.time_ms / 1000, **values["metrics"]}, step=entry.begin)
+    elif entry.kind == "params":
+        run.config.update(values["params"], allow_val_change=True)
+    elif entry.kind == "artifact" and Path(values["path"]).name == SUMMARY_FILE:
+        run.summary.update(read_json(log.owner / SUMMARY_FILE) or {})
+
+
+if __name__ == "__main__":
+    main()
