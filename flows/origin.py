@@ -47,6 +47,14 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
+    if (
+        config.policy.lora is not None
+        or read_config(find_own_run(place.partition("@")[0], config.runs_dir)).policy.lora
+    ):
+        raise ConfigError(
+            f"--from {place}: no checkpoint of another run has these adapters of policy.lora, or none; start from a "
+            f"policy: specrl export {place} --format policy --to FOLDER, then --from FOLDER"
+        )
     origin = find_origin(place, config)
     return _with_source(config, origin.policy_dir), origin
 

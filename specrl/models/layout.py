@@ -71,6 +71,8 @@ def _head_size_problems(config: Config, shape: ModelShape, source: str) -> list[
 def _expert_problems(config: Config, shape: ModelShape) -> list[str]:
     size, engine, source = config.policy.expert_parallel, config.engine.tensor_parallel, config.model.source
     problems = []
+    if shape.num_experts and config.policy.lora is not None:
+        problems.append(f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out")
     if not shape.num_experts and size > 1:
         problems.append(f"policy.expert_parallel = {size}: {source} has no experts; it must be 1")
     if shape.num_experts % size:

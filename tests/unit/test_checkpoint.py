@@ -61,6 +61,7 @@ class ToyPolicy:
     ranks = ALONE
     shape_in_words = "toy"
     stores_reference = False
+    lora = None
 
     def __init__(self, value: float = 0.0) -> None:
         self.state = {kind: torch.full((24,), value + index) for index, kind in enumerate(KINDS)}

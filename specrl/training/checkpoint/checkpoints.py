@@ -109,6 +109,7 @@ class Checkpoints:
             files=(),
             has_drafter=state.drafter is not None,
             kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
+            adapter_scale=self._policy.lora.scale if self._policy.lora is not None else None,
         )
         self.newest = state.step
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": tensor_parts(policy)}

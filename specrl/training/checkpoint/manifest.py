@@ -50,6 +50,8 @@ class Manifest:
     has_drafter: bool
     kv_scales: Mapping[str, Any] | None
     """The fields of `KvScales`; None without an FP8 KV cache."""
+    adapter_scale: float | None = None
+    """What the products of the adapters are multiplied by, where the tensors are those of LoRA."""
 
 
 class StoredPolicy:
