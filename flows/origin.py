@@ -47,13 +47,11 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
-    if (
-        config.policy.lora is not None
-        or read_config(find_own_run(place.partition("@")[0], config.runs_dir)).policy.lora
-    ):
+    theirs = read_config(find_own_run(place.partition("@")[0], config.runs_dir))
+    if config.policy.lora is not None or theirs.policy.lora is not None:
         raise ConfigError(
-            f"--from {place}: no checkpoint of another run has these adapters of policy.lora, or none; start from a "
-            f"policy: specrl export {place} --format policy --to FOLDER, then --from FOLDER"
+            f"--from {place}: where either run has policy.lora, the new one starts from a policy and no checkpoint: "
+            f"specrl export {place} --format policy --to FOLDER, then --from FOLDER"
         )
     origin = find_origin(place, config)
     return _with_source(config, origin.policy_dir), origin

@@ -170,20 +170,13 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def adapter_items(rank: Rank) -> list[MemoryItem]:
-    """Count LoRA's adapters, and the sums with them, of a layer or for the backward pass of all, with their gradients.
-
-    The gradient of a layer's largest sum exists at a time, and twice while adapters get theirs of its parts.
-    """
-    size, parts = rank.dtype_bytes, rank.config.policy.tensor_parallel
+    """Count adapters and the sums with them, of one layer or all, and what the largest sum and its gradient take."""
+    shape, count, size, parts = rank.shape, rank.adapter_parameters, rank.dtype_bytes, rank.layout.tensor_parallel
     layers = 1 if rank.config.policy.recompute else rank.layers
-    merged = (
-        layers * rank.shape.linear_parameters_per_layer + 4 * rank.shape.hidden_size * rank.shape.intermediate_size
-    ) / parts
+    merged = (layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size) / parts
     return [
-        _item(
-            "adapters", rank.adapter_parameters * size, f"{rank.adapter_parameters / 1e6:.1f} M parameters x {size} B"
-        ),
-        _item("merged weights", merged * size, f"linear weights with adapters, of {layers} layers", "policy"),
+        _item("adapters", count * size, f"{count / 1e6:.1f} M parameters x {size} B"),
+        _item("merged weights", merged * size, f"linear layers with adapters, {layers} of them", "policy"),
     ]
 
 
