@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -63,8 +62,6 @@ class Calibration:
     kl_chosen: float
     """The same divergence with `bf16_layers` in BF16."""
     rows: list[LayerRow]
-    weight_scales: dict[str, list[list[list[float]]]]
-    """The block scales of each layer's weight, by its name: [tensor-parallel rank, row blocks, column blocks]."""
     kv_scales: KvScales | None = None
 
     @property
@@ -180,9 +177,6 @@ def calibrate(
         kl_all_fp8=held_out(0),
         kl_chosen=held_out(count),
         rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
-        weight_scales={
-            name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
-        },
         kv_scales=kv_scales,
     )
 
@@ -258,18 +252,6 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, po
         power_of_two=power_of_two,
         kv_scales=calibration.kv_scales,
     )
-
-
-def layer_details(calibration: Calibration) -> dict[str, Any]:
-    """Each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
-    return {
-        row.name: {
-            "precision": row.precision,
-            "weight_scales": calibration.weight_scales[row.name],
-            "activation_amax": row.activation_amax_max,
-        }
-        for row in calibration.rows
-    }
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:
