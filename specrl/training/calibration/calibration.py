@@ -176,7 +176,18 @@ def calibrate(
         bf16_layers=[name for name in names if name in kept],
         kl_all_fp8=held_out(0),
         kl_chosen=held_out(count),
-        rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
+        rows=[
+            LayerRow(
+                name=name,
+                flops_per_token=flops[name],
+                relative_error=statistics[name].relative_error,
+                activation_amax_max=statistics[name].amax,
+                weight_amax=statistics[name].weight_amax,
+                kl_alone=alone[name],
+                precision="bf16" if name in kept else "fp8",
+            )
+            for name in names
+        ],
         kv_scales=kv_scales,
     )
 
@@ -230,18 +241,6 @@ def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgr
 def _position(name: str) -> tuple[int, str]:
     _, layer, linear = name.split(".")
     return int(layer), linear
-
-
-def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, kept: bool) -> LayerRow:
-    return LayerRow(
-        name=name,
-        flops_per_token=flops,
-        relative_error=statistics.relative_error,
-        activation_amax_max=statistics.amax,
-        weight_amax=statistics.weight_amax,
-        kl_alone=kl_alone,
-        precision="bf16" if kept else "fp8",
-    )
 
 
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
