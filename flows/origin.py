@@ -42,6 +42,10 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
+    theirs = read_config(find_own_run(place.partition("@")[0], config.runs_dir))
+    if config.policy.lora is not None or theirs.policy.lora is not None:
+        command = f"specrl export {place} --format policy --to FOLDER, then --from FOLDER"
+        raise ConfigError(f"--from {place}: where either run has policy.lora, the new one needs a policy: {command}")
     origin = find_origin(place, config)
     return _with_source(config, origin.policy_dir), origin
 

@@ -203,6 +203,10 @@ class Config(Section):
             )
         self._check_bubbles()
         self._check_drafter()
+        if self.policy.lora is not None and self.precision.training == "fp8":
+            raise ValueError(
+                'policy.lora with precision.training = "fp8": the trainer merges adapters in BF16; set it to bf16'
+            )
         self._check_ranks()
         self._check_gpu_options()
         self._check_validation()

@@ -34,6 +34,20 @@ from specrl.config.validation import StopConfig
 LrDecay = Literal["constant", "linear", "cosine"]
 
 
+class LoraConfig(Section):
+    """LoRA: all linear layers of attention and MLP get low-rank adapters, and nothing else is trained."""
+
+    rank: PositiveInt = 8
+    """The number of rows of A and of columns of B, whose product is added to a matrix."""
+    alpha: PositiveFloat = 16.0
+    """The product is added `alpha / rank` times."""
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.rank
+
+
 class PolicyConfig(Section):
     """The Megatron-core trainer of the policy: its layout over the ranks, AdamW, and micro-batches."""
 
@@ -70,6 +84,8 @@ class PolicyConfig(Section):
     routing_replay: Adjustable[bool] = True
     """Whether a policy with experts trains each token with the experts that the engine sampled it with (R3, arXiv
     2510.11370), where the trainer's own router would choose others; other policies have no use for it."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained instead of the weights, such as `{ rank = 8, alpha = 16 }`; None trains all weights."""
 
 
 MIN_SAVED = 2**28

@@ -19,6 +19,8 @@ def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"model.max_length = {config.model.max_length}: {source} has only {shape.max_positions} positions"
     yield from _head_problems("policy.tensor_parallel", policy.tensor_parallel, shape, source)
     yield from _head_problems("engine.tensor_parallel", engine.tensor_parallel, shape, source)
+    if shape.num_experts and policy.lora is not None:
+        yield f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out"
     if not shape.num_experts and policy.expert_parallel > 1:
         yield f"policy.expert_parallel = {policy.expert_parallel}: {source} has no experts; it must be 1"
     if shape.num_experts % policy.expert_parallel:

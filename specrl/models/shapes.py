@@ -62,6 +62,11 @@ class ModelShape:
         mlp = 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
         return self.attention_parameters_per_layer + mlp + self.expert_parameters_per_layer
 
+    def adapter_parameters_per_layer(self, rank: int, parts: int = 1) -> int:
+        """Those of LoRA that one of so many tensor-parallel ranks holds, of a model without experts."""
+        split = 2 * self.query_size + 2 * self.kv_size + 3 * self.intermediate_size
+        return rank * (7 * self.hidden_size + split // parts)
+
     @property
     def parameters_per_layer(self) -> int:
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.family.qk_norm else 0)

@@ -46,13 +46,6 @@ def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bo
     )
 
 
-def row_scales(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
-    """The scales that `fake_quantise_rows` uses, float32 [row blocks of all matrices, column blocks]."""
-    return torch.cat(
-        [quantise(part, SQUARE, power_of_two=power_of_two)[1] for part in torch.split(weight, list(sizes))]
-    )
-
-
 def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = values.shape
     copy = values.to(torch.float32, copy=True)

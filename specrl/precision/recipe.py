@@ -7,7 +7,6 @@ writes it with the newest KV-cache scales beside the trained policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -91,8 +90,8 @@ def policy_digest(policy_dir: Path, ranks: Ranks | None = None) -> str:
     return contents_digest({name: digest for part in parts for name, digest in part.items()})
 
 
-def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe for the policy in `policy_dir` as JSON, with what was measured of each layer."""
+def write_recipe(path: Path, recipe: Recipe, policy_dir: Path) -> None:
+    """Write a recipe for the policy in `policy_dir` as JSON."""
     value = {
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),
@@ -100,7 +99,6 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path, layers: Mapping[s
         "power_of_two": recipe.power_of_two,
         "bf16_layers": recipe.kept_layers,
         "kv_scales": asdict(recipe.kv_scales) if recipe.kv_scales else None,
-        "layers": dict(layers or {}),
     }
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value) + "\n")

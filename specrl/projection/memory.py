@@ -102,6 +102,12 @@ class Rank:
         return (self.layers * layer + embeddings) / policy.tensor_parallel
 
     @property
+    def adapter_parameters(self) -> int:
+        """Those of LoRA; 0 where all weights are trained."""
+        lora, parts = self.config.policy.lora, self.config.policy.tensor_parallel
+        return 0 if lora is None else self.layers * self.shape.adapter_parameters_per_layer(lora.rank, parts)
+
+    @property
     def policy_parameters(self) -> float:
         return self.shared_parameters + self.expert_parameters
 
@@ -113,6 +119,8 @@ class Rank:
     @property
     def optimizer_parameters(self) -> float:
         """Those whose masters and moments the distributed optimizer keeps on one rank."""
+        if self.config.policy.lora is not None:
+            return self.adapter_parameters / self.data_parallel
         return self.shared_parameters / self.data_parallel + self.expert_parameters / self.expert_data_parallel
 
     @cached_property
@@ -142,20 +150,40 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
     shard = f"(TP {layout.tensor_parallel}, PP {layout.pipeline_parallel}{experts})"
     items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters {shard} x {size} B")]
     if trainable:
+        trained = rank.adapter_parameters or count
         optimizer = MASTER_AND_MOMENTS if size < FP32 else 2 * FP32
         experts = f", of experts / {rank.expert_data_parallel}" if shape.num_experts else ""
         how = f"{optimizer} B per parameter / {rank.data_parallel} data-parallel ranks{experts}"
         items += [
-            _item("gradients", count * FP32, "float32"),
+            _item("gradients", trained * FP32, "float32"),
             _item("masters and Adam moments", rank.optimizer_parameters * optimizer, how),
         ]
         if config.train.kl_coef:
-            items.append(_item("reference weights", count * size, "train.kl_coef > 0 keeps a reference"))
+            items.append(_item("reference weights", trained * size, "train.kl_coef > 0 keeps a reference"))
+        if rank.adapter_parameters:
+            items += adapter_items(rank)
     if fp8 and rank.gpu:
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
     return [*items, activations(rank, trainable=trainable), logits(rank, trainable=trainable)]
+
+
+def adapter_items(rank: Rank) -> list[MemoryItem]:
+    """Count adapters and the sums with them, of one layer or all, and what the largest sum and its gradient take."""
+    shape, count, size, parts = rank.shape, rank.adapter_parameters, rank.dtype_bytes, rank.layout.tensor_parallel
+    layers = 1 if rank.config.policy.recompute else rank.layers
+    merged = (layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size) / parts
+    return [
+        _item("adapters", count * size, f"{count / 1e6:.1f} M parameters x {size} B"),
+        _item("merged weights", merged * size, f"linear layers with adapters, {layers} of them", "policy"),
+    ]
+
+
+def stored_parameters(config: Config, shape: ModelShape) -> int:
+    """The parameters of the policy whose state a checkpoint holds."""
+    lora = config.policy.lora
+    return shape.parameters if lora is None else shape.num_layers * shape.adapter_parameters_per_layer(lora.rank)
 
 
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:

@@ -14,7 +14,7 @@ from specrl.models.drafters import with_source_sizes
 from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
 from specrl.projection.fit import Fit, what_fits
-from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes
+from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes, stored_parameters
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
 
 BF16 = 2
@@ -97,7 +97,7 @@ def checkpoint_plan(rank: Rank) -> CheckpointPlan:
     width = policy_state_bytes(rank.config)
     has_drafter = rank.config.speculation.draft_method.has_weights
     drafter = 2 * rank.drafter_parameters * MASTER_AND_MOMENTS if has_drafter else 0
-    size = rank.shape.parameters * width + drafter
+    size = stored_parameters(rank.config, rank.shape) * width + drafter
     copy_s = (rank.optimizer_parameters * width + drafter) / GB / HOST_GB_PER_S
     return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
 
@@ -110,5 +110,7 @@ def most_checkpoints(config: Config) -> int:
 
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
     """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
-    parameters = shape.parameters if shape is not None else 0
-    return parameters * (3 * BF16 + most_checkpoints(config) * policy_state_bytes(config)) + OTHER_BYTES
+    if shape is None:
+        return OTHER_BYTES
+    checkpoint = stored_parameters(config, shape) * policy_state_bytes(config)
+    return shape.parameters * 3 * BF16 + most_checkpoints(config) * checkpoint + OTHER_BYTES

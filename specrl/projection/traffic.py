@@ -80,7 +80,7 @@ def _weights(rank: Rank) -> Iterator[Transfer]:
     config, layout, size = rank.config, rank.layout, rank.dtype_bytes
     tensor, expert, ranks = layout.tensor_parallel, layout.expert_parallel, config.resources_of("train").ranks
     for name, count, group, stride in (
-        ("gradients and new weights", rank.shared_parameters, rank.data_parallel, tensor),
+        ("gradients and new weights", rank.adapter_parameters or rank.shared_parameters, rank.data_parallel, tensor),
         ("the same of experts", rank.expert_parameters, rank.expert_data_parallel, expert),
     ):
         how = f"{count / 1e9:.2f} G parameters x ({FP32} + {size}) B, {group} data-parallel ranks"

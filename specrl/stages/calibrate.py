@@ -15,7 +15,6 @@ from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,
     calibration_data,
-    layer_details,
     recipe_from,
     write_layers,
 )
@@ -59,7 +58,7 @@ def main(context: StageContext) -> None:
             )
         if ranks.is_first:
             recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
-            write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir, layer_details(found))
+            write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir)
             _write_results(context, tracker, found, started)
 
 

@@ -27,6 +27,7 @@ from specrl.progress import Progress
 from specrl.rollout.engine import start_engine
 from specrl.stages.rank import stage_rank
 from specrl.tracking import SCORE_TAG, Tracker
+from specrl.training import lora
 from specrl.validation.answering import held_out_sets, measure_acceptance
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ def main(context: StageContext) -> None:
                 link_files(trained.policy_dir, policy_dir)
                 if trained.drafter_dir is not None and drafter_dir not in (None, policy_dir):
                     link_files(trained.drafter_dir, drafter_dir)
+                if context.config.policy.lora is not None:
+                    link_files(trained.policy_dir.parent / lora.FOLDER, context.stage_dir / lora.FOLDER)
             ranks.barrier()
         acceptance: list[Acceptance] = []
         if drafter_dir is not None:

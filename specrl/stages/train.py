@@ -54,6 +54,7 @@ from specrl.step_record import (
     timing_share,
 )
 from specrl.tracking import Tracker
+from specrl.training import lora
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load
 from specrl.training.checkpoint.manifest import CheckpointError
@@ -245,6 +246,7 @@ def write_policy(trainer: Trainer, folder: Path, version: int) -> tuple[Path, Pa
     policy_dir = folder / "policy"
     drafter_dir = save_policy(trainer.policy, trainer.drafter, policy_dir, folder / "drafter", version)
     recipe = trainer.engine.precision.recipe
+    trainer.policy.save_adapter(folder / lora.FOLDER)
     if trainer.ranks.is_first and recipe is not None:
         write_recipe(policy_dir / RECIPE_FILE, recipe, policy_dir)
     return policy_dir, drafter_dir

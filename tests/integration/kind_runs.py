@@ -13,6 +13,8 @@ from specrl.models.families import TINY_VOCAB_SIZE
 from tests.published import EAGLE_3_1, write_published
 
 LAYERS, PUBLISHED = "layers", "published"
+ADAPTED, LORA = "ernie4_5_moe", {"rank": 4, "alpha": 8.0}
+"""The kind whose policy is trained by adapters, which Megatron has in another order of channels, and these."""
 KINDS: dict[str, Sections] = {
     LAYERS: {
         "drafter": {
@@ -28,6 +30,7 @@ KINDS: dict[str, Sections] = {
         for family in ("exaone_moe", "ernie4_5_moe")
     },
 }
+KINDS[ADAPTED] = {**KINDS[ADAPTED], "policy": {"lr": 1e-3, "lora": LORA}}
 """What the configuration of each kind says. The drafter of one layer and MiMo's go through whole runs elsewhere."""
 SAME_POLICY = (LAYERS, PUBLISHED)
 """Kinds for one policy, whose calibration is that of the first one."""

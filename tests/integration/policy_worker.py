@@ -284,16 +284,16 @@ def fill_disk(checkpoints: Checkpoints, policy: Policy, folder: Path) -> str:
 
 def fail_to_write(checkpoints: Checkpoints, policy: Policy) -> str:
     """What a save says for which the last rank has no memory."""
-    write = files.write_blocks
+    write = files.write_parts
     if policy.ranks.rank == policy.ranks.world_size - 1:
-        checkpointing.write_blocks = no_memory  # this process is the test's own
+        checkpointing.write_parts = no_memory  # this process is the test's own
     checkpoints.save(TrainState(3, policy, None))
     try:
         checkpoints.wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        checkpointing.write_blocks = write
+        checkpointing.write_parts = write
     return ""
 
 

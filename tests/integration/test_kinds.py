@@ -14,7 +14,7 @@ from specrl.models.drafters import LAYERS as FEATURE_LAYERS
 from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.step_record import read_steps
 from tests.forks import run_module
-from tests.integration.kind_runs import KINDS, LAYERS, PUBLISHED
+from tests.integration.kind_runs import ADAPTED, KINDS, LAYERS, LORA, PUBLISHED
 
 pytestmark = pytest.mark.engine
 EXPORTED: dict[str, dict[str, Any]] = {
@@ -68,3 +68,25 @@ def test_the_exported_drafter_is_of_its_kind_and_drafts_in_a_fresh_engine(runs: 
     if kind in EXPORTED:
         config = json.loads((stage_dir(runs, kind, "export") / "drafter" / "config.json").read_text())
         assert {key: config[key] for key in EXPORTED[kind]} == EXPORTED[kind]
+
+
+def test_adapters_are_exported_beside_the_policy_that_has_them(runs: Path) -> None:
+    """As PEFT reads them: the policy before RL, which a warm start has trained by others, and these are the policy."""
+    exported = stage_dir(runs, ADAPTED, "export")
+    config = json.loads((exported / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (LORA["rank"], LORA["alpha"])
+    assert config["base_model_name_or_path"] == result(runs, ADAPTED, "prepare")["policy_dir"]
+    begun = load_file(Path(config["base_model_name_or_path"]) / "model.safetensors")
+    adapters = load_file(exported / "adapter" / "adapter_model.safetensors")
+    trained = load_file(exported / "policy" / "model.safetensors")
+    modules = {name.removesuffix("weight"): name for name in begun if name.startswith("model.layers.")}
+    pairs = {
+        name: tuple(adapters.pop(f"base_model.model.{module}lora_{letter}.weight") for letter in "AB")
+        for module, name in modules.items()
+        if f"base_model.model.{module}lora_A.weight" in adapters
+    }
+    assert pairs and not adapters
+    for name, (down, up) in pairs.items():
+        assert not torch.equal(trained[name], begun[name])
+        torch.testing.assert_close(trained[name], begun[name] + 2.0 * up @ down, atol=1e-6, rtol=0)
+    assert torch.equal(trained["model.norm.weight"], begun["model.norm.weight"])

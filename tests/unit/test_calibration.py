@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specrl.config import Config, ModelConfig, PolicyConfig, PrecisionConfig, SamplingConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import LLAMA
-from specrl.precision.blocks import ALONG_ROWS, SQUARE, fake_quantise, fake_quantise_rows, quantise
+from specrl.precision.blocks import ALONG_ROWS, fake_quantise, fake_quantise_rows
 from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
 from specrl.schemas import Rollout
 from specrl.training.calibration.calibration import (
@@ -31,7 +30,6 @@ from specrl.training.calibration.calibration import (
     calibrate,
     calibration_data,
     grown_prefix,
-    layer_details,
     layer_statistics,
     recipe_from,
     smallest_prefix,
@@ -324,17 +322,13 @@ def test_long_responses_are_cut() -> None:
     assert all(int(batch.mask.sum(1).min()) == int(batch.mask.sum(1).max()) == 1 for batch in data.statistics)
 
 
-def test_scales_are_those_of_the_weights_and_belong_to_one_model(
+def test_a_recipe_belongs_to_one_model(
     calibrated: tuple[Calibration, Policy, LinearPrecision], model_dir: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    found, _, switch = calibrated
+    found, _, _ = calibrated
     path = tmp_path / "scales.json"
     recipe = recipe_from(found, LLAMA, 4, power_of_two=False)
-    write_recipe(path, recipe, model_dir, layer_details(found))
-    value = json.loads(path.read_text())
-    weight = switch.linears["layers.3.linear_fc2"].module.weight
-    (scales,) = value["layers"]["layers.3.linear_fc2"]["weight_scales"]
-    torch.testing.assert_close(torch.tensor(scales), quantise(weight, SQUARE)[1])
+    write_recipe(path, recipe, model_dir)
     assert load_recipe(path, model_dir, ranks) == recipe
 
     other = tmp_path / "other"

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from specrl.lineage.record import Continuation
 from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.files import write_blocks
+from specrl.training.checkpoint.files import write_parts
 from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, read_manifest
 from specrl.training.checkpoint.policy_folder import write_policy_folder
@@ -61,6 +62,7 @@ class ToyPolicy:
     ranks = ALONE
     shape_in_words = "toy"
     stores_reference = False
+    lora = None
 
     def __init__(self, value: float = 0.0) -> None:
         self.state = {kind: torch.full((24,), value + index) for index, kind in enumerate(KINDS)}
@@ -263,9 +265,9 @@ def test_the_best_checkpoint_is_marked_once_it_is_complete(tmp_path: Path, monke
 
     def write(path: Path, content: list[memoryview]) -> Any:
         written.wait()
-        return write_blocks(path, content)
+        return write_parts(path, content)
 
-    monkeypatch.setattr("specrl.training.checkpoint.checkpoints.write_blocks", write)
+    monkeypatch.setattr("specrl.training.checkpoint.checkpoints.write_parts", write)
     checkpoints.save(TrainState(2, policy, None))
     checkpoints.mark_best(2)
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1}
@@ -346,20 +348,19 @@ def test_rotated_channels_are_side_by_side_in_the_written_policy_of_a_family_tha
     assert (written[:, 0] / 2).tolist() == [*rows, *(8 + row for row in rows)]
 
 
-def test_blocks_are_checked_one_by_one_across_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK_BYTES", 10)
+def test_a_checksum_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 10)
     content = Random(0).randbytes(47)
     parts = [memoryview(content[start:stop]) for start, stop in ((0, 3), (3, 24), (24, 24), (24, 47))]
-    size, checksums = files.write_blocks(tmp_path / "file", parts)
-    assert (tmp_path / "file").read_bytes() == content and size == 47 and len(checksums) == 5
-    assert files.wrong_block(tmp_path / "file", checksums, range(5)) is None
+    size, checksum = files.write_parts(tmp_path / "file", parts)
+    assert (tmp_path / "file").read_bytes() == content and size == 47
+    assert files.checksum_of(tmp_path / "file") == checksum == zlib.crc32(content)
     (tmp_path / "file").write_bytes(content[:33] + b"?" + content[34:])
-    assert files.wrong_block(tmp_path / "file", checksums, (0, 1, 2, 4)) is None
-    assert files.wrong_block(tmp_path / "file", checksums, range(5)) == 3
+    assert files.checksum_of(tmp_path / "file") != checksum
 
 
 def test_a_file_of_every_type_is_read_by_safetensors(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in files.TYPES}
-    files.write_blocks(tmp_path / "file", files.tensor_parts(tensors))
+    files.write_parts(tmp_path / "file", files.tensor_parts(tensors))
     read = load_file(tmp_path / "file")
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())

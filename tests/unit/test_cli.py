@@ -602,6 +602,8 @@ def test_a_run_starts_from_a_checkpoint_that_another_run_has(
         (stages / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}").mkdir(parents=True)
         (stages / record.stage_keys["train"] / "checkpoints" / f"step={step:06d}" / "manifest.json").write_text("{}")
     assert "checkpoints after these steps: 2, 4" in complaint(capsys, *new, "--from", "run@3")
+    adapted = complaint(capsys, *new, "--set", "policy.lora.rank=4", "--from", "run@2")
+    assert "the new one needs a policy: specrl export run@2 --format policy" in adapted
 
     other = config.model_copy(update={"name": "new"})
     changed, origin = start_from("run@2", other)

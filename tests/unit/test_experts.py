@@ -28,7 +28,7 @@ from specrl.precision.recipe import (
     write_recipe,
 )
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.calibration.calibration import calibrate, calibration_data, layer_details, recipe_from
+from specrl.training.calibration.calibration import calibrate, calibration_data, recipe_from
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy
@@ -197,7 +197,7 @@ def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, r
     linears = switch.linears.items()
     assert {layer_of(name) for name, linear in linears if linear.active} == set(layer_names(family, 6))
     recipe = recipe_from(found, family, 6, power_of_two=False)
-    write_recipe(tmp_path / "scales.json", recipe, policy_dir, layer_details(found))
+    write_recipe(tmp_path / "scales.json", recipe, policy_dir)
     assert load_recipe(tmp_path / "scales.json", policy_dir, ranks) == recipe
     assert "model.layers.3.mlp.experts" in recipe.engine_layers
 

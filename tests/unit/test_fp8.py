@@ -38,7 +38,6 @@ from specrl.precision.blocks import (
     fake_quantise,
     fake_quantise_rows,
     quantise,
-    row_scales,
 )
 from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
 from specrl.rollout.vllm.precision import EnginePrecision
@@ -121,7 +120,6 @@ def test_matrices_below_each_other_have_blocks_of_their_own() -> None:
     parts = [fake_quantise(part, SQUARE) for part in values.split([200, 65, 65])]
     assert torch.equal(fake_quantise_rows(values, [200, 65, 65]), torch.cat(parts))
     assert torch.equal(fake_quantise_rows(values, [256, 74]), fake_quantise(values, SQUARE))
-    assert row_scales(values, [200, 65, 65]).shape == (4, 2)
 
 
 def test_shards_that_cut_blocks_are_refused_only_where_the_engines_differ() -> None:

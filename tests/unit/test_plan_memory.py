@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specrl.config import Config, DrafterConfig, parse_config
+from specrl.config.training import LoraConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import FAMILIES, LLAMA
 from specrl.models.shapes import ModelShape, model_shape
@@ -220,3 +221,29 @@ def test_the_calibration_is_planned_for_sequences_of_its_length() -> None:
         assert 1 < items["reference log-probs"] < 1.2
     assert peaks[1] == pytest.approx(2 * peaks[0])
     assert peaks[2] == pytest.approx(4 * peaks[1])  # no response is longer than model.max_length
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_planned_adapters_and_merged_weights_are_what_the_trainer_holds(
+    recompute: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Beside the activations autograd saves the sums that layers computed with, but where it computes them again.
+
+    Of norms that are not trained it saves less than the plan says.
+    """
+    config = configured("llama")
+    policy_config = config.policy.model_copy(update={"lora": LoraConfig(rank=16), "recompute": recompute})
+    config = config.model_copy(update={"policy": policy_config})
+    write_tiny_model(config.model, 0, tmp_path)
+    rank = Rank(model_shape(config.model), config, gpu=0, data_parallel=1)
+    policy = Policy(tmp_path, config.policy, dtype="bfloat16", ranks=ranks, seed=0)
+    planned = {item.name: item.gib * GIB for item in memory.policy_items(rank, trainable=True)}
+    trained = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
+    assert trained == rank.adapter_parameters == memory.stored_parameters(config, rank.shape)
+    assert (planned["gradients"], planned["adapters"]) == (4 * trained, 2 * trained)
+    assert planned["masters and Adam moments"] == 12 * trained
+    saved, sums = bytes_saved(policy), 2 * rank.layers * rank.shape.linear_parameters_per_layer
+    if recompute:
+        assert saved < sums and planned["merged weights"] < sums / 2
+    else:
+        assert sums + 0.75 * planned["activations"] <= saved <= planned["merged weights"] + planned["activations"]

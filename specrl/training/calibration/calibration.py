@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -63,8 +62,6 @@ class Calibration:
     kl_chosen: float
     """The same divergence with `bf16_layers` in BF16."""
     rows: list[LayerRow]
-    weight_scales: dict[str, list[list[list[float]]]]
-    """The block scales of each layer's weight, by its name: [tensor-parallel rank, row blocks, column blocks]."""
     kv_scales: KvScales | None = None
 
     @property
@@ -179,10 +176,18 @@ def calibrate(
         bf16_layers=[name for name in names if name in kept],
         kl_all_fp8=held_out(0),
         kl_chosen=held_out(count),
-        rows=[_row(name, statistics[name], flops[name], alone[name], name in kept) for name in names],
-        weight_scales={
-            name: [scales for _, scales in sorted(statistics[name].weight_scales.items())] for name in names
-        },
+        rows=[
+            LayerRow(
+                name=name,
+                flops_per_token=flops[name],
+                relative_error=statistics[name].relative_error,
+                activation_amax_max=statistics[name].amax,
+                weight_amax=statistics[name].weight_amax,
+                kl_alone=alone[name],
+                precision="bf16" if name in kept else "fp8",
+            )
+            for name in names
+        ],
         kv_scales=kv_scales,
     )
 
@@ -238,18 +243,6 @@ def _position(name: str) -> tuple[int, str]:
     return int(layer), linear
 
 
-def _row(name: str, statistics: LayerStatistics, flops: int, kl_alone: float, kept: bool) -> LayerRow:
-    return LayerRow(
-        name=name,
-        flops_per_token=flops,
-        relative_error=statistics.relative_error,
-        activation_amax_max=statistics.amax,
-        weight_amax=statistics.weight_amax,
-        kl_alone=kl_alone,
-        precision="bf16" if kept else "fp8",
-    )
-
-
 def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
     return Recipe(
         family=family,
@@ -258,18 +251,6 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, po
         power_of_two=power_of_two,
         kv_scales=calibration.kv_scales,
     )
-
-
-def layer_details(calibration: Calibration) -> dict[str, Any]:
-    """Each layer's block scales of the weight and maxima of the activations, for the JSON of the scales."""
-    return {
-        row.name: {
-            "precision": row.precision,
-            "weight_scales": calibration.weight_scales[row.name],
-            "activation_amax": row.activation_amax_max,
-        }
-        for row in calibration.rows
-    }
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:

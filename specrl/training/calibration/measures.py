@@ -28,9 +28,6 @@ class LayerStatistics:
     amax: float = 0.0
     """The largest magnitude of an input."""
     weight_amax: float = 0.0
-    weight_scales: dict[int, list[list[float]]] = field(default_factory=dict)
-    """The block scales of the weight, by tensor-parallel rank: [row blocks, column blocks]. Those of experts are left
-    out, because they would be more than everything else together."""
     flops_per_token: dict[int, int] = field(default_factory=dict)
     """The FLOPs of the matrix product by tensor-parallel rank, two for each weight; of experts by expert and layer, as
     if tokens were divided evenly among the experts."""
@@ -46,7 +43,6 @@ class LayerStatistics:
         self.output_squares += other.output_squares
         self.amax = max(self.amax, other.amax)
         self.weight_amax = max(self.weight_amax, other.weight_amax)
-        self.weight_scales |= other.weight_scales
         self.flops_per_token |= other.flops_per_token
 
 
@@ -63,7 +59,6 @@ class LayerObserver:
             flops = 2 * weight.numel() * config.moe_router_topk // config.num_moe_experts
             self.statistics.flops_per_token = {2 * int(expert) + (own == "linear_fc2"): flops}
         else:
-            self.statistics.weight_scales = {tp_rank: linear.weight_scales().tolist()}
             self.statistics.flops_per_token = {tp_rank: 2 * weight.numel()}
 
     @torch.no_grad()

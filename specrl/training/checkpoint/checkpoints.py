@@ -26,7 +26,7 @@ from torch import Tensor
 from specrl.artifacts import write_json
 from specrl.distributed.ranks import TIMEOUT
 from specrl.lineage.record import BEST_FILE
-from specrl.training.checkpoint.files import HostCopy, sync_folder, tensor_parts, write_blocks
+from specrl.training.checkpoint.files import HostCopy, sync_folder, tensor_parts, write_parts
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainState, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, write_manifest
 from specrl.training.drafter.trainer import Drafter
@@ -109,6 +109,7 @@ class Checkpoints:
             files=(),
             has_drafter=state.drafter is not None,
             kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
+            adapter_scale=self._policy.lora.scale if self._policy.lora is not None else None,
         )
         self.newest = state.step
         parts = {f"policy-{self._ranks.rank:05d}.safetensors": tensor_parts(policy)}
@@ -148,7 +149,7 @@ class Checkpoints:
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files = [StoredFile(name, *write_blocks(folder / name, content)) for name, content in parts.items()]
+            files = [StoredFile(name, *write_parts(folder / name, content)) for name, content in parts.items()]
             report: Report = files
         except Exception as error:  # whatever it is: the others wait for a report
             words = error.strerror if isinstance(error, OSError) else None

@@ -1,4 +1,4 @@
-"""A copy in host memory, and its safetensors file, written with checksums beside work that must not wait for it.
+"""A copy in host memory, and its safetensors file, written with a checksum beside work that must not wait for it.
 
 The library would copy every tensor to bytes and hold Python's lock while it writes, which stops the generation that
 goes on meanwhile. The format is simple enough to be written here; it is read with the library.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 64 * 2**20
-"""The bytes that are written, and covered by a checksum, at a time."""
+CHUNK_BYTES = 64 * 2**20
+"""The bytes that are read or written at a time."""
 TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
@@ -59,38 +59,28 @@ def tensor_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     return [memoryview(part) for part in (len(text).to_bytes(8, "little") + text, *arrays)]
 
 
-def write_blocks(path: Path, parts: Iterable[memoryview]) -> tuple[int, list[int]]:
-    """Write a file, flush it to disk, and return its size in bytes and the CRC-32 of each `BLOCK_BYTES` of it."""
-    size, checksums, checksum = 0, list[int](), 0
+def write_parts(path: Path, parts: Iterable[memoryview]) -> tuple[int, int]:
+    """Write a file, flush it to disk, and return its size in bytes and its CRC-32."""
+    size = checksum = 0
     with path.open("wb", buffering=0) as file:
         for part in parts:
             done = 0
             while done < len(part):
-                room = BLOCK_BYTES - size % BLOCK_BYTES
-                written = file.write(part[done : done + room])
+                written = file.write(part[done : done + CHUNK_BYTES])
                 checksum = zlib.crc32(part[done : done + written], checksum)
-                size, done = size + written, done + written
-                if size % BLOCK_BYTES == 0:
-                    checksums.append(checksum)
-                    checksum = 0
+                done += written
+            size += done
         os.fsync(file.fileno())
-    if size % BLOCK_BYTES:
-        checksums.append(checksum)
-    return size, checksums
+    return size, checksum
 
 
-def wrong_block(path: Path, checksums: Sequence[int], blocks: Iterable[int]) -> int | None:
-    """The number of the first of some blocks of a file whose CRC-32 is another, or None."""
-    buffer = bytearray(BLOCK_BYTES)
+def checksum_of(path: Path) -> int:
+    """The CRC-32 of a file."""
+    buffer, checksum = memoryview(bytearray(CHUNK_BYTES)), 0
     with path.open("rb", buffering=0) as file:
-        for block in blocks:
-            file.seek(block * BLOCK_BYTES)
-            view, read = memoryview(buffer), 0
-            while count := file.readinto(view[read:]):
-                read += count
-            if zlib.crc32(view[:read]) != checksums[block]:
-                return block
-    return None
+        while count := file.readinto(buffer):
+            checksum = zlib.crc32(buffer[:count], checksum)
+    return checksum
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
-from specrl.training.checkpoint.files import wrong_block
+from specrl.training.checkpoint.files import checksum_of
 from specrl.training.pieces import REFERENCE, Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 
 
 class CheckpointError(ValueError):
@@ -33,7 +33,7 @@ class CheckpointError(ValueError):
 class StoredFile:
     name: str
     size: int
-    crc32: Sequence[int]
+    crc32: int
     pieces: tuple[Piece, ...] = ()
     """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
 
@@ -50,6 +50,8 @@ class Manifest:
     has_drafter: bool
     kv_scales: Mapping[str, Any] | None
     """The fields of `KvScales`; None without an FP8 KV cache."""
+    adapter_scale: float | None
+    """What the products of the adapters are multiplied by, where the tensors are those of LoRA."""
 
 
 class StoredPolicy:
@@ -149,14 +151,14 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
 def _damage_of(path: Path, file: StoredFile) -> str | None:
     if (size := path.stat().st_size) != file.size:
         return f"{file.name} has {size} bytes instead of {file.size}"
-    if (block := wrong_block(path, file.crc32, range(len(file.crc32)))) is not None:
-        return f"{file.name} has the wrong checksum in block {block}"
+    if (found := checksum_of(path)) != file.crc32:
+        return f"{file.name} has the wrong checksum {found:08x}"
     return None
 
 
 def _packed(file: StoredFile) -> dict[str, Any]:
     pieces = [[piece.tensor, *piece.rows, *piece.columns] for piece in file.pieces]
-    return {"name": file.name, "size": file.size, "crc32": list(file.crc32), "pieces": pieces}
+    return {"name": file.name, "size": file.size, "crc32": file.crc32, "pieces": pieces}
 
 
 def _unpacked(data: Mapping[str, Any]) -> StoredFile:

@@ -5,7 +5,7 @@ This needs no GPU, no layout and no optimizer: the files hold rectangles of Hugg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from specrl.distributed import Ranks
 from specrl.models.directory import read_model_config
 from specrl.models.families import family_of
-from specrl.models.hf_io import mtp_layers, write_model
-from specrl.training.checkpoint.manifest import StoredPolicy, check_whole, read_manifest
+from specrl.models.hf_io import TensorReader, mtp_layers, write_model
+from specrl.training.checkpoint.manifest import Manifest, StoredPolicy, check_whole, read_manifest
+from specrl.training.lora import merged
 from specrl.training.pieces import MASTER, Piece
 
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
@@ -32,13 +33,20 @@ def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: to
     check_whole(folder, ranks)
     if ranks.is_first:
         directory.mkdir(parents=True, exist_ok=True)
-        stored = chain(_masters(folder, base_dir), mtp_layers(base_dir))
+        manifest = read_manifest(folder)
+        stored: Iterable[tuple[str, Tensor]] = _masters(folder, manifest, base_dir)
+        if manifest.adapter_scale is None:
+            stored = chain(stored, mtp_layers(base_dir))
+        else:
+            adapters = {name: tensor.to(dtype) for name, tensor in stored}
+            weights = ((name, tensor.to(dtype)) for name, tensor in TensorReader(base_dir).items())
+            stored = merged(weights, adapters, manifest.adapter_scale)
         write_model(directory, base_dir, ((name, tensor.to(dtype)) for name, tensor in stored), dtype, writes=True)
     ranks.barrier()
 
 
-def _masters(folder: Path, base_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    manifest, config = read_manifest(folder), read_model_config(base_dir)
+def _masters(folder: Path, manifest: Manifest, base_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    config = read_model_config(base_dir)
     stored = StoredPolicy(folder, manifest)
     # All are opened at once: what is open can be read to its end, although a run removes its old checkpoints.
     for file in manifest.files:

@@ -10,9 +10,10 @@ engine's own part.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -51,10 +52,9 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
     before asking for the next. At most about one layer is in memory beside the parameters, or the embeddings where they
     are larger.
     """
-    own = dict(model.named_parameters())
-    like = next(iter(own.values()))
+    like = next(model.parameters())
     for message in messages(weights, like.element_size()):
-        for name, tensor in _whole_tensors(weights, message, own, like):
+        for name, tensor in _whole_tensors(weights, message, model, like):
             yield name, tensor
             if weights.tied and name == EMBEDDINGS:
                 yield HEAD, tensor
@@ -90,12 +90,12 @@ def _parts(weights: WeightMap) -> Iterator[Part]:
 
 
 def _whole_tensors(
-    weights: WeightMap, message: list[Part], own: Mapping[str, Tensor], like: Tensor
+    weights: WeightMap, message: list[Part], model: torch.nn.Module, like: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     stage = message[0].parameter.stage
     shards: list[Tensor] | None = None
     if stage == parallel_state.get_pipeline_model_parallel_rank():
-        shards = _own_parts(weights, message, own)
+        shards = _own_parts(weights, message, model)
         if parallel_state.get_pipeline_model_parallel_world_size() == 1 and message[-1].copies == 1:
             yield from ((part.names[0], shard) for part, shard in zip(message, shards, strict=True))
             return
@@ -123,10 +123,11 @@ def _named(weights: WeightMap, part: Part, held: Tensor) -> Iterator[tuple[str, 
         yield from zip(part.names, held, strict=True)
 
 
-def _own_parts(weights: WeightMap, message: list[Part], own: Mapping[str, Tensor]) -> list[Tensor]:
+def _own_parts(weights: WeightMap, message: list[Part], model: torch.nn.Module) -> list[Tensor]:
+    # An attribute is asked for, and not a parameter: that of a layer with adapters is their sum.
     parameters = dict.fromkeys(part.parameter for part in message)
     held = {
-        parameter: weights.unmerge(parameter, own[parameter.name].detach(), parameter.place[1])
+        parameter: weights.unmerge(parameter, attrgetter(parameter.name)(model).detach(), parameter.place[1])
         for parameter in parameters
     }
     return [held[part.parameter][part.index] for part in message]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specrl.models.families import Layout, Linear
 from specrl.precision import native
-from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fake_quantise_rows, row_scales
+from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, fake_quantise, fake_quantise_rows
 from specrl.precision.recipe import Mode, NotQuantisedError, layer_names
 
 
@@ -108,11 +108,6 @@ class EmulatedLinear:
         if self.order is None:
             return quantised
         return torch.empty_like(quantised).index_copy_(0, self.order.to(quantised.device), quantised)
-
-    @torch.no_grad()
-    def weight_scales(self) -> Tensor:
-        """The scales, float32 [row blocks, column blocks], the matrices stacked as the engine has them."""
-        return row_scales(self._in_engine_order(), self.sizes, power_of_two=self.power_of_two)
 
     def _in_engine_order(self) -> Tensor:
         weight: Tensor = self.module.weight.detach()

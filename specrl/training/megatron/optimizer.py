@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from specrl.config import PolicyConfig
 from specrl.training.megatron.weights import WeightMap, bands
@@ -34,7 +35,7 @@ def wrap(model: torch.nn.Module, config: TransformerConfig) -> DistributedDataPa
     wrapped = DistributedDataParallel(config, ddp, model)
     config.no_sync_func = wrapped.no_sync  # gradients of all micro-batches but the last one stay where they are
     for layer in model.modules():
-        if hasattr(layer, "fuse_wgrad_accumulation"):
+        if hasattr(layer, "fuse_wgrad_accumulation") and not is_parametrized(layer):
             # Transformer Engine: "enables fusing of creation and accumulation of the weight gradient. When enabled, it
             # is assumed that the weights have an additional `main_grad` attribute [...] to accumulate gradients in".
             # `TransformerConfig.gradient_accumulation_fusion` would ask for APEX in the output layer.
@@ -148,7 +149,7 @@ def policy_shards(
     model: torch.nn.Module, weights: WeightMap, optimizer: PolicyOptimizer, reference: Sequence[Tensor] = ()
 ) -> list[Shard]:
     """The shards of this rank; those of a reference, given as the parameters are, are copies."""
-    own = dict(model.named_parameters())
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     others = dict(zip(own, reference, strict=False))
     shards = []
     for parameter in weights.parameters:

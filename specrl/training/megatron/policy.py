@@ -32,6 +32,7 @@ from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, empty_micro_batch
 from specrl.training.features import Features, FeatureSpec, Window
+from specrl.training.lora import write_adapter
 from specrl.training.megatron import parallel, weights
 from specrl.training.megatron.capture import KeptRows, LayerInputs, assemble
 from specrl.training.megatron.export import export
@@ -97,7 +98,7 @@ class Policy:
         """Load a Hugging Face directory (collective); raise ValueError for a model or a layout that is not supported.
 
         `dtype` is that of parameters and activations; masters, gradients and moments are float32. With `keep_reference`
-        a copy of the parameters is kept for `reference_weights`, and `stores_reference` makes it a part of `shards`.
+        a copy of what is trained is kept for `reference_weights`, and `stores_reference` makes it a part of `shards`.
         """
         self.model_dir = model_dir
         self.config = config
@@ -119,7 +120,12 @@ class Policy:
         """The number of this rank among those that hold the policy together and pass the same micro-batches."""
         self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
-        self._reference = [p.detach().clone() for p in self.model.parameters()] if keep_reference else None
+        self.lora = config.lora if trainable else None
+        self._trained = self._weights
+        """The parameters that are trained, and stored in checkpoints: the adapters where there are any."""
+        if self.lora is not None:
+            self._trained = weights.add_adapters(self.model, self._weights, self.lora, seed)
+        self._reference = [p.detach().clone() for p in self._trained_parameters()] if keep_reference else None
         self._reference_is_active = False
         self.stores_reference = stores_reference
         if fp8 is not None:
@@ -174,14 +180,18 @@ class Policy:
     def shape_in_words(self) -> str:
         """The shape of the model, by which a checkpoint knows whether it fits."""
         hf = self.hf_config
-        return f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
+        words = f"{hf.model_type}, {hf.num_hidden_layers} layers of {hf.hidden_size}, vocabulary {hf.vocab_size}"
+        return words if self.lora is None else f"{words}, LoRA of rank {self.lora.rank} with alpha {self.lora.alpha:g}"
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weights.tensor_shapes(self._weights)
+        return weights.tensor_shapes(self._trained)
+
+    def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def shards(self) -> list[Shard]:
         reference = self._reference if self.stores_reference else None
-        return policy_shards(self.model, self._weights, self.optimizer, reference or ())
+        return policy_shards(self.model, self._trained, self.optimizer, reference or ())
 
     def train_step(
         self,
@@ -245,10 +255,19 @@ class Policy:
         write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
         self.ranks.barrier()
 
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters as PEFT reads them, where there are any (collective); rank 0 writes."""
+        if self.lora is None:
+            return
+        adapters = {name: tensor.cpu() for name, tensor in export(self.model, self._trained)}
+        if self.ranks.is_first:
+            write_adapter(directory, self.model_dir, self.lora, adapters)
+        self.ranks.barrier()
+
     @torch.no_grad()
     def renew_reference(self) -> None:
         """Make the parameters the reference, where one is kept."""
-        for parameter, other in zip(self.model.parameters(), self._reference or (), strict=False):
+        for parameter, other in zip(self._trained_parameters(), self._reference or (), strict=False):
             other.copy_(parameter)
 
     @contextmanager
@@ -263,7 +282,7 @@ class Policy:
     @torch.no_grad()
     def _swap_reference(self) -> None:
         assert self._reference is not None, "build the policy with keep_reference=True"
-        for parameter, other in zip(self.model.parameters(), self._reference, strict=True):
+        for parameter, other in zip(self._trained_parameters(), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(other)
             other.copy_(current)

@@ -28,7 +28,8 @@ class OutputLayer:
     """The output layer's part on this tensor-parallel rank."""
 
     weight: Tensor
-    """[columns and padding, hidden]; where logits do not fit at once, part of the gradient goes to its `main_grad`."""
+    """[columns and padding, hidden]; where logits do not fit at once, part of its gradient, if it has one, goes to its
+    `main_grad`."""
     logits: Callable[[Tensor], Tensor]
     """A function of [n, hidden] that returns [n, columns], without padding."""
     first: int
@@ -98,11 +99,12 @@ class _TokenScores(torch.autograd.Function):
                 _exponentials(logits, peak[part], ctx.scale)
             gradient.replace(logits, targets[part], part)
             torch.mm(logits, columns, out=grad_hidden[part])
-            if part != order[-1]:  # added up as those of several micro-batches are
-                weight.main_grad[: layer.columns].add_(logits.t() @ hidden[part])
+            if part != order[-1]:
+                if ctx.needs_input_grad[1]:  # added up as those of several micro-batches are
+                    weight.main_grad[: layer.columns].add_(logits.t() @ hidden[part])
                 logits = None
-        grad_weight = logits.t() @ hidden[order[-1]]
-        if len(grad_weight) < len(weight):
+        grad_weight = logits.t() @ hidden[order[-1]] if ctx.needs_input_grad[1] else None
+        if grad_weight is not None and len(grad_weight) < len(weight):
             grad_weight = torch.cat((grad_weight, weight.new_zeros(len(weight) - len(grad_weight), weight.shape[1])))
         if layer.group.size() > 1:
             dist.all_reduce(grad_hidden, group=layer.group)

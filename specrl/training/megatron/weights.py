@@ -8,7 +8,8 @@ on every rank, so that collectives match while weights stream (`export.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +17,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
+from specrl.config.training import LoraConfig
 from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.directory import read_model_config
 from specrl.models.families import ExpertShape, Family, Layout, Linear, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
+from specrl.training.lora import DOWN, UP, LowRankUpdate, initial
 from specrl.training.pieces import Band, Piece
 
-Split = Layout | Literal["none", "vocabulary"]
-"""How tensor parallelism splits a parameter: by the layout in the family's row, not at all, or by vocabulary rows."""
+Split = Layout | Literal["none", "rows", "vocabulary"]
+"""How tensor parallelism splits a parameter: by the layout in the family's row, not at all, by rows, or by those of a
+vocabulary, which are padded."""
 
 
 @dataclass(frozen=True)
@@ -273,11 +278,15 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
             target.copy_(_own_part(weights, parameter, reader))
         if replicas.size() > 1:
             dist.broadcast(target.data, dist.get_global_rank(replicas, 0), group=replicas)
-        # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the
-        # gradient's norm counts one rank's part only. Experts are marked with the ranks that share them.
-        target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
-        target.allreduce = parameter.expert_rank is None  # type: ignore[attr-defined]
+        _mark(target, parameter)
     assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
+
+
+def _mark(target: torch.nn.Parameter, parameter: Parameter) -> None:
+    # Megatron marks split parameters where it initialises them, which it does not here. Without the mark the gradient's
+    # norm counts one rank's part only. Experts are marked with the ranks that share them.
+    target.tensor_model_parallel = parameter.split != "none"  # type: ignore[attr-defined]
+    target.allreduce = parameter.expert_rank is None  # type: ignore[attr-defined]
 
 
 def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) -> Tensor:
@@ -287,6 +296,50 @@ def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) ->
         dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
         parts.append(reader.read_slice(name, start, stop, dim=dim))
     return weights.merge(parameter, parts, size)
+
+
+def add_adapters(model: torch.nn.Module, weights: WeightMap, config: LoraConfig, seed: int) -> WeightMap:
+    """Freeze what was loaded, and give each linear layer adapters, which are then all that is trained; return them."""
+    model.requires_grad_(False)
+    found = []
+    for weight in weights.parameters:
+        if weight.expert_rank is not None:
+            raise ValueError("policy.lora: the model has experts, which have no adapters here; leave policy.lora out")
+        if len(weight.shape) < 2 or weight.split in ("none", "vocabulary"):
+            continue
+        pairs = [_adapters(weight, index, shape, config) for index, shape in enumerate(weights.part_shapes(weight, 1))]
+        found += [adapter for pair in pairs for adapter in pair]
+        if weight.is_here:
+            layer = model.get_submodule(weight.name.removesuffix(".weight"))
+            down, up = zip(*[[_made(adapter, layer.weight, seed) for adapter in pair] for pair in pairs], strict=True)
+            merge = partial(weights.merge, weight, size=weight.place[1])
+            update = LowRankUpdate(down, up, config.scale, merge)
+            register_parametrization(layer, "weight", update, unsafe=True)  # no pass to see that the shape stays
+    if hasattr(model, "embedding"):
+        # What is computed again in the backward pass gets a gradient only if its input has one.
+        model.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+    return replace(weights, parameters=tuple(found))
+
+
+def _adapters(weight: Parameter, index: int, shape: tuple[int, ...], config: LoraConfig) -> tuple[Parameter, Parameter]:
+    name, module = weight.name.removesuffix("weight"), weight.hf[index].removesuffix("weight")
+    splits: tuple[Split, Split] = ("columns", "none") if weight.split == "columns" else ("none", "rows")
+    place = f"{name}parametrizations.weight.0"
+    return (
+        Parameter(f"{place}.down.{index}", weight.stage, splits[0], (module + DOWN,), (config.rank, shape[1])),
+        Parameter(f"{place}.up.{index}", weight.stage, splits[1], (module + UP,), (shape[0], config.rank)),
+    )
+
+
+def _made(adapter: Parameter, like: Tensor, seed: int) -> torch.nn.Parameter:
+    """This rank's part of an adapter before training."""
+    dim, start, stop = part_of(adapter, adapter.shape, *adapter.place)
+    part = initial(adapter.hf[0], adapter.shape, seed).narrow(dim, start, stop - start)
+    made = torch.nn.Parameter(part.to(like, copy=True, memory_format=torch.contiguous_format))
+    _mark(made, adapter)
+    # Each tensor-parallel rank has a part of the gradient of what they all hold, as of norms.
+    made.sequence_parallel = adapter.split == "none"  # type: ignore[attr-defined]
+    return made
 
 
 def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
@@ -310,8 +363,8 @@ def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> lis
         step = rows // size
         last = min((rank + 1) * step, weights.vocab_size)
         return [Band(0, Piece(parameter.hf[0], (rank * step, last), (0, width)))] if rank * step < last else []
-    if parameter.split == "gate_up":
-        groups, heights = 1, [rows // 2 // size] * 2
+    if parameter.split in ("gate_up", "rows"):
+        groups, heights = 1, [rows // len(parameter.hf) // size] * len(parameter.hf)
     else:
         groups = weights.num_groups // size
         heights = [rows // weights.num_groups - 2 * weights.head_dim, weights.head_dim, weights.head_dim]

@@ -9,7 +9,7 @@ EAGLE-3.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,14 +48,9 @@ class Eagle3Shape(DraftShape):
         if chosen_layers is not None and chosen_layers[-1] > hf_config.num_hidden_layers:
             count = hf_config.num_hidden_layers
             raise ValueError(f"drafter.feature_layers = {list(chosen_layers)}: the policy has only {count} layers")
-        return cls.of(
-            hf_config,
-            draft_vocab_size=draft_vocab_size,
-            feature_layers=chosen_layers or feature_layers(hf_config.num_hidden_layers),
-            intermediate_size=intermediate_size,
-            num_layers=num_layers,
-            sliding_window=sliding_window,
-        )
+        shape = cls.of(hf_config, draft_vocab_size, chosen_layers or feature_layers(hf_config.num_hidden_layers))
+        width = intermediate_size or shape.intermediate_size
+        return replace(shape, intermediate_size=width, num_layers=num_layers, sliding_window=sliding_window)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:

@@ -48,20 +48,11 @@ class DraftShape:
     """The number of positions that attention sees, its own among them; None for all."""
 
     @classmethod
-    def of(
-        cls,
-        hf_config: Any,
-        *,
-        draft_vocab_size: int,
-        feature_layers: tuple[int, ...],
-        intermediate_size: int | None,
-        num_layers: int = 1,
-        sliding_window: int | None = None,
-    ) -> Self:
-        """The shape of a drafter with the sizes of the policy's own layers."""
+    def of(cls, hf_config: Any, draft_vocab_size: int, feature_layers: tuple[int, ...]) -> Self:
+        """The shape of a drafter with one layer of the policy's own sizes."""
         return cls(
             hidden_size=hf_config.hidden_size,
-            intermediate_size=intermediate_size or hf_config.intermediate_size,
+            intermediate_size=hf_config.intermediate_size,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads,
             head_dim=head_dim(hf_config),
@@ -72,8 +63,6 @@ class DraftShape:
             draft_vocab_size=draft_vocab_size,
             feature_layers=feature_layers,
             dtype=hf_config.dtype or torch.bfloat16,
-            num_layers=num_layers,
-            sliding_window=sliding_window,
         )
 
 
@@ -151,18 +140,21 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
     return layer
 
 
-class RMSNorm(nn.Module):
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS normalisation, computed in float32 and returned in the input's type, as the engine does it."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
 
+
+class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -16,19 +16,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specrl.models.families import Family
-from specrl.training.drafter.kinds.layers import EMBEDDINGS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
+from specrl.training.drafter.kinds.layers import (
+    EMBEDDINGS,
+    MLP,
+    Attention,
+    DraftModule,
+    DraftShape,
+    RMSNorm,
+    linear,
+    rms_norm,
+)
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
 
 def mtp_shape(hf_config: Any) -> DraftShape:
     """The shape of a policy's layer, which drafts over the whole vocabulary from the last hidden state."""
-    return DraftShape.of(
-        hf_config,
-        draft_vocab_size=hf_config.vocab_size,
-        feature_layers=(hf_config.num_hidden_layers,),
-        intermediate_size=None,
-    )
+    return DraftShape.of(hf_config, hf_config.vocab_size, (hf_config.num_hidden_layers,))
 
 
 class Mtp(DraftModule):
@@ -94,6 +98,4 @@ class Mtp(DraftModule):
 
     @torch.no_grad()
     def _policy_norm(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps)
-        return (wide * scale * self.norm.float()).to(hidden.dtype)
+        return rms_norm(hidden, self.norm.float(), self.shape.rms_norm_eps)
