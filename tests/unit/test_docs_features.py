@@ -8,18 +8,22 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from specrl.config import Config, Section
+from specrl.config import Config, Section, load_config
 from specrl.config.algorithms import Algorithm
 from specrl.events import SIGNAL
 from specrl.lineage.history import CHANGES
 from specrl.metrics import METRICS, VALIDATION, find_metric
 from specrl.models.families import FAMILIES, UNSUPPORTED
+from specrl.projection.plan import plan
+from specrl.report.projection import print_plan
 from tests.contributing import blocks
 from tests.unit.test_docs import BENCHMARKS, GUIDES, command_lines, exists, named, unknown_in
 
@@ -139,6 +143,16 @@ def test_every_page_of_the_site_stands_in_its_navigation() -> None:
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert sorted(set(pages) - set(listed)) == []
     assert len(listed) == len(set(listed)) > 25
+
+
+def test_the_plan_that_the_readme_shows_is_the_one_that_dry_run_prints() -> None:
+    printed = StringIO()
+    print_plan(plan(load_config(ROOT / "configs/qwen3-8b-rl-zero.toml")), {}, {}, Console(file=printed, width=200))
+    lines = {line.rstrip() for line in printed.getvalue().splitlines()}
+    [shown] = re.findall(r"prints among other things:\n\n((?: {4}.*\n)+)", (ROOT / "README.md").read_text())
+    rows = [line.removeprefix("    ").rstrip() for line in shown.splitlines()]
+    assert len(rows) > 5
+    assert [row for row in rows if row not in lines and row.strip() != "..."] == []
 
 
 @pytest.mark.parametrize("page", BENCHMARKS, ids=named)
