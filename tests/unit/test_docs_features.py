@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,7 @@ def default_of(key: str) -> str:
     return "unset" if value is None else f"`{json.dumps(value)}`"
 
 
+@cache
 def kinds_of_events() -> set[str]:
     """List the kinds with which the code records events."""
     found = {SIGNAL, *CHANGES}
