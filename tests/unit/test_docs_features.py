@@ -6,10 +6,12 @@ import ast
 import importlib.util
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,6 +130,14 @@ def test_every_key_and_metric_within_a_sentence_exists(page: Path) -> None:
     keys = re.findall(rf"^((?:{SECTIONS})\.[a-z_.]+[a-z])(?: ?=.*)?$", words, re.MULTILINE)
     assert [key for key in keys if not exists(tuple(key.split(".")))] == []
     assert list(wrong_metrics(text)) == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=named)
+def test_every_run_of_a_shipped_configuration_that_a_page_shows_is_a_valid_one(page: Path) -> None:
+    for line in command_lines(page.read_text()):
+        words = shlex.split(re.split(r" #| {4}", line, maxsplit=1)[0])[1:]
+        if len(words) > 1 and words[0] == "run" and words[1].startswith("configs/"):
+            load_config(ROOT / words[1], [value for name, value in pairwise(words) if name == "--set"])
 
 
 def test_what_is_no_key_metric_or_event_is_found() -> None:
