@@ -19,6 +19,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from model_page import models
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -57,6 +58,7 @@ def generated() -> dict[str, str]:
         "reference/configuration.md": configuration(),
         "reference/commands.md": commands(),
         "reference/metrics.md": metrics(),
+        "reference/models.md": models(),
     }
 
 
