@@ -46,6 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         LoopRun("plain", settings={"data": data, "train": shape, "speculation": {"method": "none", "k": 0}}),
         LoopRun("epochs", settings=drafted),
         LoopRun("left", leaves=True, settings=drafted),
+        LoopRun("generated", settings={**drafted, "data": {"num_problems": NUM_PROBLEMS}}),
         LoopRun("beside-bubbles", settings={**drafted, "bubbles": {"use": "pregenerate"}}),
     ]
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in plan]))
@@ -68,8 +69,9 @@ def test_drafts_from_earlier_epochs_change_no_token(runs: Path, name: str) -> No
     assert rollouts(runs, name, SPEECH) == expected
 
 
-def test_the_second_epoch_drafts_from_the_first(runs: Path) -> None:
-    found = rollouts(runs, "epochs", [*TEXT, "num_draft_tokens", "num_accepted_tokens"])
+@pytest.mark.parametrize("name", ["epochs", "generated"])
+def test_the_second_epoch_drafts_from_the_first(runs: Path, name: str) -> None:
+    found = rollouts(runs, name, [*TEXT, "num_draft_tokens", "num_accepted_tokens"])
     first = [row for row in found if row["step"] < NUM_STEPS // 2]
     second = [row for row in found if row["step"] >= NUM_STEPS // 2]
     assert {row["prompt_id"] for row in first} == {row["prompt_id"] for row in second}
