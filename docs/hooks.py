@@ -27,7 +27,7 @@ from specrl.config import Config
 from specrl.config.algorithms import ADVANTAGES, CORRECTIONS, DRAFT_LOSSES, LOSSES, Algorithm, Registry
 from specrl.config.base import Section
 from specrl.lineage.revision import adjustable_keys
-from specrl.metrics import BENCH, METRICS, POLICY, SYSTEM, TOKEN_SHARE, VALIDATION
+from specrl.metrics import BENCH, METRICS, PART, POLICY, SYSTEM, TOKEN_SHARE, VALIDATION
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = """\
@@ -214,7 +214,7 @@ def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def metrics() -> str:
     """Write a table of the metrics of each group."""
-    families = [*VALIDATION.values(), TOKEN_SHARE, POLICY, BENCH, SYSTEM]
+    families = [*VALIDATION.values(), TOKEN_SHARE, PART, POLICY, BENCH, SYSTEM]
     groups: dict[str, list[str]] = {}
     for metric in [*METRICS.values(), *families]:
         row = f"| `{metric.name}` | {metric.unit} | {cell(metric.description)} | {metric.better or ''} |"

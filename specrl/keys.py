@@ -12,12 +12,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import digest
-from specrl.config import STAGES, Config, StageName, ValidationSetConfig, dump_config
+from specrl.config import STAGES, Config, RewardPart, StageName, ValidationSetConfig, dump_config
 from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -118,10 +118,10 @@ def named_files(config: Config) -> dict[str, str]:
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
     sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.algorithms}
-    sources["data.reward"] = import_source(config.data.reward)
+    rewards = {"data.reward": reward_sources(config.data.reward)}
     for name, chosen in config.validate_.sets.items():
-        sources[f"validate.sets.{name}.reward"] = import_source(chosen.reward or "")
-    paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}
+        rewards[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
+    paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}, **rewards}
     digests = {key: content for key, places in paths.items() if (content := _content(*places)) is not None}
     models = {
         "model.source": config.model.source,
@@ -187,10 +187,15 @@ def import_source(name: str) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
+def reward_sources(parts: Sequence[RewardPart] | None) -> tuple[Path | None, ...]:
+    """The source file of each part of a reward that is a function of the user's."""
+    return tuple(import_source(part.name) for part in parts or ())
+
+
 def _with_files(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     named = {"path": config.data.path, "validation_path": config.data.validation_path}
     contents = {key: _content(*places or ()) for key, places in named.items()}
-    return {**data, **contents, "reward_source": _content(import_source(config.data.reward))}
+    return {**data, **contents, "reward_source": _content(*reward_sources(config.data.reward))}
 
 
 def _validation_of_training(config: Config) -> dict[str, Any]:
@@ -201,7 +206,7 @@ def _validation_of_training(config: Config) -> dict[str, Any]:
 
 
 def _held_out_set(name: str, chosen: ValidationSetConfig) -> list[Any]:
-    reward_source = _content(import_source(chosen.reward or ""))
+    reward_source = _content(*reward_sources(chosen.reward))
     return [
         name,
         {**chosen.model_dump(mode="json"), "path": _content(*chosen.path or ()), "reward_source": reward_source},

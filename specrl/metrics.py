@@ -337,6 +337,8 @@ _DEFINITIONS = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 SYSTEM = Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME.")
 BENCH = Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row.")
+OF_PARTS = "reward/part/"
+PART = Metric(f"{OF_PARTS}NAME", "", "Mean of the part NAME of data.reward over the step's responses, unweighted.")
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 TOKEN_SHARE = Metric(
     "validate/NAME_token_share_batch_I",
@@ -396,9 +398,9 @@ assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 def find_metric(name: str) -> Metric | None:
     """The definition of a metric, or None for a name that has no definition.
 
-    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the tokens of a source in
-    matched pairs by `TOKEN_SHARE`, the scores of a held-out set by `VALIDATION`, the columns of a benchmark by `BENCH`,
-    and the load of a machine by `SYSTEM`.
+    A name such as `..._3` is defined by `..._I`, a further metric of a loss by `POLICY`, the mean of a part of the
+    reward by `PART`, the tokens of a source in matched pairs by `TOKEN_SHARE`, the scores of a held-out set by
+    `VALIDATION`, the columns of a benchmark by `BENCH`, and the load of a machine by `SYSTEM`.
     """
     of_set = re.fullmatch(r"validation/[^/]+/(\w+)", name)
     if of_set is not None:
@@ -407,6 +409,8 @@ def find_metric(name: str) -> Metric | None:
         return SYSTEM
     if name.startswith("bench/"):
         return BENCH
+    if name.startswith(OF_PARTS):
+        return PART
     if re.fullmatch(r"validate/\w+_token_share_batch_\d+", name):
         return TOKEN_SHARE
     found = METRICS.get(name) or METRICS.get(re.sub(r"_\d+$", "_I", name))

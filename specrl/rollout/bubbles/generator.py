@@ -145,7 +145,8 @@ class RolloutGenerator:
         """Gather the numbers of all rollouts so far, and the counters of all ranks."""
         size = self._config.engine.tensor_parallel
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
-        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
+        names = self._config.data.part_names
+        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places, part_names=names)
         counters = self._ranks.gather(counted)
         failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
         refuse_failure(failures, len(rollouts), self._config.data)
