@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationInfo, model_validator
 
 from specrl.config import ConfigError, DataConfig
+from specrl.config.algorithms import Options
 from specrl.config.base import PositiveFloat, PositiveInt
-from specrl.data.rewards.parameters import RewardParameters, check_seconds
 from specrl.data.rewards.sandbox import Confinement
 
 MIB = 2**20
@@ -41,7 +43,7 @@ if proof:
 _SOLUTION, _TEST, _OUTPUT = "solution.py", "test.py", "output"
 
 
-class CodeParameters(RewardParameters):
+class CodeParameters(Options):
     """The parameters of `code`."""
 
     seconds: PositiveFloat = 10.0
@@ -49,23 +51,14 @@ class CodeParameters(RewardParameters):
     memory_mib: PositiveInt = 1024
     """The address space of a test."""
 
-    def check(self, config: DataConfig) -> None:
-        """Refuse a network, and tests that may outlive their response."""
-        check_seconds("code.seconds", self.seconds, config)
-        if config.reward_network:
-            raise ConfigError(
-                'data.reward_network = true with the reward "code": what a model writes may not use the network; set '
-                "it to false, and judge in another run"
-            )
-
-
-@dataclass(frozen=True)
-class _Test:
-    """A Python text that raises nothing, or what a program reads and has to print."""
-
-    text: str = ""
-    given: str | None = None
-    expected: str = ""
+    @model_validator(mode="after")
+    def _is_held(self, info: ValidationInfo) -> Self:
+        data: DataConfig = info.context
+        if data.reward_network:
+            raise ValueError('data.reward_network = true: what "code" runs may not use the network; set it to false')
+        if self.seconds >= data.reward_timeout_s:
+            raise ValueError(f"seconds = {self.seconds:g}: data.reward_timeout_s must be longer")
+        return self
 
 
 def refuse_open_sandbox(held: Confinement) -> None:
@@ -83,39 +76,35 @@ def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) ->
     The caller must be in the sandbox, in an empty folder where it may write.
     """
     tests, blocks = read_tests(answer), _BLOCK.findall(response)
-    if not blocks:
-        return 0.0
     deadline = time.monotonic() + parameters.seconds
-    return sum(_passes(blocks[-1], test, deadline, parameters) for test in tests) / len(tests)
+    return sum(_passes(blocks[-1], *test, deadline, parameters) for test in tests if blocks) / len(tests)
 
 
-def read_tests(answer: str) -> list[_Test]:
-    """The tests of a row: `{"inputs": [...], "outputs": [...]}`, a JSON list of Python texts, or one such text.
+def read_tests(answer: str) -> list[tuple[str, str | None]]:
+    """The tests of a row: Python texts that must raise nothing, or what a program reads with what it must print.
 
-    Raises:
-        ValueError: There are none.
+    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}`; ValueError where there are none.
     """
     try:
         found = json.loads(answer)
     except ValueError:
-        found = [answer] if answer.strip() else []
+        found = [answer] if answer.strip() else None
     if isinstance(found, dict):
         pairs = found.get("inputs"), found.get("outputs")
-        if all(isinstance(texts, list) for texts in pairs) and len(pairs[0]) == len(pairs[1]):
-            found = [_Test(given=str(given), expected=str(wanted)) for given, wanted in zip(*pairs, strict=True)]
-    elif isinstance(found, list) and all(isinstance(text, str) for text in found):
-        found = [_Test(text=text) for text in found]
-    if not isinstance(found, list) or not found or not all(isinstance(test, _Test) for test in found):
-        raise ValueError(f"the row has no tests for code: {answer:.80}")
-    return found
+        if all(isinstance(texts, list) for texts in pairs) and 0 < len(pairs[0]) == len(pairs[1]):
+            return [(str(given), str(wanted)) for given, wanted in zip(*pairs, strict=True)]
+    elif found and isinstance(found, list) and all(isinstance(text, str) for text in found):
+        return [(text, None) for text in found]
+    raise ValueError(f"the row has no tests for code: {answer:.80}")
 
 
-def _passes(code: str, test: _Test, deadline: float, parameters: CodeParameters) -> bool:
+def _passes(code: str, test: str, wanted: str | None, deadline: float, parameters: CodeParameters) -> bool:
+    """Whether code raises nothing in a test, or prints what is wanted."""
     Path(_SOLUTION).write_text(code, errors="replace")
-    if test.given is not None:
-        printed = _printed(["", _SOLUTION], test.given, deadline, parameters)
-        return printed is not None and _lines(printed) == _lines(test.expected)
-    Path(_TEST).write_text(test.text, errors="replace")
+    if wanted is not None:
+        printed = _printed(["", _SOLUTION], test, deadline, parameters)
+        return printed is not None and _lines(printed) == _lines(wanted)
+    Path(_TEST).write_text(test, errors="replace")
     proof = secrets.token_hex(16)
     printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
     return printed is not None and printed.endswith(f"{proof}\n")

@@ -15,6 +15,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from specrl.config import ConfigError, DataConfig, RewardPart
+from specrl.config.algorithms import Options
 from specrl.config.base import NonNegativeInt, import_function
 from specrl.config.errors import explain
 from specrl.data.answers import after_thoughts, as_latex, extract_answer, final_part, is_text, references, same
@@ -22,7 +23,6 @@ from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
 from specrl.data.rewards.code import CodeParameters, run_tests
 from specrl.data.rewards.judge import JudgeParameters, ask_judge
-from specrl.data.rewards.parameters import RewardParameters
 from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
 Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
@@ -37,14 +37,14 @@ _REGISTERED: dict[str, _Registered] = {}
 @dataclass(frozen=True)
 class _Registered:
     function: RewardFunction
-    parameters: type[RewardParameters]
+    parameters: type[Options]
     reads: Callable[[str], str]  # what the function sees of a response
     of_reference: float  # what a response that states the reference earns
 
 
 def register_reward(
     name: str,
-    parameters: type[RewardParameters] = RewardParameters,
+    parameters: type[Options] = Options,
     reads: Callable[[str], str] = final_part,
     *,
     of_reference: float = 1.0,
@@ -104,11 +104,10 @@ def _make_reward(config: DataConfig, part: RewardPart) -> Reward:
 
 def _registered(config: DataConfig, part: RewardPart, found: _Registered) -> Reward:
     try:
-        parameters = found.parameters.model_validate(part.parameters)
+        parameters = found.parameters.model_validate(part.parameters, context=config)
     except ValidationError as error:
         raise ConfigError(explain(error, found.parameters, ("data", "reward", part.name))) from None
-    parameters.check(config)
-    more = () if found.parameters is RewardParameters else (parameters,)
+    more = () if found.parameters is Options else (parameters,)
     reads = found.reads if config.answer_from == "final_part" else str
     return lambda prompt, response: found.function(prompt.text, reads(response), prompt.answer, *more)
 
@@ -123,7 +122,7 @@ def warm_up(config: DataConfig, part: RewardPart, reward: Reward) -> None:
             problem = next(iter(make_generator(generator).problems(0)))
             metadata = {"generator": index, "entry": problem.entry}
             judge(reward, Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
-    elif part.name in _REGISTERED and _REGISTERED[part.name].parameters is RewardParameters:
+    elif part.name in _REGISTERED and _REGISTERED[part.name].parameters is Options:
         judge(reward, Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
 
 
@@ -225,7 +224,7 @@ def exact_match(_: str, response: str, answer: str) -> float:
     return float(any(same(stated, reference) for reference in references(answer)))
 
 
-class LengthParameters(RewardParameters):
+class LengthParameters(Options):
     """The parameters of `length`, in characters: a reward sees text. `train.overlong_window` counts tokens."""
 
     target: NonNegativeInt
