@@ -180,8 +180,9 @@ class DataConfig(Section):
     (`solution_str`). It runs in processes of its own, beside the rank, while the engine goes on generating. A list of
     tables with `name`, `weight`, `label` and `parameters` is the weighted sum of several."""
     answer_from: Adjustable[Literal["final_part", "response"]] = "final_part"
-    """Where `task`, `math_verify` and `exact_match` look for the stated answer: in the `final_part`, which begins after
-    `</think>` and, but for `task`, ends where a model asks itself another question; or in the whole `response`."""
+    """What `task`, `math_verify`, `exact_match`, `code` and `judge` look at: the `final_part`, which begins after
+    `</think>` and, for `math_verify` and `exact_match`, ends where a model asks itself another question; or the whole
+    `response`."""
     reward_special_tokens: Adjustable[bool] = False
     """Whether the reward sees the special tokens of a response, such as the one that ends it, in its text."""
     reward_workers: Adjustable[PositiveInt] = 4
@@ -190,8 +191,9 @@ class DataConfig(Section):
     reward_timeout_s: Adjustable[PositiveFloat] = 30.0
     """The longest that the reward of one response may take, in seconds; then its process is killed."""
     reward_on_failure: Adjustable[Annotated[float, Field(allow_inf_nan=False)]] = 0.0
-    """The reward of a response on which the reward raises, takes too long, ends its process or returns no finite
-    number. Such failures are counted and logged. Where the reward fails on all responses of a step, the run stops."""
+    """What the reward, or a part of it, is for a response on which it raises, takes too long, ends its process or
+    returns no finite number. Such failures are counted and logged. Where one fails on all responses of a step, the run
+    stops."""
 
     reward_environment: Adjustable[tuple[VariableName, ...]] = ()
     """The environment variables that the reward sees, besides the few without which Python does not start, such as

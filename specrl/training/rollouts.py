@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from specrl.algorithms.advantages import group_advantages, groups_with_signal
 from specrl.algorithms.overlong import overlong_penalties
-from specrl.config import Config, TrainConfig
+from specrl.config import Config
 from specrl.config.algorithms import ADVANTAGES
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
 from specrl.schemas import Rollout
@@ -91,17 +91,18 @@ class RolloutBatch:
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
 
-    def with_signal(self, config: TrainConfig) -> NDArray[np.int64]:
+    def with_signal(self, config: Config) -> NDArray[np.int64]:
         """The prompts whose responses differ in reward, or in a part of it where `train.advantage` takes parts."""
         columns = [self.rewards]
-        if ADVANTAGES.takes_parts(config.advantage):
-            columns = list(self.reward_parts.values()) or columns
+        if self.reward_parts and ADVANTAGES.takes_parts(config.train.advantage):
+            weighted = zip(config.data.part_weights, self.reward_parts.values(), strict=True)
+            columns = [column for weight, column in weighted if weight]
         groups = [groups_with_signal(column.tolist(), self.prompt_ids.tolist()) for column in columns]
         return np.unique(np.array([prompt for found in groups for prompt in found], np.int64))
 
-    def num_missing(self, config: TrainConfig) -> int:
+    def num_missing(self, config: Config) -> int:
         """The number of groups that dynamic sampling would drop and ask other prompts for."""
-        return config.prompts_per_step - len(self.with_signal(config))
+        return config.train.prompts_per_step - len(self.with_signal(config))
 
     def penalties(self, config: Config) -> NDArray[np.float64]:
         """The soft overlong punishment of each rollout."""
@@ -117,8 +118,8 @@ class RolloutBatch:
         train, in_batch = config.train, np.ones(len(self), np.bool_)
         rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
         if train.refill_rounds:
-            has_signal = np.isin(self.prompt_ids, self.with_signal(train))
-            dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(train)]
+            has_signal = np.isin(self.prompt_ids, self.with_signal(config))
+            dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(config)]
             in_batch = has_signal | np.isin(self.prompt_ids, dropped)
             rewards = np.where(has_signal, rewards, self.rewards)
         parts = [column[in_batch].tolist() for column in self.reward_parts.values()]

@@ -162,8 +162,10 @@ def test_parts_that_differ_are_a_signal_for_gdpo_alone() -> None:
     for algorithm, missing in (("gdpo", 1), ("grpo", 2)):
         chosen = config(weighted, prompts_per_step=2, refill_rounds=1, advantage=algorithm)
         batch = batch_of(same_sum, chosen)
-        assert batch.num_missing(chosen.train) == missing
+        assert batch.num_missing(chosen) == missing
         assert bool(batch.advantages.any()) == (algorithm == "gdpo")
+    only_measured = config([PARTS[0], {**PARTS[1], "weight": 0}], prompts_per_step=2, refill_rounds=1, advantage="gdpo")
+    assert batch_of([[(1, 0), (1, 1)], [(0, 1), (1, 1)]], only_measured).num_missing(only_measured) == 1
 
 
 def test_the_same_parts_have_metrics(folder: Path) -> None:

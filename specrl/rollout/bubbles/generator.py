@@ -114,7 +114,7 @@ class RolloutGenerator:
         own, texts, counted = self._own_share(prompts, step)
         rollouts, counters, failures = self._gather(prompts, own, counted)
         refills = 0
-        while refills < train.refill_rounds and (missing := rollouts.num_missing(train)):
+        while refills < train.refill_rounds and (missing := rollouts.num_missing(self._config)):
             refills += 1
             more = self.source.refill(step, refills)[:missing]
             counted = self._refill(more, step, own, counted)
