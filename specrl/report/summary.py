@@ -82,7 +82,8 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
         "train": train
         and _pick(
             train,
-            *("steps", "step_seconds_median", "timing_share", "reward_first", "reward_last", "speedup_estimate"),
+            *("steps", "step_seconds_median", "timing_share", "speedup_estimate"),
+            *("reward_first", "reward_last", "reward_parts"),
         ),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
@@ -295,6 +296,7 @@ def _train_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("precision", _precision_words(summary["precision"])),
         ("reward, training", f"{train['reward_first']:.3f} -> {train['reward_last']:.3f} ({steps})"),
+        *[(f"its part {name}", f"{first:.3f} -> {last:.3f}") for name, (first, last) in train["reward_parts"].items()],
         ("step, median", f"{train['step_seconds_median']:.1f} s"),
         *_estimate_rows(train["speedup_estimate"]),
         (

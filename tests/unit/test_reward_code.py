@@ -35,7 +35,7 @@ def data(**settings: Any) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    found = RewardPool(data(reward_environment=("WHO",)))
+    found = RewardPool(data())
     yield found
     found.close()
 
@@ -99,13 +99,19 @@ def test_no_response_passes_by_ending_hanging_or_taking_memory(pool: RewardPool)
 
 
 @needs_sandbox
-def test_code_sees_no_network_no_variables_and_writes_nothing(
-    pool: RewardPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_code_sees_no_network_and_no_variables_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor those of the process that judges it, which knows what a program should print, too."""
     marker = tmp_path / "marker"
     code = f"""
-import os, socket
+import glob, socket
 found = []
+for place in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        found += [place] * (b"WHO=" in open(place, "rb").read())
+    except OSError:
+        pass
 try:
     open({str(marker)!r}, "w")
     found.append("wrote")
@@ -113,14 +119,17 @@ except OSError:
     pass
 try:
     socket.create_connection(("127.0.0.1", 9), 1)
-    found.append("connected")
 except ConnectionRefusedError:
     found.append("network")
 except OSError:
     pass
-found += [name for name in os.environ if name == "WHO"]
 """
-    assert scores(pool, [block(code)], json.dumps(["assert found == [], found"])).rewards == [1.0]
+    monkeypatch.setenv("WHO", "a-secret-of-the-test")
+    pool = RewardPool(data(reward_environment=("WHO",)))
+    try:
+        assert scores(pool, [block(code)], json.dumps(["assert found == [], found"])).rewards == [1.0]
+    finally:
+        pool.close()
     assert not marker.exists()
 
 

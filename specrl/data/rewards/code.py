@@ -20,12 +20,12 @@ from pydantic import ValidationInfo, model_validator
 from specrl.config import ConfigError, DataConfig
 from specrl.config.algorithms import Options
 from specrl.config.base import PositiveFloat, PositiveInt
-from specrl.data.rewards.sandbox import Confinement
+from specrl.data.rewards.sandbox import Confinement, hide_memory
 
 MIB = 2**20
 LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""That of the tests, which have none of the variables of `data.reward_environment`."""
+"""That of the tests."""
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _RUNNER = """
 import resource, sys
@@ -77,7 +77,11 @@ def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) ->
     """
     tests, blocks = read_tests(answer), _BLOCK.findall(response)
     deadline = time.monotonic() + parameters.seconds
-    return sum(_passes(blocks[-1], *test, deadline, parameters) for test in tests if blocks) / len(tests)
+    hide_memory()  # with what is wanted, and the variables of `data.reward_environment`
+    try:
+        return sum(_passes(blocks[-1], *test, deadline, parameters) for test in tests if blocks) / len(tests)
+    finally:
+        hide_memory(False)
 
 
 def read_tests(answer: str) -> list[tuple[str, str | None]]:
