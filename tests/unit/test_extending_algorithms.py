@@ -119,7 +119,7 @@ def test_a_reward_registered_in_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     reward = make_rewards(DataConfig(reward="brevity"))[0]
     assert reward(Prompt(0, "Q", [1], "42", {}), "42") == 1.0
     with pytest.raises(ConfigError, match=r"brevity or package\.module:function"):
-        make_rewards(DataConfig(reward="brevvity"))[0]
+        make_rewards(DataConfig(reward="brevvity"))
 
 
 def test_a_changed_file_of_ones_own_is_a_new_train_stage(capsys: pytest.CaptureFixture[str]) -> None:

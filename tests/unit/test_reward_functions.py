@@ -129,7 +129,7 @@ def test_what_has_no_number_and_a_column_that_is_not_there_are_failures() -> Non
 @pytest.mark.parametrize("file", ["rewards/mine.py", "./rewards/mine.py", "rewards.mine.py"])
 def test_the_path_of_a_file_is_refused_with_the_name_of_its_module(file: str) -> None:
     with pytest.raises(ConfigError, match=r'name the module, not its file: "rewards\.mine:score"'):
-        make_rewards(DataConfig(source="file", path="x.jsonl", reward=f"{file}:score"))[0]
+        make_rewards(DataConfig(source="file", path="x.jsonl", reward=f"{file}:score"))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

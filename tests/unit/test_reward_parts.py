@@ -41,7 +41,7 @@ def broken(prompt, response, answer):
     raise RuntimeError("always")
 """
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
-PARTS = [{"name": "exact_match"}, {"name": "formal_rewards:form", "weight": 0.25}]
+PARTS: list[dict[str, Any]] = [{"name": "exact_match"}, {"name": "formal_rewards:form", "weight": 0.25}]
 GDPO = ADVANTAGES.choose("gdpo")
 
 

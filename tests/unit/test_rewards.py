@@ -129,13 +129,13 @@ def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
 )
 def test_a_wrong_import_path_is_refused_before_anything_runs(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_rewards(file_reward(path))[0]
+        make_rewards(file_reward(path))
 
 
 @pytest.mark.parametrize("body", ["def score(:\n", "raise RuntimeError('no key')\n", "1 / 0\n"])
 def test_a_module_that_fails_on_import_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     with pytest.raises(ConfigError, match=r'data\.reward = "own_reward_\d+:score" cannot be imported: ') as error:
-        make_rewards(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))[0]
+        make_rewards(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
     assert "\n" not in str(error.value)
 
 
@@ -148,7 +148,7 @@ def test_a_reward_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
 
 def test_the_task_reward_needs_a_generator() -> None:
     with pytest.raises(ConfigError, match="generator's own scorer"):
-        make_rewards(file_reward("task"))[0]
+        make_rewards(file_reward("task"))
 
 
 @given(st.text(max_size=60).filter(lambda text: "answer" not in text.casefold()))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from pydantic import ValidationInfo, model_validator
 
@@ -53,7 +53,7 @@ class CodeParameters(Options):
 
     @model_validator(mode="after")
     def _is_held(self, info: ValidationInfo) -> Self:
-        data: DataConfig = info.context
+        data = cast(DataConfig, info.context)
         if data.reward_network:
             raise ValueError('data.reward_network = true: what "code" runs may not use the network; set it to false')
         if self.seconds >= data.reward_timeout_s:
@@ -94,9 +94,9 @@ def read_tests(answer: str) -> list[tuple[str, str | None]]:
     except ValueError:
         found = [answer] if answer.strip() else None
     if isinstance(found, dict):
-        pairs = found.get("inputs"), found.get("outputs")
-        if all(isinstance(texts, list) for texts in pairs) and 0 < len(pairs[0]) == len(pairs[1]):
-            return [(str(given), str(wanted)) for given, wanted in zip(*pairs, strict=True)]
+        given, wanted = found.get("inputs"), found.get("outputs")
+        if isinstance(given, list) and isinstance(wanted, list) and 0 < len(given) == len(wanted):
+            return list(zip(map(str, given), map(str, wanted), strict=True))
     elif found and isinstance(found, list) and all(isinstance(text, str) for text in found):
         return [(text, None) for text in found]
     raise ValueError(f"the row has no tests for code: {answer:.80}")

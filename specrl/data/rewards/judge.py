@@ -7,7 +7,7 @@ import os
 import re
 import time
 from http.client import HTTPException
-from typing import Annotated, Self
+from typing import Annotated, Self, cast
 from urllib import request
 from urllib.error import HTTPError
 
@@ -59,7 +59,7 @@ class JudgeParameters(Options):
 
     @model_validator(mode="after")
     def _can_ask(self, info: ValidationInfo) -> Self:
-        data: DataConfig = info.context
+        data = cast(DataConfig, info.context)
         if not data.reward_network:
             raise ValueError("data.reward_network = false: a judge is asked over the network; set it to true")
         if self.key_variable is not None and self.key_variable not in data.reward_environment:
