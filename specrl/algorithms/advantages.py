@@ -50,11 +50,9 @@ def group_advantages(
         weights: The weight of each part.
     """
     members, function = _members(rewards, groups), ADVANTAGES.function(advantage)
-    if parts and ADVANTAGES.takes_parts(advantage):
-        columns = [_members(part, groups) for part in parts]
-        found = function([[column[group] for column in columns] for group in members], weights)
-    elif ADVANTAGES.takes_parts(advantage):
-        found = function([[values] for values in members.values()], [1.0])
+    if ADVANTAGES.takes_parts(advantage):
+        columns = [_members(part, groups) for part in parts or [rewards]]
+        found = function([[column[group] for column in columns] for group in members], weights if parts else [1.0])
     else:
         found = function(list(members.values()))
     advantages = {group: iter(values) for group, values in zip(members, found, strict=True)}
