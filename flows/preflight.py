@@ -70,18 +70,18 @@ def _shared_databases(config: Config) -> list[str]:
 
 
 def _reward_doubts(config: Config) -> list[str]:
-    if ":" not in config.data.reward:
+    if not any(part.is_own for part in config.data.reward):
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
 
     empty, right = empty_and_right(config)
     if empty.error is not None or right.error is not None:
-        return [f"data.reward = {config.data.reward}: it fails on a response: {right.error or empty.error}"]
+        return [f"data.reward = {config.data.reward_words}: it fails on a response: {right.error or empty.error}"]
     if empty.score != right.score:
         return []
     return [
-        f"data.reward = {config.data.reward}: an empty response and the reference answer both earn {right.score:g}; "
-        "where all responses earn the same reward, nothing is learned"
+        f"data.reward = {config.data.reward_words}: an empty response and the reference answer both earn "
+        f"{right.score:g}; where all responses earn the same reward, nothing is learned"
     ]
 
 

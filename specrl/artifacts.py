@@ -186,6 +186,8 @@ class TrainResult(Artifact):
     """The mean reward of the first step."""
     reward_last: float
     """The mean reward of the last step."""
+    reward_parts: dict[str, tuple[float, float]] = {}
+    """The mean of each part of the reward in the first and the last step, unweighted; empty where there are none."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
     speedup_estimate: SpeedupEstimate | None = None

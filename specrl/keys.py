@@ -12,12 +12,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import digest
-from specrl.config import STAGES, Config, StageName, dump_config
+from specrl.config import STAGES, Config, RewardPart, StageName, dump_config
 from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -101,12 +101,11 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    functions = {registry.key: algorithm.name for registry, algorithm in config.algorithms}
-    functions["data.reward"] = config.data.reward
-    sets = config.validate_.sets.items()
-    functions |= {f"validate.sets.{name}.reward": chosen.reward for name, chosen in sets if chosen.reward is not None}
-    sources = {key: import_source(name) for key, name in functions.items()}
-    paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}
+    sources = {registry.key: (import_source(algorithm.name),) for registry, algorithm in config.algorithms}
+    sources["data.reward"] = reward_sources(config.data.reward)
+    for name, chosen in config.validate_.sets.items():
+        sources[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
+    paths = {**data_places(config), **sources}
     asked = {key: places for key, places in paths.items() if stage is None or _reads(config, stage, key)}
     digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
     for key, source in _model_places(config).items():
@@ -178,6 +177,11 @@ def import_source(name: str) -> Path | None:
     places = spec.submodule_search_locations or []
     found = (Path(place, *rest).with_suffix(".py") for place in places)
     return next((path for path in found if path.is_file()), None)
+
+
+def reward_sources(parts: Sequence[RewardPart] | None) -> tuple[Path | None, ...]:
+    """The source file of each part of a reward that is a function of the user's."""
+    return tuple(import_source(part.name) for part in parts or ())
 
 
 def _content(*places: Path | None) -> str | None:

@@ -212,6 +212,7 @@ _DEFINITIONS = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
+OF_PARTS = "reward/part/"
 POLICY = Metric("policy/NAME", "", "Mean over the trained tokens of the metric NAME that train.loss returns.")
 _OF_SETS = (
     Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
@@ -245,6 +246,7 @@ FAMILIES = (
         "drafted and that were accepted.",
     ),
     POLICY,
+    Metric(f"{OF_PARTS}NAME", "", "Mean of the part NAME of data.reward over the step's responses, unweighted."),
     Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row."),
     Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME."),
 )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specrl.artifacts import atomic_path
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 
 MERGED = ".merged"
 """The rows of all ranks, in a step's folder, while the files that they were in are removed."""
@@ -37,6 +37,7 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("response", pa.string(), nullable=False),
         pa.field("answer", pa.string(), nullable=False),
         pa.field("reward", pa.float32(), nullable=False),
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float32())),
         pa.field("advantage", pa.float32(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("num_drafts", pa.int32(), nullable=False),
@@ -92,6 +93,8 @@ class Rollout:
     started_at: float = 0.0
     finished_at: float = 0.0
     reward: float = 0.0
+    reward_parts: dict[str, float] | None = None
+    """The parts of the reward by their names, before weights; None where it has none."""
     advantage: float = 0.0
     policy_logprobs: Sequence[float] | None = None
     """The trainer's log-prob of each response token under the policy that sampled it, of the whole distribution at the
@@ -135,6 +138,8 @@ def to_table(rollouts: list[Rollout]) -> pa.Table:
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_map(kind):
+        values = [None if row is None else list(row.items()) for row in values]
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     numbers = kind.value_type.to_pandas_dtype()
@@ -156,9 +161,9 @@ def from_table(table: pa.Table) -> list[Rollout]:
         raise ValueError(f"rollout table has schema version {version}; this code reads version {SCHEMA_VERSION}")
     lists = {field.name: _arrays(table[field.name]) for field in ROLLOUT_SCHEMA if pa.types.is_list(field.type)}
     lists["prompt_tokens"] = [list(row or ()) for row in lists["prompt_tokens"]]
-    others = table.select([name for name in table.column_names if name not in lists]).to_pylist()
-    per_token = zip(*lists.values(), strict=True)
-    return [Rollout(**row, **dict(zip(lists, rows, strict=True))) for row, rows in zip(others, per_token, strict=True)]
+    others = table.select([name for name in table.column_names if name not in lists])
+    rows = zip(others.to_pylist(maps_as_pydicts="strict"), zip(*lists.values(), strict=True), strict=True)
+    return [Rollout(**row, **dict(zip(lists, per_token, strict=True))) for row, per_token in rows]
 
 
 def _arrays(column: pa.ChunkedArray) -> list[Any]:

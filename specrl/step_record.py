@@ -18,6 +18,7 @@ from specrl.artifacts import SpeedupEstimate, write_json, write_text
 from specrl.data.rewards.pool import describe
 from specrl.distributed import Ranks
 from specrl.events import drop_events, record_event
+from specrl.metrics import OF_PARTS
 from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
@@ -72,6 +73,7 @@ class StepParts:
             "performance/training_tokens_per_s": self.policy["num_tokens"] / seconds["policy_update"],
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
+            **{f"{OF_PARTS}{name}": fmean(column.tolist()) for name, column in rollouts.reward_parts.items()},
             "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
             **self.generated.metrics(),
             "rollout/response_length_mean": fmean(lengths),

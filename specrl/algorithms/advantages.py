@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean, pstdev
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
 
@@ -12,8 +12,11 @@ Key = TypeVar("Key", bound=Hashable)
 """What names a group."""
 Rewards = Sequence[Sequence[float]]
 """The rewards of the responses of each group."""
-AdvantageFunction = Callable[[Rewards, Any], list[list[float]]]
+AdvantageFunction = Callable[..., list[list[float]]]
 """(rewards by group, options) -> advantages by group, one for each reward.
+
+One that takes parts gets (parts by group, weights, options), where a group has the rewards of each part. It sees no
+penalty, neither of `train.overlong_window` nor of `train.kl_in = "reward"`.
 
 A group whose rewards are all equal must get zeros: it says nothing about its responses, and
 `train.drop_zero_signal_groups` leaves out groups whose advantages are all zero.
@@ -23,21 +26,35 @@ STD_EPSILON = 1e-6
 """What is added to a standard deviation before it divides."""
 
 
-def register_advantage(name: str, options: type[Options] = Options) -> Callable[[AdvantageFunction], AdvantageFunction]:
+def register_advantage(
+    name: str, options: type[Options] = Options, *, of_parts: bool = False
+) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """The decorator that registers an advantage estimator under `name` for `train.advantage`."""
-    return ADVANTAGES.register(name, options)
+    return ADVANTAGES.register(name, options, of_parts=of_parts)
 
 
-def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], advantage: Algorithm) -> list[float]:
+def group_advantages(
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    advantage: Algorithm,
+    parts: Sequence[Sequence[float]] = (),
+    weights: Sequence[float] = (),
+) -> list[float]:
     """The advantage of each response.
 
     Args:
         rewards: The reward of each response.
         groups: The group of each response, such as its prompt's id.
         advantage: `train.advantage`.
+        parts: The values of each part of the rewards, if they have parts: one for each response.
+        weights: The weight of each part.
     """
-    members = _members(rewards, groups)
-    found = ADVANTAGES.function(advantage)(list(members.values()))
+    members, function = _members(rewards, groups), ADVANTAGES.function(advantage)
+    if ADVANTAGES.takes_parts(advantage):
+        columns = [_members(part, groups) for part in parts or [rewards]]
+        found = function([[column[group] for column in columns] for group in members], weights if parts else [1.0])
+    else:
+        found = function(list(members.values()))
     advantages = {group: iter(values) for group, values in zip(members, found, strict=True)}
     return [next(advantages[group]) for group in groups]
 
@@ -93,6 +110,25 @@ def reinforce_advantages(groups: Rewards, _: Options) -> list[list[float]]:
         [0.0] * len(rewards) if _is_flat(rewards) else [value / scale for value in values]
         for rewards, values in zip(groups, centred, strict=True)
     ]
+
+
+@register_advantage("gdpo", of_parts=True)
+def gdpo_advantages(groups: Sequence[Rewards], weights: Sequence[float], _: Options) -> list[list[float]]:
+    """Normalise each part in its group, sum the weighted parts, and normalise over the step (GDPO, arXiv 2601.05242).
+
+    The mean of the sums is 0 as it is, in each group.
+    """
+
+    def normalised(values: Sequence[float]) -> list[float]:
+        mean, scale = fmean(values), pstdev(values) + STD_EPSILON
+        return [0.0] * len(values) if _is_flat(values) else [(value - mean) / scale for value in values]
+
+    sums = []
+    for parts in groups:
+        columns = zip(*map(normalised, parts), strict=True)
+        sums.append([sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in columns])
+    scale = pstdev([value for values in sums for value in values]) + STD_EPSILON
+    return [[value / scale for value in values] for values in sums]
 
 
 def _members(rewards: Sequence[float], groups: Sequence[Key]) -> dict[Key, list[float]]:

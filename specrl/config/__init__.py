@@ -21,13 +21,14 @@ from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageN
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
-from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
+from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, RewardPart, TinyModelConfig, WarmStartConfig
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import NAME, PlainPath, check_text, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
+from specrl.metrics import OF_PARTS
 
 __all__ = [
     "STAGES",
@@ -45,6 +46,7 @@ __all__ = [
     "PrecisionConfig",
     "RefitConfig",
     "Resources",
+    "RewardPart",
     "SamplingConfig",
     "Section",
     "SpeculationConfig",
@@ -124,10 +126,11 @@ class Config(Section):
     @property
     def import_paths(self) -> list[str]:
         """The import paths `module:name` of the user's own functions and classes that the configuration names."""
-        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.data.reward, self.cluster.backend)
-        of_sets = (chosen_set.reward for chosen_set in self.validate_.sets.values())
+        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.cluster.backend)
+        rewards = (self.data.reward, *(chosen_set.reward or () for chosen_set in self.validate_.sets.values()))
+        of_rewards = (part.name for parts in rewards for part in parts)
         of_stages = (own.backend for own in self.stage_resources.values())
-        return [path for path in (*chosen, *of_sets, *of_stages) if path is not None and ":" in path]
+        return [path for path in (*chosen, *of_rewards, *of_stages) if path is not None and ":" in path]
 
     @property
     def best_metric(self) -> str | None:
@@ -210,6 +213,7 @@ class Config(Section):
         self._check_ranks()
         self._check_gpu_options()
         self._check_validation()
+        self._check_parts()
         if self.engine.sleep and not self.resources_of("train").gpus_per_rank:
             raise ValueError(
                 "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
@@ -252,7 +256,8 @@ class Config(Section):
     def _check_validation(self) -> None:
         for name, chosen in self.validate_.sets.items():
             reward = chosen.reward or self.data.reward
-            if reward == "task" and (chosen.path is not None or (self.data.source == "file" and not chosen.generators)):
+            is_task = any(part.name == "task" for part in reward)
+            if is_task and (chosen.path is not None or (self.data.source == "file" and not chosen.generators)):
                 raise ValueError(
                     f'validate.sets.{name}.reward = "task" is a generator\'s own scorer, and the set is a file: set it '
                     "to another reward, such as math_verify or exact_match"
@@ -263,6 +268,27 @@ class Config(Section):
             self.validate_.check_metric("train.stop_when.metric", self.train.stop_when.metric)
         if self.train.final == "best" and not self.validate_.every:
             raise ValueError('train.final = "best": nothing is validated during training; set validate.every above 0')
+
+    def _check_parts(self) -> None:
+        parts, train = self.data.part_names, self.train
+        metric, known = train.stop_when.metric if train.stop_when else "", [f"{OF_PARTS}{name}" for name in parts]
+        if metric.startswith(OF_PARTS) and metric not in known:
+            allowed = ", ".join(known) or "reward/mean; data.reward has no parts"
+            raise ValueError(f'train.stop_when.metric = "{metric}": allowed: {allowed}')
+        if train.advantage.name != "gdpo":
+            return
+        if not parts:
+            raise ValueError(
+                f'train.advantage = "gdpo" normalises the parts of a reward, and data.reward = '
+                f'"{self.data.reward_words}" has none: give a list of several, or take "grpo"'
+            )
+        in_reward = bool(train.kl_coef) and train.kl_in == "reward"
+        if in_reward or train.overlong_window:
+            key = 'kl_in = "reward"' if in_reward else f"overlong_window = {train.overlong_window:g}"
+            raise ValueError(
+                f'train.{key} with train.advantage = "gdpo": a penalty would be added to the sum of the parts, which '
+                "gdpo does not look at; leave it out, or give data.reward a part for it, such as length"
+            )
 
     def _check_ranks(self) -> None:
         policy = "policy.tensor_parallel x policy.pipeline_parallel"

@@ -57,6 +57,8 @@ class Registered:
     options: type[Options]
     metrics: tuple[str, ...] | None
     """The names of all metrics that it returns; None where they are not known."""
+    of_parts: bool
+    """Whether it takes the parts of rewards and their weights, in place of the rewards."""
 
 
 class Registry:
@@ -76,12 +78,18 @@ class Registry:
         self._by_name: dict[str, Registered] = {}
 
     def register(
-        self, name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
+        self,
+        name: str,
+        options: type[Options] = Options,
+        metrics: tuple[str, ...] | None = None,
+        *,
+        of_parts: bool = False,
     ) -> Callable[[Function], Function]:
         """The decorator that registers a function, which is called with its options as the last argument.
 
         Args:
             metrics: The names of all metrics that the function returns; None if it does not say.
+            of_parts: See `Registered.of_parts`.
 
         Raises:
             ValueError: Another function is registered under the name.
@@ -91,7 +99,7 @@ class Registry:
             other = self._by_name.get(name)
             if other is not None and _place(other.function) != _place(function):
                 raise ValueError(f"{self.key}: {_place(other.function)} is already registered as {name!r}")
-            self._by_name[name] = Registered(function, options, metrics)
+            self._by_name[name] = Registered(function, options, metrics, of_parts)
             return function
 
         return decorate
@@ -143,6 +151,14 @@ class Registry:
             ValueError: There is no such function.
         """
         return self._find(algorithm.name).metrics
+
+    def takes_parts(self, algorithm: Algorithm) -> bool:
+        """Whether the chosen function takes the parts of rewards.
+
+        Raises:
+            ValueError: There is no such function.
+        """
+        return self._find(algorithm.name).of_parts
 
     def _options(self, name: str, values: dict[str, Any]) -> Options:
         model = self._find(name).options
@@ -196,9 +212,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo"},
     "rloo": {"advantage": "rloo", "loss_mean": "constant"},
     "reinforce++": {"advantage": "reinforce++"},
+    "gdpo": {"advantage": "gdpo"},
 }
 """What `train.algorithm` stands for: DAPO (arXiv 2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO
-(2506.13585), RLOO (2402.14740), REINFORCE++ with the group's mean as baseline (2501.03262)."""
+(2506.13585), RLOO (2402.14740), REINFORCE++ with the group's mean as baseline (2501.03262), GDPO (2601.05242)."""
 
 
 def expand_preset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import json
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from specrl.config.text import Places, UserPlace
+from specrl.config.text import NAME, Places, UserPlace
 
 
 class TinyModelConfig(Section):
@@ -82,6 +83,55 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_len
 """The name of an environment variable."""
 
 
+class RewardPart(Section):
+    """One of the rewards whose weighted sum a response earns."""
+
+    name: str
+    """A reward, as `data.reward` names one."""
+    weight: float = 1.0
+    """What its number is multiplied by; 0 to measure it alone."""
+    label: Annotated[str, Field(pattern=NAME)] | None = None
+    """What it is called in tables and metrics; by default its name, without the module where it is an import path."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """The parameters of `length`, `code` and `judge`, by name."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user has written it."""
+        return ":" in self.name
+
+    @property
+    def shown_name(self) -> str:
+        """The label, given or not."""
+        return self.label or self.name.rpartition(":")[2]
+
+    def __str__(self) -> str:
+        parameters = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.parameters.items())
+        return f"{self.name} ({parameters})" if parameters else self.name
+
+
+def _named_once(parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
+    names = [part.shown_name for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several parts are called {twice[0]}: give them a label each")
+    return parts
+
+
+def _as_in_toml(parts: tuple[RewardPart, ...]) -> Any:
+    plain = len(parts) == 1 and parts[0] == RewardPart(name=parts[0].name)
+    return parts[0].name if plain else [part.model_dump(mode="json") for part in parts]
+
+
+Rewards = Annotated[
+    tuple[RewardPart, ...],
+    BeforeValidator(lambda given: ({"name": given},) if isinstance(given, str) else given),
+    AfterValidator(_named_once),
+    PlainSerializer(_as_in_toml),
+    Field(min_length=1),
+]
+"""The parts of a reward; one alone with nothing but a name is given by that."""
+
+
 class DataConfig(Section):
     """The problems, the prompts made from them, and the reward."""
 
@@ -123,14 +173,16 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt | None = None
     """The longest prompt, template included, in tokens; without it, what `sampling.max_response_tokens` leaves of
     `model.max_length`."""
-    reward: Adjustable[str] = "task"
+    reward: Adjustable[Rewards] = (RewardPart(name="task"),)
     """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
     `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`, with other columns
     of the row as keyword arguments, or as its parameters say that it is TRL's (`completions`) or verl's
-    (`solution_str`). It runs in processes of its own, beside the rank, while the engine goes on generating."""
+    (`solution_str`). It runs in processes of its own, beside the rank, while the engine goes on generating. A list of
+    tables with `name`, `weight`, `label` and `parameters` is the weighted sum of several."""
     answer_from: Adjustable[Literal["final_part", "response"]] = "final_part"
-    """Where `task`, `math_verify` and `exact_match` look for the stated answer: in the `final_part`, which begins after
-    `</think>` and, but for `task`, ends where a model asks itself another question; or in the whole `response`."""
+    """What `task`, `math_verify`, `exact_match`, `code` and `judge` look at: the `final_part`, which begins after
+    `</think>` and, for `math_verify` and `exact_match`, ends where a model asks itself another question; or the whole
+    `response`."""
     reward_special_tokens: Adjustable[bool] = False
     """Whether the reward sees the special tokens of a response, such as the one that ends it, in its text."""
     reward_workers: Adjustable[PositiveInt] = 4
@@ -139,8 +191,9 @@ class DataConfig(Section):
     reward_timeout_s: Adjustable[PositiveFloat] = 30.0
     """The longest that the reward of one response may take, in seconds; then its process is killed."""
     reward_on_failure: Adjustable[Annotated[float, Field(allow_inf_nan=False)]] = 0.0
-    """The reward of a response on which the reward raises, takes too long, ends its process or returns no finite
-    number. Such failures are counted and logged. Where the reward fails on all responses of a step, the run stops."""
+    """What the reward, or a part of it, is for a response on which it raises, takes too long, ends its process or
+    returns no finite number. Such failures are counted and logged. Where one fails on all responses of a step, the run
+    stops."""
 
     reward_environment: Adjustable[tuple[VariableName, ...]] = ()
     """The environment variables that the reward sees, besides the few without which Python does not start, such as
@@ -153,6 +206,21 @@ class DataConfig(Section):
     def has_epochs(self) -> bool:
         """Whether the same training prompts come again."""
         return self.source == "file" or self.num_problems is not None
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the reward's parts, in their order; empty where it has only one."""
+        return tuple(part.shown_name for part in self.reward) if len(self.reward) > 1 else ()
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """The weights of the reward, or of its parts."""
+        return tuple(part.weight for part in self.reward)
+
+    @property
+    def reward_words(self) -> str:
+        """The reward for people, such as `math_verify + 0.2 x mine:format`."""
+        return " + ".join(str(part) if part.weight == 1 else f"{part.weight:g} x {part}" for part in self.reward)
 
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:

@@ -200,7 +200,7 @@ class TrainConfig(Section):
     separate pass for log-probs."""
     algorithm: str | None = None
     """A preset for other settings of this section, which take its place in the run's own configuration: `dapo`,
-    `dr-grpo`, `gspo`, `cispo`, `rloo` or `reinforce++`."""
+    `dr-grpo`, `gspo`, `cispo`, `rloo`, `reinforce++` or `gdpo`."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""

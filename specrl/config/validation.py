@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from specrl.config.base import Adjustable, Fraction, NonNegativeInt, PositiveInt, Section
-from specrl.config.model import GeneratorConfig
+from specrl.config.model import GeneratorConfig, Rewards
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.config.text import NAME, Places
 from specrl.metrics import METRICS, VALIDATION, find_metric
@@ -80,8 +80,8 @@ class ValidationSetConfig(Section):
     """The temperature: 0 for greedy decoding, or from 0.01 to 2; by default `sampling.temperature`."""
     top_p: Fraction | None = None
     """As `sampling.top_p`, which it is by default."""
-    reward: str | None = None
-    """As `data.reward`, which it is by default."""
+    reward: Rewards | None = None
+    """As `data.reward`, which it is by default; one of its parts, for instance."""
 
     @property
     def has_problems(self) -> bool:

@@ -26,7 +26,7 @@ Request = str | list[Message]
 def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> list[Problem]:
     """The rows of a place's files as problems, in the files' order; answers of any type become text."""
     columns = (config.prompt_column, config.answer_column)
-    others = ":" in config.reward
+    others = any(part.is_own for part in config.reward)
     named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system", TOOLS]
     wanted = () if others else named  # a reward of the user's own gets all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]

@@ -69,7 +69,7 @@ def plan(config: Config) -> Plan:
         assumed=assumptions(config),
         algorithms=(
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
-            f"data.reward = {config.data.reward}",
+            f"data.reward = {config.data.reward_words}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
             *_shaping(config.train),
         ),

@@ -28,6 +28,7 @@ COLUMNS = (
     "response",
     "answer",
     "reward",
+    "reward_parts",
     "finish_reason",
 )
 PAGE_STEPS = 30  # steps whose samples the report page shows
@@ -40,6 +41,7 @@ class Sample:
     prompt_id: int
     sample: int  # its number among those to the same prompt in the same step
     reward: float
+    reward_parts: str  # in words; empty where the reward has none
     num_tokens: int  # in the response
     finish_reason: str
     prompt: str
@@ -97,11 +99,12 @@ class SampleReader:
 
     def _sample(self, table: pa.Table, row: int) -> Sample:
         values = {name: table[name][row].as_py() for name in COLUMNS}
-        response_tokens = values.pop("response_tokens")
+        response_tokens, parts = values.pop("response_tokens"), values.pop("reward_parts") or ()
         return Sample(
             prompt=self._decode(values.pop("prompt_tokens")),
             response=values.pop("response") or self._decode(response_tokens),
             num_tokens=len(response_tokens),
+            reward_parts=", ".join(f"{name} {value:.3f}" for name, value in parts),
             **values,
         )
 
@@ -173,10 +176,11 @@ def clipped(text: str) -> str:
 def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> None:
     print_line(console, title)
     for sample in samples:
+        parts = f" ({sample.reward_parts})" if sample.reward_parts else ""
         print_line(
             console,
-            f"\n  step {sample.step}, prompt {sample.prompt_id}, sample {sample.sample}: reward {sample.reward:.3f}, "
-            f"{sample.num_tokens} tokens, {sample.finish_reason}",
+            f"\n  step {sample.step}, prompt {sample.prompt_id}, sample {sample.sample}: reward {sample.reward:.3f}"
+            f"{parts}, {sample.num_tokens} tokens, {sample.finish_reason}",
         )
         for name in ("prompt", "response", "answer"):
             text = indent(getattr(sample, name), "    ", lambda line: True)

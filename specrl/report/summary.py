@@ -84,7 +84,8 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
         "train": train
         and _pick(
             train,
-            *("steps", "step_seconds_median", "timing_share", "reward_first", "reward_last", "speedup_estimate"),
+            *("steps", "step_seconds_median", "timing_share", "speedup_estimate"),
+            *("reward_first", "reward_last", "reward_parts"),
         ),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
@@ -268,6 +269,7 @@ def _train_rows(train: TrainResult) -> list[tuple[str, str]]:
     rows += [
         ("precision", _precision_words(train.precision)),
         ("reward, training", f"{train.reward_first:.3f} -> {train.reward_last:.3f} ({_count(train.steps, 'step')})"),
+        *[(f"its part {name}", f"{first:.3f} -> {last:.3f}") for name, (first, last) in train.reward_parts.items()],
         ("step, median", f"{train.step_seconds_median:.1f} s"),
     ]
     if (estimate := train.speedup_estimate) is not None:

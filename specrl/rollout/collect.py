@@ -34,6 +34,7 @@ class Unscored:
     _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]
     """The prompt, sample, request and `Engine.stored_for` of each."""
     _scoring: Scoring | None
+    _part_names: tuple[str, ...]
 
     def scored(self) -> tuple[list[Rollout], Scores]:
         """Wait for the rewards; where nobody reads them all are 0.
@@ -42,10 +43,12 @@ class Unscored:
             RewardError: The reward cannot be imported, or has lost too many processes.
         """
         responses = self.generation.responses
-        scores = self._scoring.wait() if self._scoring is not None else Scores([0.0] * len(responses), [], 0.0)
-        rewards = scores.in_groups([prompt.id for prompt, *_ in self._asked])
+        scores = self._scoring.wait() if self._scoring is not None else Scores([[0.0]] * len(responses), [], 0.0)
+        scores = scores.in_groups([prompt.id for prompt, *_ in self._asked])
+        names = self._part_names if self._scoring is not None else ()
         rollouts: list[Rollout] = []
-        for (prompt, sample, request, stored), response, reward in zip(self._asked, responses, rewards, strict=True):
+        rows = zip(self._asked, responses, scores.rewards, scores.parts, strict=True)
+        for (prompt, sample, request, stored), response, reward, parts in rows:
             drafts = response.stats
             rollouts.append(
                 Rollout(
@@ -71,6 +74,7 @@ class Unscored:
                     started_at=response.started_at,
                     finished_at=response.finished_at,
                     reward=reward,
+                    reward_parts=dict(zip(names, parts, strict=False)) or None,
                     routes=response.routes,
                 )
             )
@@ -104,7 +108,7 @@ def collect(
 
     generation = engine.generate(requests, on_response=on_response, **options)
     asked = [(*place, request, engine.stored_for(request)) for place, request in zip(wanted, requests, strict=True)]
-    return Unscored(generation, origin, asked, scoring)
+    return Unscored(generation, origin, asked, scoring, config.data.part_names)
 
 
 def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:

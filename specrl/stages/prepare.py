@@ -14,7 +14,7 @@ from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.functions import is_built_in, make_reward
+from specrl.data.rewards.functions import is_built_in, make_rewards
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.events import record_event
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 REFERENCES = 1000
 """The references that a built-in reward scores against themselves, at most."""
 OWN_REFERENCES = 100
-"""Those that a reward of the user's own scores, which may ask a judge."""
+"""Those that a reward scores that the user has written, or that may ask a judge."""
 
 
 def main(context: StageContext) -> None:
     started = time.monotonic()
     config, start = context.config, context.continues
-    make_reward(config.data)
+    make_rewards(config.data)
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
@@ -52,7 +52,8 @@ def main(context: StageContext) -> None:
         found = source.check()
         notes = found.notes
         if ranks.is_first and config.data.source == "file":
-            count = REFERENCES if is_built_in(config.data) else OWN_REFERENCES
+            asks = config.data.reward_network or not is_built_in(config.data)
+            count = OWN_REFERENCES if asks else REFERENCES
             notes = [*notes, *doubtful_references(config, source.demonstrations(count))]
         for line in notes if ranks.is_first else []:
             logger.warning(line)

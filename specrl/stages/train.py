@@ -33,6 +33,7 @@ from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
 from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
+from specrl.metrics import OF_PARTS
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
@@ -300,11 +301,14 @@ def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tra
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:
     stats = SpeculationStats.merge(record.stats for record in records)
+    first, last = records[0].metrics, records[-1].metrics
+    parts = [name for name in first if name.startswith(OF_PARTS) and name in last]
     return {
         "step_seconds_median": median(record.metrics["timing/step_s"] for record in records),
         "timing_share": timing_share(records),
-        "reward_first": records[0].metrics["reward/mean"],
-        "reward_last": records[-1].metrics["reward/mean"],
+        "reward_first": first["reward/mean"],
+        "reward_last": last["reward/mean"],
+        "reward_parts": {name.removeprefix(OF_PARTS): (first[name], last[name]) for name in parts},
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
         "speedup_estimate": speedup_estimate(records),

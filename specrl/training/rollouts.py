@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from specrl.algorithms.advantages import group_advantages, groups_with_signal
 from specrl.algorithms.overlong import overlong_penalties
-from specrl.config import Config, TrainConfig
+from specrl.config import Config
+from specrl.config.algorithms import ADVANTAGES
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
 from specrl.schemas import Rollout
 
@@ -28,6 +29,8 @@ class RolloutBatch:
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
+    reward_parts: dict[str, NDArray[np.float64]]
+    """The parts of the rewards by their names, before weights; empty where there are none."""
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
@@ -47,14 +50,17 @@ class RolloutBatch:
         *,
         engine_size: int = 1,
         prompt_places: Mapping[int, int] | None = None,
+        part_names: Sequence[str] = (),
     ) -> RolloutBatch:
         """Gather the numbers of the rollouts of all engines, of `engine_size` ranks each (collective).
 
         They are in the order of `prompt_places`, by the prompt's id, or else of the ranks; an engine's first rank
-        speaks.
+        speaks. `part_names` are those of `data.reward`.
         """
         speaks = ranks.rank % engine_size == 0
-        columns, origin = gather_columns(ranks, _numbers(rollouts if speaks else []))
+        own = rollouts if speaks else []
+        parts = {name: np.array([(row.reward_parts or {})[name] for row in own], np.float64) for name in part_names}
+        columns, origin = gather_columns(ranks, {**_numbers(own), **{f"part {name}": parts[name] for name in parts}})
         order = np.arange(len(origin))
         if prompt_places is not None:
             places = np.array([prompt_places[prompt] for prompt in columns["prompt_ids"].tolist()], np.int64)
@@ -64,8 +70,10 @@ class RolloutBatch:
         gathered = np.flatnonzero(origin // engine_size == ranks.rank // engine_size)
         number_of = np.argsort(order)[gathered]
         held = {int(number): rollout for number, rollout in zip(number_of, rollouts, strict=True)}
+        reward_parts = {name: columns.pop(f"part {name}")[order] for name in parts}
         return cls(
             **{name: column[order] for name, column in columns.items()},
+            reward_parts=reward_parts,
             kl=np.zeros(len(order)),
             in_loss=np.ones(len(order), np.bool_),
             engines=engines,
@@ -83,14 +91,18 @@ class RolloutBatch:
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
 
-    @property
-    def with_signal(self) -> NDArray[np.int64]:
-        """The prompts whose responses differ in reward."""
-        return np.array(groups_with_signal(self.rewards.tolist(), self.prompt_ids.tolist()), np.int64)
+    def with_signal(self, config: Config) -> NDArray[np.int64]:
+        """The prompts whose responses differ in reward, or in a part of it where `train.advantage` takes parts."""
+        columns = [self.rewards]
+        if self.reward_parts and ADVANTAGES.takes_parts(config.train.advantage):
+            weighted = zip(config.data.part_weights, self.reward_parts.values(), strict=True)
+            columns = [column for weight, column in weighted if weight]
+        groups = [groups_with_signal(column.tolist(), self.prompt_ids.tolist()) for column in columns]
+        return np.unique(np.array([prompt for found in groups for prompt in found], np.int64))
 
-    def num_missing(self, config: TrainConfig) -> int:
+    def num_missing(self, config: Config) -> int:
         """The number of groups that dynamic sampling would drop and ask other prompts for."""
-        return config.prompts_per_step - len(self.with_signal)
+        return config.train.prompts_per_step - len(self.with_signal(config))
 
     def penalties(self, config: Config) -> NDArray[np.float64]:
         """The soft overlong punishment of each rollout."""
@@ -106,11 +118,13 @@ class RolloutBatch:
         train, in_batch = config.train, np.ones(len(self), np.bool_)
         rewards = self.rewards + self.penalties(config) - train.kl_coef * self.kl
         if train.refill_rounds:
-            has_signal = np.isin(self.prompt_ids, self.with_signal)
-            dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(train)]
+            has_signal = np.isin(self.prompt_ids, self.with_signal(config))
+            dropped = list(dict.fromkeys(self.prompt_ids[~has_signal].tolist()))[: self.num_missing(config)]
             in_batch = has_signal | np.isin(self.prompt_ids, dropped)
             rewards = np.where(has_signal, rewards, self.rewards)
-        found = group_advantages(rewards[in_batch].tolist(), self.prompt_ids[in_batch].tolist(), train.advantage)
+        parts = [column[in_batch].tolist() for column in self.reward_parts.values()]
+        prompts, weights = self.prompt_ids[in_batch].tolist(), config.data.part_weights
+        found = group_advantages(rewards[in_batch].tolist(), prompts, train.advantage, parts, weights)
         self.advantages = np.zeros(len(self))
         self.advantages[in_batch] = found
         self.in_loss = in_batch & ~(self.truncated & train.overlong_filter)

@@ -22,7 +22,7 @@ from specrl.data.answers import extract_answer
 from specrl.data.generators import ReasoningGym, make_generator
 from specrl.data.problems import Problem, Prompt
 from specrl.data.rewards import sandbox
-from specrl.data.rewards.functions import judge, make_reward
+from specrl.data.rewards.functions import judge, make_rewards
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, RewardPool, Scores, refuse_failure
 from specrl.data.scorers.review import REVIEWED, dangerous_calls
 
@@ -241,7 +241,7 @@ def test_no_answer_to_a_generator_runs_hangs_or_changes_the_next_score(
 def test_what_a_scorer_breaks_on_is_a_failure_and_not_a_score(generators: RewardPool) -> None:
     """An entry without what the scorer needs: a library that has changed, not a response."""
     broken = Prompt(0, "", [], "1", {"generator": NAMES.index("countdown"), "entry": {"answer": "1"}})
-    reward = make_reward(DataConfig(generators=(GeneratorConfig(name="simple_integration"),)))
+    reward = make_rewards(DataConfig(generators=(GeneratorConfig(name="simple_integration"),)))[0]
     found = judge(reward, Prompt(0, "", [], "1", {"generator": 0, "entry": {"answer": "1"}}), "Answer: 1")
     assert found == "raised KeyError: 'metadata'"
     assert score(generators, [broken], ["Answer: x"]).rewards == [0.0]
@@ -271,7 +271,7 @@ def math_verify() -> Iterator[RewardPool]:
     "answer", ["2^{2023}", "x^2 + 1", "\\sqrt{2}", "10!", "\\binom{10}{3}", "e^{x^2}", "(n+1)!", "\\frac{10!}{(10-3)!}"]
 )
 def test_math_verify_keeps_what_answers_look_like(answer: str) -> None:
-    reward = make_reward(DataConfig(source="file", path=Path("rows"), reward="math_verify"))
+    reward = make_rewards(DataConfig(source="file", path=Path("rows"), reward="math_verify"))[0]
     assert judge(reward, Prompt(0, "", [], f"${answer}$"), f"Answer: ${answer}$") == 1.0
 
 

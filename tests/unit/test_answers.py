@@ -9,7 +9,7 @@ import pytest
 from specrl.config import DataConfig
 from specrl.data.answers import format_answer
 from specrl.data.problems import Prompt
-from specrl.data.rewards.functions import make_reward
+from specrl.data.rewards.functions import make_rewards
 
 GSM8K = "She packs 4*6=<<4*6=24>>24 jars.\nThen 24-5=<<24-5=19>>19 are left.\n#### {}"
 RUN_ON = "Answer: 73\n\nQuestion: What is 2+2?\nAnswer: 4"
@@ -18,7 +18,7 @@ INSIDE = "<think>\nAnswer: 73\n</think>\nI give up."
 
 def earned(reward: str, reference: str, response: str, **settings: str) -> float:
     config = DataConfig.model_validate({"source": "file", "path": Path("x.jsonl"), "reward": reward} | settings)
-    return float(make_reward(config)(Prompt(1, "", [], reference), response))
+    return float(make_rewards(config)[0](Prompt(1, "", [], reference), response))
 
 
 @pytest.mark.parametrize("reward", ["exact_match", "math_verify"])

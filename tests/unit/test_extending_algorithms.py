@@ -18,7 +18,7 @@ from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.config.base import import_function
 from specrl.data.problems import Prompt
 from specrl.data.rewards import functions as rewards
-from specrl.data.rewards.functions import make_reward
+from specrl.data.rewards.functions import make_rewards
 from specrl.keys import run_keys
 from specrl.tracking.tracker import check_names
 from tests.contributing import write_files
@@ -107,7 +107,7 @@ def test_a_loss_of_the_drafter(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     config, printed = follow("A reward", "reward.toml", capsys)
     assert "data.reward = my_rewards:brevity" in printed
-    reward = make_reward(config.data)
+    reward = make_rewards(config.data)[0]
     prompt = Prompt(0, "Q", [1], "42", {})
     assert (reward(prompt, " 42"), reward(prompt, "It is 42.")) == (1.0, 0.0)
 
@@ -116,10 +116,10 @@ def test_a_reward_registered_in_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rewards, "_REGISTERED", dict(rewards._REGISTERED))
     write_files("A reward", Path())
     rewards.register_reward("brevity")(import_function("data.reward", "my_rewards:brevity"))
-    reward = make_reward(DataConfig(reward="brevity"))
+    reward = make_rewards(DataConfig(reward="brevity"))[0]
     assert reward(Prompt(0, "Q", [1], "42", {}), "42") == 1.0
     with pytest.raises(ConfigError, match=r"brevity or package\.module:function"):
-        make_reward(DataConfig(reward="brevvity"))
+        make_rewards(DataConfig(reward="brevvity"))
 
 
 def test_a_changed_file_of_ones_own_is_a_new_train_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specrl.config import STAGES, Config, StageName, parse_config
-from specrl.keys import INPUTS, SECTIONS, code_digest, import_source, model_fingerprint, run_keys
+from specrl.keys import INPUTS, SECTIONS, code_digest, model_fingerprint, reward_sources, run_keys
 
 NO_CONTENT = {"name", "runs_dir", "resources", "stage_resources", "cluster", "tracking"}
 """The sections that say where and how a stage runs and not what it computes."""
@@ -105,7 +105,7 @@ def test_a_reward_function_of_the_users_counts_by_content(tmp_path: Path, monkey
     source = tmp_path / "mine" / "rewards.py"
     source.write_text("def score(prompt, response, answer): return 1.0\n")
     config = config_with(data={"reward": "mine.rewards:score"})
-    assert import_source(config.data.reward) == source
+    assert reward_sources(config.data.reward) == (source,)
     before = run_keys(config, "code")
     source.write_text("def score(prompt, response, answer): return 0.0\n")
     assert run_keys(config, "code")["train"] != before["train"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specrl.artifacts import PrepareResult, read_result
-from specrl.config import ConfigError, parse_config
+from specrl.config import ConfigError, RewardPart, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.stages import prepare
@@ -52,7 +52,7 @@ def test_prepare_says_how_many_references_do_not_earn_1_themselves(
     body = "def strict(prompt, response, answer): return float('question 3 ' not in prompt)"
     (tmp_path / "strict_rewards.py").write_text(body)
     monkeypatch.syspath_prepend(str(tmp_path))
-    data = context.config.data.model_copy(update={"reward": "strict_rewards:strict"})
+    data = context.config.data.model_copy(update={"reward": (RewardPart(name="strict_rewards:strict"),)})
     prepare.main(replace(context, config=context.config.model_copy(update={"data": data})))
     [line] = [event.text for event in read_events(context.stage_dir) if "references" in event.text]
     assert re.match(r"1 of the \d+ references looked at do not earn 1 by data.reward = 'strict_rewards:strict'", line)

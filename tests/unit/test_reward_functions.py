@@ -16,7 +16,7 @@ from flows.cli import app
 from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Prompt, fit_all
-from specrl.data.rewards.functions import judge, make_reward
+from specrl.data.rewards.functions import judge, make_rewards
 from specrl.data.rewards.pool import RewardPool, Scores
 from specrl.data.rewards.trial import doubtful_references
 from specrl.models.tiny import character_tokenizer
@@ -105,29 +105,31 @@ def data(name: str, **settings: Any) -> DataConfig:
 )
 def test_a_reward_is_called_as_its_parameters_say_and_may_return_what_has_a_number(name: str, expected: float) -> None:
     prompt = Prompt(0, "Q", [], "x", {"question": "Q", "entry": ENTRY})
-    assert judge(make_reward(data(name)), prompt, "x") == expected
+    assert judge(make_rewards(data(name))[0], prompt, "x") == expected
 
 
 def test_a_reward_of_trl_sees_conversations_where_the_template_is_a_chat() -> None:
     prompt = Prompt(0, "<|user|>Q", [], "x", {"question": "Q"})
-    assert judge(make_reward(data("trl_chat", template="chat")), prompt, "x") == 1
+    assert judge(make_rewards(data("trl_chat", template="chat"))[0], prompt, "x") == 1
 
 
 def test_what_has_no_number_and_a_column_that_is_not_there_are_failures() -> None:
     prompt = Prompt(0, "Q", [], "x", {"question": "Q"})
-    assert judge(make_reward(data("table_without_score")), prompt, "x") == (
+    assert judge(make_rewards(data("table_without_score"))[0], prompt, "x") == (
         "returned {'acc': True}, which is not a finite number"
     )
-    assert "missing 1 required positional argument: 'level'" in str(judge(make_reward(data("columns")), prompt, "x"))
+    assert "missing 1 required positional argument: 'level'" in str(
+        judge(make_rewards(data("columns"))[0], prompt, "x")
+    )
     assert "name files beside its module by Path(__file__)" in str(
-        judge(make_reward(data("reads_a_file")), prompt, "x")
+        judge(make_rewards(data("reads_a_file"))[0], prompt, "x")
     )
 
 
 @pytest.mark.parametrize("file", ["rewards/mine.py", "./rewards/mine.py", "rewards.mine.py"])
 def test_the_path_of_a_file_is_refused_with_the_name_of_its_module(file: str) -> None:
     with pytest.raises(ConfigError, match=r'name the module, not its file: "rewards\.mine:score"'):
-        make_reward(DataConfig(source="file", path="x.jsonl", reward=f"{file}:score"))
+        make_rewards(DataConfig(source="file", path="x.jsonl", reward=f"{file}:score"))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -141,8 +143,8 @@ def test_the_other_columns_of_a_file_reach_the_reward(ending: str, tmp_path: Pat
     config = data("columns", path=path)
     [problem] = read_problems(path, config, fit_all, Counts())
     prompt = Prompt(0, "Q", [], problem.answer, {"question": "Q", "entry": problem.entry})
-    assert make_reward(config)(prompt, "x") == 3
-    [problem] = read_problems(path, config.model_copy(update={"reward": "exact_match"}), fit_all, Counts())
+    assert make_rewards(config)[0](prompt, "x") == 3
+    [problem] = read_problems(path, data("columns", path=path, reward="exact_match"), fit_all, Counts())
     assert problem.entry == {}
 
 
@@ -155,9 +157,10 @@ def test_a_response_that_is_left_out_has_no_advantage() -> None:
         scores = scoring.wait()
     finally:
         pool.close()
-    assert scores.in_groups([0, 0, 0, 1]) == [1.0, 1.0, 1.0, 0.0] and not scores.failures
+    assert scores.in_groups([0, 0, 0, 1]).rewards == [1.0, 1.0, 1.0, 0.0] and not scores.failures
     nan = float("nan")
-    assert Scores([1.0, 0.0, nan, 0.5], [], 0.0).in_groups([7, 7, 7, 8]) == [1.0, 0.0, 0.5, 0.5]
+    known = Scores([[1.0], [0.0], [nan], [0.5]], [], 0.0)
+    assert known.in_groups([7, 7, 7, 8]).rewards == [1.0, 0.0, 0.5, 0.5]
 
 
 def config_file(folder: Path, reward: str, rows: list[dict[str, Any]]) -> Path:

@@ -14,7 +14,7 @@ from specrl.config import ConfigError, DataConfig, GeneratorConfig
 from specrl.data.answers import extract_answer
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
-from specrl.data.rewards.functions import judge, make_reward
+from specrl.data.rewards.functions import judge, make_rewards
 
 
 def prompt(answer: str, entry: dict[str, Any] | None = None) -> Prompt:
@@ -38,17 +38,17 @@ def file_reward(name: str) -> DataConfig:
     ],
 )
 def test_worked_sums_reward_the_last_stated_sum(response: str, expected: float) -> None:
-    assert make_reward(DataConfig())(prompt("8"), response) == expected
+    assert make_rewards(DataConfig())[0](prompt("8"), response) == expected
 
 
 def test_a_sum_of_zero_can_be_stated() -> None:
-    assert make_reward(DataConfig())(prompt("0"), " 0 + 0 = 0. Answer: 0") == 1.0
+    assert make_rewards(DataConfig())[0](prompt("0"), " 0 + 0 = 0. Answer: 0") == 1.0
 
 
 def test_the_task_reward_is_the_generators_own_scorer() -> None:
     config = DataConfig(generators=(GeneratorConfig(name="chain_sum"),))
     problem = next(iter(make_generator(config.generators[0]).problems(1)))
-    reward = make_reward(config)
+    reward = make_rewards(config)[0]
     item = prompt(problem.answer, problem.entry)
     assert reward(item, f"I add them up. Answer: {problem.answer}.0") == 1.0
     assert reward(item, f"<answer>{problem.answer}</answer>") == 1.0
@@ -66,7 +66,7 @@ def test_the_task_reward_is_the_generators_own_scorer() -> None:
     ],
 )
 def test_exact_match_forgives_case_spacing_and_separators(answer: str, response: str, expected: float) -> None:
-    assert make_reward(file_reward("exact_match"))(prompt(answer), response) == expected
+    assert make_rewards(file_reward("exact_match"))[0](prompt(answer), response) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_exact_match_forgives_case_spacing_and_separators(answer: str, response:
     ],
 )
 def test_math_verify_compares_values_not_strings(answer: str, response: str, expected: float) -> None:
-    assert make_reward(file_reward("math_verify"))(prompt(answer), response) == expected
+    assert make_rewards(file_reward("math_verify"))[0](prompt(answer), response) == expected
 
 
 def test_math_verify_also_works_outside_the_main_thread() -> None:
     rewards: list[float] = []
-    reward = make_reward(file_reward("math_verify"))
+    reward = make_rewards(file_reward("math_verify"))[0]
     thread = threading.Thread(target=lambda: rewards.append(reward(prompt("1/2"), "Answer: 0.5")))
     thread.start()
     thread.join()
@@ -101,14 +101,14 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> 
 def test_an_imported_reward_gets_prompt_response_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "def score(prompt, response, answer):\n    return len(prompt) + len(response) / 10 + len(answer) / 100\n"
     name = write_module(tmp_path, monkeypatch, body)
-    assert make_reward(file_reward(f"{name}:score"))(prompt("abc"), "xy") == pytest.approx(1.23)
+    assert make_rewards(file_reward(f"{name}:score"))[0](prompt("abc"), "xy") == pytest.approx(1.23)
 
 
 def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = "def score(prompt, response, answer):\n    return float(response)\n"
-    reward = make_reward(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
+    reward = make_rewards(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))[0]
     assert [judge(reward, prompt("1"), text) for text in ("0.5", "nan", "-inf", "weird")] == [
         0.5,
         "returned nan, which is not a finite number",
@@ -120,7 +120,7 @@ def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("exact", "must be task, math_verify, exact_match or package.module:function"),
+        ("exact", "must be task, math_verify, exact_match, length, code, judge or package.module:function"),
         ("no.such.module:score", "cannot be imported"),
         ("math:no_such_function", "cannot be imported"),
         ("math:pi", r"does not take \(prompt, response, answer\)"),
@@ -129,13 +129,13 @@ def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
 )
 def test_a_wrong_import_path_is_refused_before_anything_runs(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_reward(file_reward(path))
+        make_rewards(file_reward(path))
 
 
 @pytest.mark.parametrize("body", ["def score(:\n", "raise RuntimeError('no key')\n", "1 / 0\n"])
 def test_a_module_that_fails_on_import_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     with pytest.raises(ConfigError, match=r'data\.reward = "own_reward_\d+:score" cannot be imported: ') as error:
-        make_reward(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
+        make_rewards(file_reward(f"{write_module(tmp_path, monkeypatch, body)}:score"))
     assert "\n" not in str(error.value)
 
 
@@ -143,12 +143,12 @@ def test_a_reward_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
     (tmp_path / "reward_beside_the_config.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    assert make_reward(file_reward("reward_beside_the_config:score"))(prompt("1"), "") == 1.0
+    assert make_rewards(file_reward("reward_beside_the_config:score"))[0](prompt("1"), "") == 1.0
 
 
 def test_the_task_reward_needs_a_generator() -> None:
     with pytest.raises(ConfigError, match="generator's own scorer"):
-        make_reward(file_reward("task"))
+        make_rewards(file_reward("task"))
 
 
 @given(st.text(max_size=60).filter(lambda text: "answer" not in text.casefold()))
@@ -163,10 +163,10 @@ def test_the_last_pair_of_tags_holds_the_answer(text: str) -> None:
 
 
 REWARDS = [
-    make_reward(DataConfig()),
-    make_reward(DataConfig(generators=(GeneratorConfig(name="fraction_simplification"),))),
-    make_reward(file_reward("exact_match")),
-    make_reward(file_reward("math_verify")),
+    make_rewards(DataConfig())[0],
+    make_rewards(DataConfig(generators=(GeneratorConfig(name="fraction_simplification"),)))[0],
+    make_rewards(file_reward("exact_match"))[0],
+    make_rewards(file_reward("math_verify"))[0],
 ]
 PIECES = st.sampled_from(
     ["Answer: ", "\\frac{", "}", "1/0", "$", "9" * 400, "<answer>", "</answer>", "nan", "\ud800", "**"]

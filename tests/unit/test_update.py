@@ -190,11 +190,11 @@ def test_leaving_groups_out_changes_no_gradient(ranks: Ranks, model_dir: Path) -
 def test_a_batch_is_what_has_signal_and_then_what_was_dropped_first() -> None:
     config = parse_config({"name": "dapo", "train": {"prompts_per_step": 3, "updates_per_step": 3, "refill_rounds": 1}})
     batch = scored([FLAT, SIGNAL, FLAT[::-1], SIGNAL, FLAT], config)
-    assert batch.num_missing(config.train) == 1
+    assert batch.num_missing(config) == 1
     assert np.unique(batch.prompt_ids[batch.in_loss]).tolist() == [0, 1, 3]
     assert batch.held[12].advantage == 0 and trained_rollouts(batch, config.train) == [3, 4, 5, 9, 10, 11]
     full = scored([FLAT, SIGNAL, SIGNAL, SIGNAL], config)
-    assert full.num_missing(config.train) == 0
+    assert full.num_missing(config) == 0
     assert np.unique(full.prompt_ids[full.in_loss]).tolist() == [1, 2, 3]
     undisturbed = parse_config({"name": "grpo", "train": {"prompts_per_step": 3}})
     assert scored([FLAT, SIGNAL, SIGNAL, SIGNAL], undisturbed).in_loss.all()

@@ -17,7 +17,7 @@ from specrl.data import check
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.functions import make_reward
+from specrl.data.rewards.functions import make_rewards
 from specrl.distributed import Ranks
 from specrl.keys import run_keys
 from specrl.lineage.history import adopt_history, kept_checkpoints
@@ -126,10 +126,10 @@ def test_sets_have_problems_and_sampling_of_their_own(tmp_path: Path) -> None:
     check_data(config)
     file, sums = held_out_sets(config, PromptSource(config, TOKENIZER))
     assert [prompt.text for prompt in file.prompts] == [f"question {number}" for number in range(4)]
-    assert (file.config.sampling.temperature, make_reward(file.config.data)(file.prompts[0], "Answer: 4")) == (0, 1)
+    assert (file.config.sampling.temperature, make_rewards(file.config.data)[0](file.prompts[0], "Answer: 4")) == (0, 1)
     assert all(len(prompt.metadata["entry"]["terms"]) == 6 for prompt in sums.prompts)
     assert (len(sums.prompts), sums.settings.samples_per_prompt, sums.config.sampling.top_p) == (5, 3, 0.9)
-    assert make_reward(sums.config.data)(sums.prompts[0], f"Answer: {sums.prompts[0].answer}") == 1
+    assert make_rewards(sums.config.data)[0](sums.prompts[0], f"Answer: {sums.prompts[0].answer}") == 1
 
 
 def test_problems_of_a_set_are_never_trained_on() -> None:

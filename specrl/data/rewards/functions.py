@@ -4,64 +4,125 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import re
 import reprlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from specrl.config import ConfigError, DataConfig
-from specrl.config.base import import_function
+from pydantic import ValidationError, model_validator
+
+from specrl.config import ConfigError, DataConfig, RewardPart
+from specrl.config.algorithms import Options
+from specrl.config.base import NonNegativeInt, import_function
+from specrl.config.errors import explain
 from specrl.data.answers import after_thoughts, as_latex, extract_answer, final_part, is_text, references, same
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
+from specrl.data.rewards.code import CodeParameters, run_tests
+from specrl.data.rewards.judge import JudgeParameters, ask_judge
 from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
 Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
-RewardFunction = Callable[[str, str, str], float]  # (prompt, response, answer) -> reward
+RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; with parameters, these are the last
 
 MATH_VERIFY_SECONDS = 5  # for each step of a comparison
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
-_REGISTERED: dict[str, RewardFunction] = {}
+_REGISTERED: dict[str, _Registered] = {}
 
 
-def register_reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """The decorator that registers a reward under `name` for `data.reward`."""
+@dataclass(frozen=True)
+class _Registered:
+    function: RewardFunction
+    parameters: type[Options]
+    reads: Callable[[str], str]  # what the function sees of a response
+    of_reference: float  # what a response that states the reference earns
+
+
+def register_reward(
+    name: str,
+    parameters: type[Options] = Options,
+    reads: Callable[[str], str] = final_part,
+    *,
+    of_reference: float = 1.0,
+) -> Callable[[RewardFunction], RewardFunction]:
+    """The decorator that registers a reward under `name` for `data.reward`.
+
+    Args:
+        parameters: The model of its parameters, which it is called with as the last argument if it has any.
+        reads: What it sees of a response, unless `data.answer_from` asks for the whole.
+        of_reference: What a response earns that states the reference as its answer.
+    """
 
     def decorate(function: RewardFunction) -> RewardFunction:
         if name == "task" or name in _REGISTERED:
             raise ValueError(f"data.reward: another reward is already registered as {name!r}")
-        _REGISTERED[name] = function
+        _REGISTERED[name] = _Registered(function, parameters, reads, of_reference)
         return function
 
     return decorate
 
 
-def make_reward(config: DataConfig) -> Reward:
-    """The reward of `data.reward`, which may raise, return anything, hang or end its process."""
-    if config.reward == "task":
-        if config.source != "generators":
-            raise ConfigError(
-                'data.reward = "task" is a generator\'s own scorer; with data.source = "file" use one of '
-                f"{', '.join(_REGISTERED)}, or an import path package.module:function"
-            )
-        return _task_reward(config)
-    function = _REGISTERED.get(config.reward)
-    if function is None:
-        return _imported(config)
-    part = final_part if config.answer_from == "final_part" else str
-    return lambda prompt, response: function(prompt.text, part(response), prompt.answer)
+def make_rewards(config: DataConfig) -> list[Reward]:
+    """The parts of `data.reward`, each of which may raise, return anything, hang or end its process.
+
+    Raises:
+        ConfigError: There is no such reward, or it cannot be used with these parameters.
+    """
+    return [_make_reward(config, part) for part in config.reward]
 
 
-def warm_up(config: DataConfig, reward: Reward) -> None:
-    """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer."""
-    if config.reward == "task":
+def of_references(config: DataConfig) -> float:
+    """What a response earns that states the reference as its answer, as far as built-in rewards know."""
+    known = (_REGISTERED.get(part.name) for part in config.reward)
+    return weighted(config.part_weights, [found.of_reference if found is not None else 1.0 for found in known])
+
+
+def weighted(weights: Sequence[float], parts: Sequence[float]) -> float:
+    """The reward of a response whose parts have these values."""
+    return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
+
+
+def _make_reward(config: DataConfig, part: RewardPart) -> Reward:
+    found = _REGISTERED.get(part.name)
+    if found is not None:
+        return _registered(config, part, found)
+    if part.parameters:
+        raise ConfigError(f'data.reward = "{part.name}" takes no parameters: leave {", ".join(part.parameters)} out')
+    if part.name != "task":
+        return _imported(config, part.name)
+    if config.source != "generators":
+        raise ConfigError(
+            'data.reward = "task" is a generator\'s own scorer; with data.source = "file" use one of '
+            f"{', '.join(_REGISTERED)}, or an import path package.module:function"
+        )
+    return _task_reward(config)
+
+
+def _registered(config: DataConfig, part: RewardPart, found: _Registered) -> Reward:
+    try:
+        parameters = found.parameters.model_validate(part.parameters, context=config)
+    except ValidationError as error:
+        raise ConfigError(explain(error, found.parameters, ("data", "reward", part.name))) from None
+    more = () if found.parameters is Options else (parameters,)
+    reads = found.reads if config.answer_from == "final_part" else str
+    return lambda prompt, response: found.function(prompt.text, reads(response), prompt.answer, *more)
+
+
+def warm_up(config: DataConfig, part: RewardPart, reward: Reward) -> None:
+    """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer.
+
+    One that has parameters runs what a model writes, or asks a server, and imports nothing.
+    """
+    if part.name == "task":
         for index, generator in enumerate(config.generators):
             problem = next(iter(make_generator(generator).problems(0)))
             metadata = {"generator": index, "entry": problem.entry}
             judge(reward, Prompt(0, problem.question, [], problem.answer, metadata), problem.demonstration)
-    elif is_built_in(config):
+    elif part.name in _REGISTERED and _REGISTERED[part.name].parameters is Options:
         judge(reward, Prompt(0, "", [], "$\\frac{1}{2} + x^2$"), "Answer: $x^2 + 1/2$")
 
 
@@ -77,8 +138,18 @@ def _task_reward(config: DataConfig) -> Reward:
 
 
 def is_built_in(config: DataConfig) -> bool:
-    """Whether `data.reward` is one of specrl's, not a function that the user has written."""
-    return ":" not in config.reward
+    """Whether all parts of `data.reward` are specrl's, and none is a function that the user has written."""
+    return not any(part.is_own for part in config.reward)
+
+
+def starts_processes(config: DataConfig) -> bool:
+    """Whether a part of `data.reward` may start processes."""
+    return runs_code(config) or not is_built_in(config)
+
+
+def runs_code(config: DataConfig) -> bool:
+    """Whether a part of `data.reward` runs what a model writes."""
+    return any(part.name == "code" for part in config.reward)
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
@@ -153,9 +224,38 @@ def exact_match(_: str, response: str, answer: str) -> float:
     return float(any(same(stated, reference) for reference in references(answer)))
 
 
-def _imported(config: DataConfig) -> Reward:
+class LengthParameters(Options):
+    """The parameters of `length`, in characters: a reward sees text. `train.overlong_window` counts tokens."""
+
+    target: NonNegativeInt
+    """The longest response that earns 1."""
+    limit: NonNegativeInt | None = None
+    """The length from which on it earns 0; from `target` to here it falls along a line. By default there is a step."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.limit is not None and self.limit <= self.target:
+            raise ValueError(f"limit = {self.limit}: it must be above target = {self.target}")
+        return self
+
+
+@register_reward("length", LengthParameters, str)
+def length(_: str, response: str, __: str, parameters: LengthParameters) -> float:
+    """1 for a response of at most `target` characters, thoughts included, and less for longer ones.
+
+    Advantages are relative to a group, so that this is a penalty of up to the part's weight; without `limit` it is the
+    length reward of GDPO (arXiv 2601.05242).
+    """
+    limit = parameters.limit or parameters.target + 1
+    return min(1.0, max(0.0, (limit - len(response)) / (limit - parameters.target)))
+
+
+register_reward("code", CodeParameters, after_thoughts, of_reference=0.0)(run_tests)
+register_reward("judge", JudgeParameters, after_thoughts)(ask_judge)
+
+
+def _imported(config: DataConfig, path: str) -> Reward:
     """The function behind an import path, called as its parameters say: as specrl's, TRL's, verl's or OpenRLHF's."""
-    path = config.reward
     if ":" not in path:
         known = ", ".join(["task", *_REGISTERED])
         raise ConfigError(f'data.reward = "{path}": it must be {known} or package.module:function')

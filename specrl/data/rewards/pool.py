@@ -28,8 +28,8 @@ from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
-from specrl.data.rewards.functions import is_built_in, shortened
-from specrl.data.rewards.worker import ANSWER_BYTES, Order, Outcome
+from specrl.data.rewards.functions import is_built_in, shortened, weighted
+from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Order, Outcome
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class RewardFailure:
     response: str
     reason: str
     by_response: bool = False  # ran out of time or memory or ended its fork: others may not
+    parts: tuple[int, ...] = (0,)  # the numbers of the reward's parts that have failed
 
     def __str__(self) -> str:
         return f"{self.reason}; prompt {self.prompt!r}, response {self.response!r}"
@@ -70,41 +71,59 @@ class FailureTally:
     reasons: tuple[tuple[str, int], ...] = ()  # (reason, failures), the most frequent first
     first: RewardFailure | None = None
     by_response: int = 0  # how many are `RewardFailure.by_response`
+    by_part: tuple[tuple[int, int], ...] = ()  # (number of the reward's part, failures)
 
     @classmethod
     def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
         reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
         by_response = sum(failure.by_response for failure in failures)
-        return cls(len(failures), tuple(reasons), failures[0] if failures else None, by_response)
+        by_part = Counter(part for failure in failures for part in failure.parts)
+        first = failures[0] if failures else None
+        return cls(len(failures), tuple(reasons), first, by_response, tuple(by_part.items()))
 
     @classmethod
     def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
         """Sum up what several ranks have summed up, in their order."""
-        reasons, count, first, by_response = Counter[str](), 0, None, 0
+        reasons, by_part, count, first, by_response = Counter[str](), Counter[int](), 0, None, 0
         for tally in tallies:
             reasons.update(dict(tally.reasons))
+            by_part.update(dict(tally.by_part))
             count, first = count + tally.count, first or tally.first
             by_response += tally.by_response
-        return cls(count, tuple(reasons.most_common(REASONS)), first, by_response)
+        return cls(count, tuple(reasons.most_common(REASONS)), first, by_response, tuple(by_part.items()))
 
 
 @dataclass(frozen=True)
 class Scores:
     """The rewards of the responses of one generation."""
 
-    rewards: list[float]  # in the order of the responses' numbers; NaN where the reward leaves one out
-    failures: list[RewardFailure]  # in the same order; their reward is `data.reward_on_failure`
+    parts: list[list[float]]
+    """The values of the reward's parts by response, in the order of the responses' numbers; NaN where a part leaves the
+    response out."""
+    failures: list[RewardFailure]  # in the same order; what has failed counts as `data.reward_on_failure`
     waited_s: float
+    weights: tuple[float, ...] = (1.0,)
 
-    def in_groups(self, groups: Sequence[int]) -> list[float]:
-        """The rewards; one that was left out is its group's mean, so that it has no advantage, or 0 if all were."""
-        known: dict[int, list[float]] = {}
-        for group, reward in zip(groups, self.rewards, strict=True):
-            known.setdefault(group, []).extend([] if math.isnan(reward) else [reward])
-        means = {group: math.fsum(rewards) / max(1, len(rewards)) for group, rewards in known.items()}
-        return [
-            means[group] if math.isnan(reward) else reward for group, reward in zip(groups, self.rewards, strict=True)
-        ]
+    @property
+    def rewards(self) -> list[float]:
+        """The weighted sum of each response's parts."""
+        return [weighted(self.weights, parts) for parts in self.parts]
+
+    def in_groups(self, groups: Sequence[int]) -> Scores:
+        """The scores in which what a part leaves out is its group's mean, without an advantage, or 0 if all were."""
+        columns = [_filled(column, groups) for column in zip(*self.parts, strict=True)]
+        return replace(self, parts=[list(row) for row in zip(*columns, strict=True)])
+
+
+def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
+    known: dict[int, list[float]] = {}
+    for group, value in zip(groups, values, strict=True):
+        known.setdefault(group, []).extend([] if math.isnan(value) else [value])
+    means = {group: math.fsum(found) / max(1, len(found)) for group, found in known.items()}
+    return [means[group] if math.isnan(value) else value for group, value in zip(groups, values, strict=True)]
+
+
+Result = tuple[list[float], RewardFailure | None]  # the values of the parts, and why some of them are no results
 
 
 @dataclass(frozen=True)
@@ -113,10 +132,22 @@ class _Job:
     section: int  # index into `RewardPool.sections`
     prompt: Prompt
     response: str
-    results: SimpleQueue[tuple[int, float | RewardFailure | Exception]]
+    data: DataConfig  # that section
+    results: SimpleQueue[tuple[int, Result | Exception]]
 
-    def failed(self, reason: str) -> RewardFailure:
-        return RewardFailure(shortened(self.prompt.text), shortened(self.response), reason)
+    def failed(self, reason: str, parts: Sequence[int] | None = None) -> RewardFailure:
+        """The failure of some parts, or of all of them."""
+        numbers = tuple(range(len(self.data.reward)) if parts is None else parts)
+        return RewardFailure(shortened(self.prompt.text), shortened(self.response), reason, parts=numbers)
+
+    def judged(self, parts: Sequence[float | str | None], on_failure: float) -> Result:
+        """What came of each part, as `Outcome.parts` has it."""
+        failed = [number for number, part in enumerate(parts) if isinstance(part, str)]
+        values = [math.nan if part is None else on_failure if isinstance(part, str) else part for part in parts]
+        if not failed:
+            return values, None
+        where = f" (in {self.data.part_names[failed[0]]})" if self.data.part_names else ""
+        return values, self.failed(f"{parts[failed[0]]}{where}", failed)
 
 
 class RewardPool:
@@ -125,7 +156,7 @@ class RewardPool:
     def __init__(self, config: DataConfig, *others: DataConfig) -> None:
         """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too."""
         self.config = config
-        self.sections = list(dict.fromkeys(section.model_dump_json() for section in (config, *others)))
+        self.sections = {section.model_dump_json(): section for section in (config, *others)}
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.error: Exception | None = None  # why the pool can do nothing more
         self.closed = False
@@ -169,7 +200,7 @@ class RewardPool:
             self._lost += 1
             if self._lost == LOST_IN_A_ROW and not self._has_answered and not is_built_in(self.config):
                 self.error = RewardError(
-                    f"data.reward = {self.config.reward!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
+                    f"data.reward = {self.config.reward_words!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
                     f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
                     f"{self.config.reward_timeout_s:g})"
                 )
@@ -189,8 +220,8 @@ class Scoring:
 
     def __init__(self, pool: RewardPool, data: DataConfig) -> None:
         self._pool = pool
-        self._section = pool.sections.index(data.model_dump_json())
-        self._results: SimpleQueue[tuple[int, float | RewardFailure | Exception]] = SimpleQueue()
+        self._data, self._section = data, list(pool.sections).index(data.model_dump_json())
+        self._results: SimpleQueue[tuple[int, Result | Exception]] = SimpleQueue()
         self._submitted = 0
 
     def submit(self, number: int, prompt: Prompt, response: str) -> None:
@@ -198,26 +229,27 @@ class Scoring:
         if self._pool.error is not None:
             raise self._pool.error
         self._submitted += 1
-        self._pool.jobs.put(_Job(number, self._section, replace(prompt, tokens=[]), response, self._results))
+        job = _Job(number, self._section, replace(prompt, tokens=[]), response, self._data, self._results)
+        self._pool.jobs.put(job)
 
     def wait(self, *, logs: bool = True) -> Scores:
         """Wait for the rewards of all responses; RewardError if the pool can do nothing more."""
         started = time.perf_counter()
-        results: dict[int, float | RewardFailure] = {}
+        results: dict[int, Result] = {}
         while len(results) < self._submitted:
             number, result = self._results.get()
             if isinstance(result, Exception):
                 raise result
             results[number] = result
         ordered = [results[number] for number in sorted(results)]
-        failures = [result for result in ordered if isinstance(result, RewardFailure)]
+        failures = [failure for _, failure in ordered if failure is not None]
         on_failure = self._pool.config.reward_on_failure
         for failure in failures[:LOGGED] if logs else ():
             logger.warning("data.reward failed and counts as %g: it %s", on_failure, failure)
         if logs and len(failures) > LOGGED:
             logger.warning("data.reward failed on %d more responses", len(failures) - LOGGED)
-        rewards = [on_failure if isinstance(result, RewardFailure) else result for result in ordered]
-        return Scores(rewards, failures, time.perf_counter() - started)
+        parts, weights = [values for values, _ in ordered], self._data.part_weights
+        return Scores(parts, failures, time.perf_counter() - started, weights)
 
 
 class _Worker:
@@ -245,7 +277,7 @@ class _Worker:
             self._pool.started("")
         while (job := self._pool.jobs.get()) is not None:
             try:
-                result = self._pool.error or self._reward(job)
+                result = self._pool.error or self._result(job)
             except Exception as error:  # the rank's main thread waits for an answer and shall raise it
                 self._pool.error = result = error
             job.results.put((job.number, result))
@@ -255,7 +287,14 @@ class _Worker:
         if self._process is not None:
             end_helper(self._process)
 
-    def _reward(self, job: _Job) -> float | RewardFailure:
+    def _result(self, job: _Job) -> Result:
+        on_failure = self._pool.config.reward_on_failure
+        found = self._outcome(job)
+        if isinstance(found, RewardFailure):
+            return [on_failure] * len(job.data.reward), found
+        return job.judged(found, on_failure)
+
+    def _outcome(self, job: _Job) -> list[float | str | None] | RewardFailure:
         try:
             message = pickle.dumps((job.prompt, job.response))
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -282,9 +321,9 @@ class _Worker:
                 ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
-            if outcome.left_out:
-                return math.nan
-            return job.failed(outcome.failure or "") if outcome.score is None else outcome.score
+            if outcome.parts is None or len(outcome.parts) != len(job.data.reward):
+                return job.failed(outcome.failure or STRANGE)
+            return outcome.parts
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
@@ -313,7 +352,9 @@ class _Worker:
                 return self._connection
             if attempt < TRIES and not self._pool.closed:
                 self._start()
-        raise RewardError(f"data.reward = {self._pool.config.reward!r}: its process cannot be started, see the log")
+        raise RewardError(
+            f"data.reward = {self._pool.config.reward_words!r}: its process cannot be started, see the log"
+        )
 
     def _start(self) -> None:
         if self._connection is not None:
@@ -323,11 +364,11 @@ class _Worker:
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(Order(self._pool.sections, self._scratch))
+            self._connection.send(Order(list(self._pool.sections), self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
                 raise RewardError(
-                    f"data.reward = {self._pool.config.reward!r}: its import took longer than {START_SECONDS} s"
+                    f"data.reward = {self._pool.config.reward_words!r}: its import took longer than {START_SECONDS} s"
                 )
             answer = json.loads(self._connection.recv_bytes(LONGEST_ANSWER))
         except (EOFError, OSError):
@@ -356,16 +397,16 @@ def describe(failures: FailureTally, num_responses: int) -> str:
 
 
 def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
-    """Raise RewardError where a reward failed on all responses of a generation, over all ranks.
+    """Raise RewardError where a part of a reward failed on all responses of a generation, over all ranks.
 
     A built-in reward that no response let finish is not refused: a policy must not be able to end its run.
     """
     if is_built_in(config) and failures.by_response == failures.count:
         return
-    if num_responses and failures.count == num_responses:
+    if num_responses and num_responses in dict(failures.by_part).values():
         raise RewardError(
-            f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures.first}; "
-            "nothing can be learned from it, so fix it and resume the run"
+            f"data.reward = {config.reward_words!r} failed on all {num_responses} responses: the first one "
+            f"{failures.first}; nothing can be learned from it, so fix it and resume the run"
         )
 
 

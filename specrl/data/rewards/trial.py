@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from specrl.config import Config, ConfigError
 from specrl.data.held_out import make_problems
 from specrl.data.problems import Problem, Prompt, fit_all
 from specrl.data.rendering import CHAT, check_template
-from specrl.data.rewards.functions import shortened
-from specrl.data.rewards.pool import RewardError, RewardPool
+from specrl.data.rewards.functions import of_references, shortened
+from specrl.data.rewards.pool import RewardError, RewardPool, Scores
 
 SHOWN = 400  # characters of a problem
 
@@ -25,7 +26,8 @@ class Trial:
     problem: int
     question: str
     answer: str
-    score: float | None  # as a run takes it: None where the reward returned that
+    score: float | None  # as a run takes it: None where the reward, or a part of it, returned that
+    parts: dict[str, float | None]  # the parts of the score, unweighted; empty where there are none
     error: str | None  # why the reward failed
     seconds: float  # without the reward's import
 
@@ -34,12 +36,14 @@ class Trial:
 
     def lines(self) -> list[str]:
         """What a terminal shows; nothing in it is taken as a control character."""
+        parts = [f"{name} {'none' if value is None else format(value, 'g')}" for name, value in self.parts.items()]
         failed = [] if self.error is None else [f"failed: the reward {self.error}"]
         return [
             f"problem {self.problem}: {shortened(self.question, SHOWN)}",
             f"answer: {shortened(self.answer, SHOWN)}",
             f"score: {'none, it leaves the response out,' if self.score is None else format(self.score, 'g')} in "
             f"{self.seconds:.3f} s",
+            *([f"parts: {', '.join(parts)}"] if parts else []),
             *failed,
         ]
 
@@ -50,43 +54,48 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
     pool = RewardPool(config.data)
     try:
-        score, error, seconds = _scored(pool, _prompt(config, problem), response)
+        scores, seconds = _scored(pool, _prompt(config, problem), response)
     except RewardError as reason:
         raise ConfigError(str(reason)) from reason
     finally:
         pool.close()
-    return Trial(number, problem.question, problem.answer, score, error, seconds)
+    score, *values = (None if math.isnan(value) else value for value in (*scores.rewards, *scores.parts[0]))
+    parts = dict(zip(config.data.part_names, values, strict=False))
+    error = next((failure.reason for failure in scores.failures), None)
+    return Trial(number, problem.question, problem.answer, score, parts, error, seconds)
 
 
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
-    """A line if references do not earn 1 when a response states them word by word."""
+    """A line if references do not earn what is right when a response states them word by word."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
     pool = RewardPool(config.data)
     try:
         scoring = pool.begin(config.data)
         for number, (prompt, text) in enumerate(found):
             scoring.submit(number, prompt, text)
-        rewards = scoring.wait(logs=False).rewards
+        scores = scoring.wait(logs=False)
     finally:
         pool.close()
-    lost = [prompt.answer for (prompt, _), reward in zip(found, rewards, strict=True) if reward != 1]
+    right = of_references(config.data)
+    lost = [prompt.answer for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]
     if not lost:
         return []
+    columns = zip(config.data.part_names, zip(*scores.parts, strict=True), strict=False)
+    means = ", ".join(f"{name} {fmean(values):g}" for name, values in columns)
     return [
-        f"{len(lost)} of the {len(found)} references looked at do not earn 1 by data.reward = {config.data.reward!r} "
-        f"when they are stated as the answer: no response can be right, or the reward asks for another form; the first "
-        f"one: {shortened(lost[0])!r}"
+        f"{len(lost)} of the {len(found)} references looked at do not earn {right:g} by data.reward = "
+        f"{config.data.reward_words!r} when they are stated as the answer: no response can be right, or the reward "
+        f"asks for another form{f' (mean of its parts: {means})' if means else ''}; the first one: "
+        f"{shortened(lost[0])!r}"
     ]
 
 
-def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[float | None, str | None, float]:
+def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[Scores, float]:
     pool.wait_until_ready()
     started = time.perf_counter()
     scoring = pool.begin(pool.config)
     scoring.submit(0, prompt, response)
-    scores = scoring.wait(logs=False)
-    score = None if math.isnan(scores.rewards[0]) else scores.rewards[0]
-    return score, next((failure.reason for failure in scores.failures), None), time.perf_counter() - started
+    return scoring.wait(logs=False), time.perf_counter() - started
 
 
 def _prompt(config: Config, problem: Problem) -> Prompt:

@@ -1,6 +1,6 @@
 """The process that computes rewards, each response's in a fork of itself. It ends with the rank that started it.
 
-It imports the rewards once, inside the sandbox. What comes back from a fork is a number or a text, as JSON.
+It imports the rewards once, inside the sandbox. What comes back from a fork are numbers and texts, as JSON.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from typing import NoReturn
 
 from specrl.config import ConfigError, DataConfig
 from specrl.data.rewards import sandbox
-from specrl.data.rewards.functions import Reward, is_built_in, judge, make_reward, warm_up
+from specrl.data.rewards.code import refuse_open_sandbox
+from specrl.data.rewards.functions import Reward, judge, make_rewards, runs_code, starts_processes, warm_up
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
 CHECK_SECONDS = 0.05  # how often a silent fork is looked at
+STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one response: exactly one of the first three is set, or `late` or `left_out`."""
+    """What came of one response: exactly one of these is set."""
 
-    score: float | None = None
-    failure: str | None = None  # why the reward has failed
+    parts: list[float | str | None] | None = None
+    """The number of each part of the reward, None where it leaves the response out, or why it has failed."""
     ended: int | None = None  # the exit code of a fork that ended without an answer, or minus its signal
     late: bool = False  # ended at `data.reward_timeout_s`
-    left_out: bool = False  # the reward returned None
+    failure: str | None = None  # why there is nothing of the above
 
     @classmethod
     def parse(cls, message: bytes) -> Outcome:
@@ -51,12 +53,13 @@ class Outcome:
             outcome = cls(**fields)
         except (RecursionError, TypeError, UnicodeDecodeError) as error:
             raise ValueError("no outcome") from error
-        score, failure, ended = outcome.score, outcome.failure, outcome.ended
-        numbers = isinstance(score, float | None) and (score is None or math.isfinite(score))
-        if not (numbers and isinstance(failure, str | None) and isinstance(ended, int | None)):
+        parts, failure, ended = outcome.parts, outcome.failure, outcome.ended
+        if not (isinstance(parts, list | None) and isinstance(failure, str | None) and isinstance(ended, int | None)):
             raise ValueError("no outcome")
-        flags = outcome.late is True, outcome.left_out is True
-        if sum((score is not None, failure is not None, ended is not None, *flags)) != 1:
+        for part in parts or ():
+            if not (isinstance(part, str | None) or (isinstance(part, float) and math.isfinite(part))):
+                raise ValueError("no outcome")
+        if sum((parts is not None, failure is not None, ended is not None, outcome.late is True)) != 1:
             raise ValueError("no outcome")
         return outcome
 
@@ -93,9 +96,12 @@ def main(rank: Connection) -> None:
         sandbox.adopt_orphans()
     sandbox.hide_memory()
     try:
-        rewards = [make_reward(section) for section in sections]
-        for section, reward in zip(sections, rewards, strict=True):
-            warm_up(section, reward)
+        if any(map(runs_code, sections)):
+            refuse_open_sandbox(held)
+        rewards = [make_rewards(section) for section in sections]
+        for section, parts in zip(sections, rewards, strict=True):
+            for part, reward in zip(section.reward, parts, strict=True):
+                warm_up(section, part, reward)
         problem = ""
     except ConfigError as error:
         rewards, problem = [], str(error)
@@ -122,7 +128,7 @@ class Scorer:
         self,
         rank: Connection,
         sections: Sequence[DataConfig],
-        rewards: Sequence[Reward],
+        rewards: Sequence[Sequence[Reward]],
         scratch: Path,
         held: sandbox.Confinement,
     ) -> None:
@@ -141,7 +147,7 @@ class Scorer:
                 self._rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        processes = not is_built_in(self._sections[section])  # those need none
+        processes = starts_processes(self._sections[section])
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, child = os.getpid(), os.fork()
@@ -173,8 +179,7 @@ class Scorer:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)
             prompt, response = pickle.loads(message)
-            found = judge(self._rewards[section], prompt, response)
-            outcome = Outcome(failure=found) if isinstance(found, str) else Outcome(score=found, left_out=found is None)
+            outcome = Outcome([judge(reward, prompt, response) for reward in self._rewards[section]])
             answer.send(outcome.json())
             code = 0
         finally:
@@ -240,7 +245,7 @@ def _understood(message: bytes) -> Outcome:
             return Outcome.parse(message)
     except ValueError:
         pass
-    return Outcome(failure="answered with something else than an outcome, which the response may have made it do")
+    return Outcome(failure=STRANGE)
 
 
 def _exit_code(child: int) -> int | None:

@@ -113,7 +113,7 @@ class RolloutGenerator:
         own, texts, counted = self._own_share(prompts, step)
         rollouts, counters, failures = self._gather(prompts, own, counted)
         refills = 0
-        while refills < train.refill_rounds and (missing := rollouts.num_missing(train)):
+        while refills < train.refill_rounds and (missing := rollouts.num_missing(self._config)):
             refills += 1
             more = self.source.refill(step, refills)[:missing]
             counted = self._refill(more, step, own, counted)
@@ -144,7 +144,8 @@ class RolloutGenerator:
         """Gather the numbers of all rollouts so far, and the counters of all ranks."""
         size = self._config.engine.tensor_parallel
         places = {prompt.id: index for index, prompt in enumerate(prompts)}
-        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
+        names = self._config.data.part_names
+        rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places, part_names=names)
         counters = self._ranks.gather(counted)
         failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
         refuse_failure(failures, len(rollouts), self._config.data)

@@ -1,0 +1,143 @@
+"""The reward of code: what a response has written runs against the tests of its row, within the sandbox of rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self, cast
+
+from pydantic import ValidationInfo, model_validator
+
+from specrl.config import ConfigError, DataConfig
+from specrl.config.algorithms import Options
+from specrl.config.base import PositiveFloat, PositiveInt
+from specrl.data.rewards.sandbox import Confinement, hide_memory
+
+MIB = 2**20
+LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
+ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""That of the tests."""
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_RUNNER = """
+import resource, sys
+memory, proof, *names = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
+sys.argv = names[:1]
+scope = {"__name__": "__main__"}
+for name in names:
+    with open(name) as file:
+        exec(compile(file.read(), name, "exec"), scope)
+if proof:
+    print(proof, flush=True)
+"""
+"""Runs a solution and perhaps a test. A solution that ends the process has passed no test, whatever its exit code."""
+_SOLUTION, _TEST, _OUTPUT = "solution.py", "test.py", "output"
+
+
+class CodeParameters(Options):
+    """The parameters of `code`."""
+
+    seconds: PositiveFloat = 10.0
+    """The time for all tests of a response; those that have not ended by then are not passed."""
+    memory_mib: PositiveInt = 1024
+    """The address space of a test."""
+
+    @model_validator(mode="after")
+    def _is_held(self, info: ValidationInfo) -> Self:
+        data = cast(DataConfig, info.context)
+        if data.reward_network:
+            raise ValueError('data.reward_network = true: what "code" runs may not use the network; set it to false')
+        if self.seconds >= data.reward_timeout_s:
+            raise ValueError(f"seconds = {self.seconds:g}: data.reward_timeout_s must be longer")
+        return self
+
+
+def refuse_open_sandbox(held: Confinement) -> None:
+    """Raise ConfigError on a machine whose kernel does not hold all of the sandbox."""
+    if gaps := held.gaps(network=False):
+        raise ConfigError(
+            f'data.reward = "code" runs what a model writes, which on this machine could {gaps}: run it where '
+            "`specrl doctor` finds a whole sandbox"
+        )
+
+
+def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) -> float:
+    """The share of the tests in `answer` that the last fenced block of a response passes; 0 without a block.
+
+    The caller must be in the sandbox, in an empty folder where it may write.
+    """
+    tests, blocks = read_tests(answer), _BLOCK.findall(response)
+    deadline = time.monotonic() + parameters.seconds
+    hide_memory()  # with what is wanted, and the variables of `data.reward_environment`
+    try:
+        return sum(_passes(blocks[-1], *test, deadline, parameters) for test in tests if blocks) / len(tests)
+    finally:
+        hide_memory(False)
+
+
+def read_tests(answer: str) -> list[tuple[str, str | None]]:
+    """The tests of a row: Python texts that must raise nothing, or what a program reads with what it must print.
+
+    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}`; ValueError where there are none.
+    """
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = [answer] if answer.strip() else None
+    if isinstance(found, dict):
+        given, wanted = found.get("inputs"), found.get("outputs")
+        if isinstance(given, list) and isinstance(wanted, list) and 0 < len(given) == len(wanted):
+            return list(zip(map(str, given), map(str, wanted), strict=True))
+    elif found and isinstance(found, list) and all(isinstance(text, str) for text in found):
+        return [(text, None) for text in found]
+    raise ValueError(f"the row has no tests for code: {answer:.80}")
+
+
+def _passes(code: str, test: str, wanted: str | None, deadline: float, parameters: CodeParameters) -> bool:
+    """Whether code raises nothing in a test, or prints what is wanted."""
+    Path(_SOLUTION).write_text(code, errors="replace")
+    if wanted is not None:
+        printed = _printed(["", _SOLUTION], test, deadline, parameters)
+        return printed is not None and _lines(printed) == _lines(wanted)
+    Path(_TEST).write_text(test, errors="replace")
+    proof = secrets.token_hex(16)
+    printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
+    return printed is not None and printed.endswith(f"{proof}\n")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _printed(arguments: Sequence[str], given: str, deadline: float, parameters: CodeParameters) -> str | None:
+    """What a process prints, its end if that is long; None where it fails or has no time left."""
+    if (left := deadline - time.monotonic()) <= 0:
+        return None
+    with Path(_OUTPUT).open("w+b") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", "-c", _RUNNER, str(parameters.memory_mib * MIB), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(given.encode(errors="replace"), timeout=left)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):  # what it has started may have outlived it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - LONGEST_OUTPUT))
+        return output.read().decode(errors="replace") if process.returncode == 0 else None
