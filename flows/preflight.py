@@ -71,7 +71,7 @@ def _shared_databases(config: Config) -> list[str]:
 
 
 def _reward_doubts(config: Config) -> list[str]:
-    if ":" not in config.data.reward:
+    if config.environment.name is not None or ":" not in config.data.reward:
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
 

@@ -31,13 +31,14 @@ INPUTS: dict[StageName, tuple[StageName, ...]] = {
 """The finished stages that each stage reads."""
 
 SECTIONS: dict[StageName, tuple[str, ...]] = {
-    "prepare": ("seed", "model", "data", "warm_start", "policy", "sampling"),
-    "pretrain": ("seed", "model", "data", "sampling", "speculation", "engine", "drafter"),
+    "prepare": ("seed", "model", "data", "environment", "warm_start", "policy", "sampling"),
+    "pretrain": ("seed", "model", "data", "environment", "sampling", "speculation", "engine", "drafter"),
     "calibrate": ("seed", "model", "policy", "precision"),
     "train": (
         "seed",
         "model",
         "data",
+        "environment",
         "sampling",
         "speculation",
         "bubbles",
@@ -48,7 +49,18 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
         "train",
         "precision",
     ),
-    "validate": ("seed", "model", "data", "sampling", "speculation", "engine", "train", "precision", "validate"),
+    "validate": (
+        "seed",
+        "model",
+        "data",
+        "environment",
+        "sampling",
+        "speculation",
+        "engine",
+        "train",
+        "precision",
+        "validate",
+    ),
     "export": ("seed", "model", "data", "sampling", "speculation", "engine", "precision", "drafter"),
 }
 """The sections of the configuration that each stage reads itself. What its inputs read is in their keys."""
@@ -89,6 +101,8 @@ def stage_key(
         sections["validate"]["sets"] = [_held_out_set(name, chosen) for name, chosen in config.validate_.sets.items()]
     if "data" in sections:
         sections["data"] = _with_files(config, sections["data"])
+    if "environment" in sections:
+        sections["environment"]["source"] = _content(import_source(config.environment.name or ""))
     if "speculation" in sections and config.speculation.draft_model is not None:
         sections["speculation"]["draft_model"] = model_fingerprint(str(config.speculation.draft_model))
     if "drafter" in sections:  # what the source gave is in the key of `prepare`, here as below
@@ -119,6 +133,7 @@ def named_files(config: Config) -> dict[str, str]:
     """
     sources = {registry.key: import_source(algorithm.name) for registry, algorithm in config.algorithms}
     sources["data.reward"] = import_source(config.data.reward)
+    sources["environment.name"] = import_source(config.environment.name or "")
     for name, chosen in config.validate_.sets.items():
         sources[f"validate.sets.{name}.reward"] = import_source(chosen.reward or "")
     paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}

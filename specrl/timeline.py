@@ -64,9 +64,13 @@ class Pace:
 
     def __init__(self, num_requests: int, most_running: int) -> None:
         self._most_running = most_running
-        self._left, self._batch = num_requests, min(num_requests, most_running)
-        self._since = time.perf_counter()
         self._found: dict[int, list[float]] = {}
+        self.begin(num_requests)
+
+    def begin(self, num_requests: int) -> None:
+        """Begin a generation of so many requests, after the time until then, which is nobody's pace."""
+        self._left, self._batch = num_requests, min(num_requests, self._most_running)
+        self._since = time.perf_counter()
 
     def on_progress(self, finished: int, total: int) -> None:
         """Note how many requests are finished; a hook for `Engine.generate`."""

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, Algorithm, Registry
 from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
+from specrl.config.environment import EnvironmentConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
@@ -26,7 +27,7 @@ from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, Samp
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import NAME, PlainPath, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
-from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
+from specrl.config.unused import Unused, unused_data, unused_drafting, unused_reward, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "DataConfig",
     "DrafterConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "GeneratorConfig",
     "ModelConfig",
     "PolicyConfig",
@@ -90,6 +92,7 @@ class Config(Section):
     """The folder that holds the folders of all runs."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -120,7 +123,8 @@ class Config(Section):
     @property
     def import_paths(self) -> list[str]:
         """The import paths `module:name` of the user's own functions and classes that the configuration names."""
-        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.data.reward, self.cluster.backend)
+        named = (self.data.reward, self.environment.name, self.cluster.backend)
+        chosen = (*(algorithm.name for _, algorithm in self.algorithms), *named)
         of_sets = (chosen_set.reward for chosen_set in self.validate_.sets.values())
         of_stages = (own.backend for own in self.stage_resources.values())
         return [path for path in (*chosen, *of_sets, *of_stages) if path is not None and ":" in path]
@@ -143,6 +147,7 @@ class Config(Section):
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
+            *unused_reward(self.data, self.environment),
             *unused_training(self.train, self.speculation),
         ]
 
@@ -234,7 +239,11 @@ class Config(Section):
     def _check_validation(self) -> None:
         for name, chosen in self.validate_.sets.items():
             reward = chosen.reward or self.data.reward
-            if reward == "task" and (chosen.path is not None or (self.data.source == "file" and not chosen.generators)):
+            if (
+                self.environment.name is None
+                and reward == "task"
+                and (chosen.path is not None or (self.data.source == "file" and not chosen.generators))
+            ):
                 raise ValueError(
                     f'validate.sets.{name}.reward = "task" is a generator\'s own scorer, and the set is a file: set it '
                     "to another reward, such as math_verify or exact_match"

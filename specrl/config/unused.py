@@ -14,6 +14,7 @@ from typing import Any
 
 from specrl.config.algorithms import LOSSES
 from specrl.config.base import Section
+from specrl.config.environment import EnvironmentConfig
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig
 from specrl.config.rollout import SpeculationConfig
@@ -81,6 +82,22 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
             ("data.validation_fraction",),
             f"data.validation_fraction = {data.validation_fraction:g} beside {path}: that file alone is held out; "
             "leave one of the two out",
+        )
+
+
+def unused_reward(data: DataConfig, environment: EnvironmentConfig) -> Iterator[Unused]:
+    """Yield the reward that an environment takes the place of, and the turns where there is no environment."""
+    if environment.name is None and _is_given(environment, "max_turns"):
+        yield Unused(
+            ("environment.max_turns", "environment.name"),
+            f"environment.max_turns = {environment.max_turns} without environment.name: a response is one turn; leave "
+            "it out, or name an environment",
+        )
+    if environment.name is not None and _is_given(data, "reward"):
+        yield Unused(
+            ("data.reward", "environment.name"),
+            f'data.reward = "{data.reward}" with environment.name = "{environment.name}": the environment rewards each '
+            "turn; leave one of the two out",
         )
 
 

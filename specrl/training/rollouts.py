@@ -27,6 +27,8 @@ class RolloutBatch:
     engines: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
+    """The numbers of sampled tokens; what an environment wrote in between is counted in `environment_lengths`."""
+    environment_lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
@@ -78,7 +80,7 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return self.prompt_lengths + self.response_lengths
+        return self.prompt_lengths + self.response_lengths + self.environment_lengths
 
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
@@ -144,7 +146,8 @@ def _numbers(rollouts: Sequence[Rollout]) -> dict[str, NDArray[np.generic]]:
         "prompt_ids": np.array([rollout.prompt_id for rollout in rollouts], np.int64),
         "samples": np.array([rollout.sample for rollout in rollouts], np.int64),
         "prompt_lengths": np.array([len(rollout.prompt_tokens) for rollout in rollouts], np.int64),
-        "response_lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
+        "response_lengths": np.array([rollout.num_sampled for rollout in rollouts], np.int64),
+        "environment_lengths": np.array([sum(rollout.turns[1::2]) for rollout in rollouts], np.int64),
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
         "advantages": np.array([rollout.advantage for rollout in rollouts], np.float64),

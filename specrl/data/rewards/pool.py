@@ -28,6 +28,7 @@ from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
+from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened
 from specrl.data.rewards.worker import ANSWER_BYTES, Order, Outcome
 from specrl.processes import end_helper, start_helper
@@ -88,6 +89,9 @@ class FailureTally:
         return cls(count, tuple(reasons.most_common(REASONS)), first, by_response)
 
 
+Result = float | Turn | RewardFailure
+
+
 @dataclass(frozen=True)
 class Scores:
     """The rewards of the responses of one generation."""
@@ -95,6 +99,21 @@ class Scores:
     rewards: list[float]  # in the order of the responses' numbers; NaN where the reward leaves one out
     failures: list[RewardFailure]  # in the same order; their reward is `data.reward_on_failure`
     waited_s: float
+
+    @classmethod
+    def of(cls, results: Sequence[float | RewardFailure], waited_s: float, config: DataConfig) -> Scores:
+        """The scores of a generation's responses, in the order of their numbers."""
+        failures = [result for result in results if isinstance(result, RewardFailure)]
+        on_failure = config.reward_on_failure
+        return cls([on_failure if isinstance(one, RewardFailure) else one for one in results], failures, waited_s)
+
+    def log(self, what: str, on_failure: float) -> Scores:
+        """Warn of what has failed, `what` being the key that names it."""
+        for failure in self.failures[:LOGGED]:
+            logger.warning("%s failed and counts as %g: it %s", what, on_failure, failure)
+        if len(self.failures) > LOGGED:
+            logger.warning("%s failed on %d more responses", what, len(self.failures) - LOGGED)
+        return self
 
     def in_groups(self, groups: Sequence[int]) -> list[float]:
         """The rewards; one that was left out is its group's mean, so that it has no advantage, or 0 if all were."""
@@ -112,19 +131,23 @@ class _Job:
     number: int
     section: int  # index into `RewardPool.sections`
     prompt: Prompt
-    response: str
-    results: SimpleQueue[tuple[int, float | RewardFailure | Exception]]
+    response: str | tuple[str, ...]  # to an environment: the turns so far
+    results: SimpleQueue[tuple[int, Result | Exception]]
 
     def failed(self, reason: str) -> RewardFailure:
-        return RewardFailure(shortened(self.prompt.text), shortened(self.response), reason)
+        said = self.response if isinstance(self.response, str) else " / ".join(self.response)
+        return RewardFailure(shortened(self.prompt.text), shortened(said), reason)
 
 
 class RewardPool:
     """The processes of one rank. One is started at once, others where rewards take long; each has a thread here."""
 
-    def __init__(self, config: DataConfig, *others: DataConfig) -> None:
-        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too."""
-        self.config = config
+    def __init__(self, config: DataConfig, *others: DataConfig, environment: str | None = None) -> None:
+        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too.
+
+        With an `environment.name`, that answers turns in place of all rewards.
+        """
+        self.config, self.environment = config, environment
         self.sections = list(dict.fromkeys(section.model_dump_json() for section in (config, *others)))
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.error: Exception | None = None  # why the pool can do nothing more
@@ -135,6 +158,16 @@ class RewardPool:
         self._ready = threading.Event()
         self._workers: list[_Worker] = []
         self.grow()
+
+    @property
+    def key(self) -> str:
+        """The key that names what judges responses."""
+        return "data.reward" if self.environment is None else "environment.name"
+
+    @property
+    def named(self) -> str:
+        """That key with its value."""
+        return f"{self.key} = {self.environment or self.config.reward!r}"
 
     def begin(self, data: DataConfig) -> Scoring:
         """The scoring of one generation's responses by the reward of `data`, one of the pool's sections."""
@@ -150,7 +183,7 @@ class RewardPool:
         """Note that a process has imported the rewards; warn once of what the sandbox does not prevent here."""
         with self._lock:
             if gaps and not self._said:
-                logger.warning("data.reward runs without a part of its sandbox: on this machine it could %s", gaps)
+                logger.warning("%s runs without a part of its sandbox: on this machine it could %s", self.key, gaps)
             self._said = True
         self._ready.set()
 
@@ -167,9 +200,13 @@ class RewardPool:
         """Note that a process was lost to a response."""
         with self._lock:
             self._lost += 1
-            if self._lost == LOST_IN_A_ROW and not self._has_answered and not is_built_in(self.config):
+            if (
+                self._lost == LOST_IN_A_ROW
+                and not self._has_answered
+                and not is_built_in(self.config, self.environment)
+            ):
                 self.error = RewardError(
-                    f"data.reward = {self.config.reward!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
+                    f"{self.named} was lost {LOST_IN_A_ROW} times in a row; the last one "
                     f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
                     f"{self.config.reward_timeout_s:g})"
                 )
@@ -190,11 +227,15 @@ class Scoring:
     def __init__(self, pool: RewardPool, data: DataConfig) -> None:
         self._pool = pool
         self._section = pool.sections.index(data.model_dump_json())
-        self._results: SimpleQueue[tuple[int, float | RewardFailure | Exception]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[int, Result | Exception]] = SimpleQueue()
         self._submitted = 0
 
-    def submit(self, number: int, prompt: Prompt, response: str) -> None:
-        """Ask for the reward of a response; RewardError if the pool can do nothing more."""
+    def submit(self, number: int, prompt: Prompt, response: str | tuple[str, ...]) -> None:
+        """Ask for the reward of a response, or for an environment's answer to turns.
+
+        Raises:
+            RewardError: The pool can do nothing more.
+        """
         if self._pool.error is not None:
             raise self._pool.error
         self._submitted += 1
@@ -203,21 +244,19 @@ class Scoring:
     def wait(self, *, logs: bool = True) -> Scores:
         """Wait for the rewards of all responses; RewardError if the pool can do nothing more."""
         started = time.perf_counter()
-        results: dict[int, float | RewardFailure] = {}
+        found = [one.reward if isinstance(one, Turn) else one for one in self.results().values()]
+        scores = Scores.of(found, time.perf_counter() - started, self._pool.config)
+        return scores.log(self._pool.key, self._pool.config.reward_on_failure) if logs else scores
+
+    def results(self) -> dict[int, Result]:
+        """Wait for what came of all responses, by their numbers; RewardError if the pool can do nothing more."""
+        results: dict[int, Result] = {}
         while len(results) < self._submitted:
             number, result = self._results.get()
             if isinstance(result, Exception):
                 raise result
             results[number] = result
-        ordered = [results[number] for number in sorted(results)]
-        failures = [result for result in ordered if isinstance(result, RewardFailure)]
-        on_failure = self._pool.config.reward_on_failure
-        for failure in failures[:LOGGED] if logs else ():
-            logger.warning("data.reward failed and counts as %g: it %s", on_failure, failure)
-        if logs and len(failures) > LOGGED:
-            logger.warning("data.reward failed on %d more responses", len(failures) - LOGGED)
-        rewards = [on_failure if isinstance(result, RewardFailure) else result for result in ordered]
-        return Scores(rewards, failures, time.perf_counter() - started)
+        return dict(sorted(results.items()))
 
 
 class _Worker:
@@ -255,7 +294,7 @@ class _Worker:
         if self._process is not None:
             end_helper(self._process)
 
-    def _reward(self, job: _Job) -> float | RewardFailure:
+    def _reward(self, job: _Job) -> Result:
         try:
             message = pickle.dumps((job.prompt, job.response))
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -284,7 +323,8 @@ class _Worker:
             self._pool.answered()
             if outcome.left_out:
                 return math.nan
-            return job.failed(outcome.failure or "") if outcome.score is None else outcome.score
+            found = outcome.score if outcome.turn is None else outcome.turn
+            return job.failed(outcome.failure or "") if found is None else found
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
@@ -313,7 +353,7 @@ class _Worker:
                 return self._connection
             if attempt < TRIES and not self._pool.closed:
                 self._start()
-        raise RewardError(f"data.reward = {self._pool.config.reward!r}: its process cannot be started, see the log")
+        raise RewardError(f"{self._pool.named}: its process cannot be started, see the log")
 
     def _start(self) -> None:
         if self._connection is not None:
@@ -323,12 +363,10 @@ class _Worker:
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(Order(self._pool.sections, self._scratch))
+            self._connection.send(Order(self._pool.sections, self._pool.environment, self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
-                raise RewardError(
-                    f"data.reward = {self._pool.config.reward!r}: its import took longer than {START_SECONDS} s"
-                )
+                raise RewardError(f"{self._pool.named}: its import took longer than {START_SECONDS} s")
             answer = json.loads(self._connection.recv_bytes(LONGEST_ANSWER))
         except (EOFError, OSError):
             self._kill()
@@ -342,7 +380,8 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
     """Start a rank's pool, for these held-out sets too; None where another rank of the engine scores the same."""
     if rank % config.engine.tensor_parallel:
         return None
-    return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
+    others = (config_of_set(config, name).data for name in sets)
+    return RewardPool(config.data, *others, environment=config.environment.name)
 
 
 def describe(failures: FailureTally, num_responses: int) -> str:
@@ -355,16 +394,19 @@ def describe(failures: FailureTally, num_responses: int) -> str:
     )
 
 
-def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
+def refuse_failure(
+    failures: FailureTally, num_responses: int, config: DataConfig, environment: str | None = None
+) -> None:
     """Raise RewardError where a reward failed on all responses of a generation, over all ranks.
 
     A built-in reward that no response let finish is not refused: a policy must not be able to end its run.
     """
-    if is_built_in(config) and failures.by_response == failures.count:
+    if is_built_in(config, environment) and failures.by_response == failures.count:
         return
     if num_responses and failures.count == num_responses:
+        named = f"data.reward = {config.reward!r}" if environment is None else f"environment.name = {environment!r}"
         raise RewardError(
-            f"data.reward = {config.reward!r} failed on all {num_responses} responses: the first one {failures.first}; "
+            f"{named} failed on all {num_responses} responses: the first one {failures.first}; "
             "nothing can be learned from it, so fix it and resume the run"
         )
 

@@ -18,15 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specrl.config import ConfigError, DataConfig
+from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
-from specrl.data.rewards.functions import Reward, is_built_in, judge, make_reward, warm_up
+from specrl.data.rewards.environments import Turn, make_environment, play
+from specrl.data.rewards.functions import is_built_in, judge, make_reward, warm_up
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
@@ -35,9 +38,10 @@ CHECK_SECONDS = 0.05  # how often a silent fork is looked at
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one response: exactly one of the first three is set, or `late` or `left_out`."""
+    """What came of one response: exactly one of the first four is set, or `late` or `left_out`."""
 
     score: float | None = None
+    turn: Turn | None = None  # of an environment
     failure: str | None = None  # why the reward has failed
     ended: int | None = None  # the exit code of a fork that ended without an answer, or minus its signal
     late: bool = False  # ended at `data.reward_timeout_s`
@@ -49,6 +53,8 @@ class Outcome:
         try:
             fields = json.loads(message)
             outcome = cls(**fields)
+            if outcome.turn is not None:
+                outcome = replace(outcome, turn=Turn.of(**fields["turn"]))
         except (RecursionError, TypeError, UnicodeDecodeError) as error:
             raise ValueError("no outcome") from error
         score, failure, ended = outcome.score, outcome.failure, outcome.ended
@@ -56,9 +62,18 @@ class Outcome:
         if not (numbers and isinstance(failure, str | None) and isinstance(ended, int | None)):
             raise ValueError("no outcome")
         flags = outcome.late is True, outcome.left_out is True
-        if sum((score is not None, failure is not None, ended is not None, *flags)) != 1:
+        if sum((score is not None, outcome.turn is not None, failure is not None, ended is not None, *flags)) != 1:
             raise ValueError("no outcome")
         return outcome
+
+    @classmethod
+    def of(cls, found: float | str | Turn | None) -> Outcome:
+        """The outcome of what `judge` or `play` has returned."""
+        if not isinstance(found, Turn):
+            return cls(failure=found) if isinstance(found, str) else cls(score=found, left_out=found is None)
+        size = len((outcome := cls(turn=found)).json())
+        too_long = f"wrote {size} bytes of messages in a turn, and at most {ANSWER_BYTES} are allowed"
+        return outcome if size <= ANSWER_BYTES else cls(failure=too_long)
 
     def json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -69,6 +84,7 @@ class Order:
     """What the rank asks a process to be; pickled, like all that the rank sends."""
 
     sections: Sequence[str]  # sections as JSON; the first one's settings of rewards hold
+    environment: str | None  # the `environment.name` that answers turns in place of the rewards
     scratch: Path  # an empty folder of this process's own
 
 
@@ -93,16 +109,31 @@ def main(rank: Connection) -> None:
         sandbox.adopt_orphans()
     sandbox.hide_memory()
     try:
-        rewards = [make_reward(section) for section in sections]
-        for section, reward in zip(sections, rewards, strict=True):
-            warm_up(section, reward)
+        judges = [Judge.of(section, order.environment) for section in sections]
         problem = ""
     except ConfigError as error:
-        rewards, problem = [], str(error)
+        judges, problem = [], str(error)
     rank.send_bytes(json.dumps({"problem": problem, "gaps": held.gaps(sections[0].reward_network)}).encode())
     if not problem:
-        Scorer(rank, sections, rewards, order.scratch, held).serve()
+        Scorer(rank, sections[0], judges, order.scratch, held).serve()
     os._exit(0)  # threads that the reward has started shall not keep the process
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What is called for each response, or for each turn of a conversation."""
+
+    call: Callable[[Prompt, Any], float | str | Turn | None]
+    is_own: bool  # the user's code, which may start processes
+
+    @classmethod
+    def of(cls, section: DataConfig, environment: str | None) -> Judge:
+        """The environment, or without one the section's reward; raise ConfigError if there is none."""
+        if environment is not None:
+            return cls(partial(play, make_environment(environment)), ":" in environment)
+        reward = make_reward(section)
+        warm_up(section, reward)
+        return cls(partial(judge, reward), not is_built_in(section))
 
 
 def _go_on_in_child(rank: Connection) -> None:
@@ -121,17 +152,17 @@ class Scorer:
     def __init__(
         self,
         rank: Connection,
-        sections: Sequence[DataConfig],
-        rewards: Sequence[Reward],
+        settings: DataConfig,
+        judges: Sequence[Judge],
         scratch: Path,
         held: sandbox.Confinement,
     ) -> None:
-        self._rank, self._sections, self._rewards, self._held = rank, sections, rewards, held
-        self._timeout, self._network = sections[0].reward_timeout_s, sections[0].reward_network
+        self._rank, self._judges, self._held = rank, judges, held
+        self._timeout, self._network = settings.reward_timeout_s, settings.reward_network
         self._scratch = scratch
 
     def serve(self) -> None:
-        """Answer messages `(index of the section, (prompt, response) pickled)` until the rank closes the connection."""
+        """Answer messages `(section's index, arguments of its judge pickled)` until the rank closes the connection."""
         gc.collect()
         gc.freeze()  # so that no fork touches, and thereby copies, what has been imported
         self._base = sandbox.address_space()
@@ -141,7 +172,7 @@ class Scorer:
                 self._rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        processes = not is_built_in(self._sections[section])  # those need none
+        processes = self._judges[section].is_own  # specrl's need none
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, child = os.getpid(), os.fork()
@@ -172,10 +203,7 @@ class Scorer:
             if listener is not None:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)
-            prompt, response = pickle.loads(message)
-            found = judge(self._rewards[section], prompt, response)
-            outcome = Outcome(failure=found) if isinstance(found, str) else Outcome(score=found, left_out=found is None)
-            answer.send(outcome.json())
+            answer.send(Outcome.of(self._judges[section].call(*pickle.loads(message))).json())
             code = 0
         finally:
             os._exit(code)

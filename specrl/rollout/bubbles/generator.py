@@ -18,6 +18,7 @@ from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
@@ -89,7 +90,7 @@ class RolloutGenerator:
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._place = EngineRank.of(ranks, config.engine.tensor_parallel)
-        self._bubbles = Bubbles(config, ranks, engine, source, training)
+        self._bubbles = Bubbles(config, ranks, engine, source, training, rewards)
         self._earlier = EarlierResponses() if engine.replays and config.data.source == "file" else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
         self._stored: dict[int, list[PregeneratedText]] = {}
@@ -148,7 +149,7 @@ class RolloutGenerator:
         rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places)
         counters = self._ranks.gather(counted)
         failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
-        refuse_failure(failures, len(rollouts), self._config.data)
+        refuse_failure(failures, len(rollouts), self._config.data, self._config.environment.name)
         return rollouts, counters, failures
 
     @property
@@ -175,7 +176,7 @@ class RolloutGenerator:
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
         config, samples = self._config, self._config.train.samples_per_prompt
-        own = prompts[self._place.engine :: self._place.num_engines]
+        own = self._open(prompts[self._place.engine :: self._place.num_engines])
         self._bubbles.open()
         if self._earlier is not None or config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
@@ -195,11 +196,14 @@ class RolloutGenerator:
         if not share:
             return counted
         self._take_saved_seconds()  # of what was generated ahead after its first share
-        unscored = self._collect(share, step, None)
+        unscored = self._collect(self._open(share), step, None)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
         return counted.add_refill(span, unscored.generation, self._take_saved_seconds(), scores)
+
+    def _open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return open_prompts(self._engine, prompts, self._config, self._rewards)
 
     def _collect(self, prompts: Sequence[Prompt], step: int, pace: Pace | None) -> Unscored:
         config = self._config
@@ -212,6 +216,7 @@ class RolloutGenerator:
             Origin(config.seed, step, self._ranks.rank),
             on_progress=pace.on_progress if pace is not None else None,
             on_iteration=pace.on_iteration if pace is not None else None,
+            on_wave=pace.begin if pace is not None else None,
             recall=True,
             routes=True,
         )

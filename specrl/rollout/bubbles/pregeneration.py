@@ -1,4 +1,7 @@
-"""Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts."""
+"""Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts.
+
+Of conversations with an environment these are the first turns.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards.pool import RewardPool
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.engine import Engine, Request
 from specrl.timeline import PREGENERATION
 
@@ -36,7 +41,15 @@ class Pregeneration:
 
     name = PREGENERATION
 
-    def __init__(self, engine: Engine, source: PromptSource, config: Config, coordinator: BubbleCoordinator) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: PromptSource,
+        config: Config,
+        coordinator: BubbleCoordinator,
+        rewards: RewardPool | None = None,
+    ) -> None:
+        self._rewards = rewards
         self._engine, self._source, self._config, self._coordinator = engine, source, config, coordinator
         self.begin(0)
 
@@ -70,7 +83,10 @@ class Pregeneration:
         prompts, samples = self._source.batch(self._step), self._config.train.samples_per_prompt
         claimed = self._coordinator.claim(len(prompts) * samples, samples)
         places = range(*map(int, self._engine.agreed(claimed.start, claimed.stop)))
-        items = [self._pending(prompts[place // samples], place % samples) for place in places]
+        numbers = sorted({place // samples for place in places})
+        own = open_prompts(self._engine, [prompts[number] for number in numbers], self._config, self._rewards)
+        opened = dict(zip(numbers, own, strict=True))
+        items = [self._pending(opened[place // samples], place % samples) for place in places]
         self._claimed += items
         return items
 
