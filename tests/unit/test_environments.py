@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, R
 from specrl.data.rewards.worker import Outcome
 from specrl.keys import run_keys
 
+ROOT = Path(__file__).parents[2]
 BODY = """
 import os, time
 
@@ -183,7 +185,7 @@ def test_settings_without_effect_beside_an_environment_are_refused(tmp_path: Pat
 
 
 def test_the_calculators_configuration_is_whole() -> None:
-    config: Config = load_config(Path(__file__).parents[2] / "configs" / "calculator.toml")
+    config: Config = load_config(ROOT / "configs" / "calculator.toml")
     check_scoring(config)
     assert config.environment.name == "calculator" and config.sampling.stop == ("=",)
 
@@ -231,3 +233,13 @@ def test_the_calculator_answers_calls_until_an_answer_is_stated() -> None:
 
 def test_the_calculator_asks_what_the_problem_asks() -> None:
     assert Calculator().reset(Problem("Q", "1", "")) == []
+
+
+def test_the_guides_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
+    (code,) = re.findall(r"^```python\n# my_env.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_env.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made, asked = make_environment("my_env:Guess"), Prompt(1, "", [], "7", {})
+    assert play(made, asked, ["Is it 5?"]).messages == ({"role": "user", "content": "It is larger."},)
+    assert play(made, asked, ["Is it 5?", "7"]) == Turn((), 1.0, done=True)
