@@ -147,7 +147,7 @@ class Config(Section):
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
-            *unused_reward(self.data, self.environment),
+            *unused_reward(self.data, self.validate_, self.environment),
             *unused_training(self.train, self.speculation),
         ]
 

@@ -85,20 +85,23 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
         )
 
 
-def unused_reward(data: DataConfig, environment: EnvironmentConfig) -> Iterator[Unused]:
-    """Yield the reward that an environment takes the place of, and the turns where there is no environment."""
+def unused_reward(data: DataConfig, validate: ValidateConfig, environment: EnvironmentConfig) -> Iterator[Unused]:
+    """Yield the rewards that an environment takes the place of, and the turns where there is no environment."""
     if environment.name is None and _is_given(environment, "max_turns"):
         yield Unused(
             ("environment.max_turns", "environment.name"),
             f"environment.max_turns = {environment.max_turns} without environment.name: a response is one turn; leave "
             "it out, or name an environment",
         )
-    if environment.name is not None and _is_given(data, "reward"):
-        yield Unused(
-            ("data.reward", "environment.name"),
-            f'data.reward = "{data.reward}" with environment.name = "{environment.name}": the environment rewards each '
-            "turn; leave one of the two out",
-        )
+    given = {f"validate.sets.{name}.reward": chosen.reward for name, chosen in validate.sets.items()}
+    given["data.reward"] = data.reward if _is_given(data, "reward") else None
+    for key, reward in given.items() if environment.name is not None else ():
+        if reward is not None:
+            yield Unused(
+                (key, "environment.name"),
+                f'{key} = "{reward}" with environment.name = "{environment.name}": the environment rewards each turn; '
+                "leave one of the two out",
+            )
 
 
 def unused_training(train: TrainConfig, speculation: SpeculationConfig) -> Iterator[Unused]:

@@ -29,6 +29,7 @@ class RolloutBatch:
     response_lengths: NDArray[np.int64]
     """The numbers of sampled tokens; what an environment wrote in between is counted in `environment_lengths`."""
     environment_lengths: NDArray[np.int64]
+    num_turns: NDArray[np.int64]
     rewards: NDArray[np.float64]
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
@@ -148,6 +149,7 @@ def _numbers(rollouts: Sequence[Rollout]) -> dict[str, NDArray[np.generic]]:
         "prompt_lengths": np.array([len(rollout.prompt_tokens) for rollout in rollouts], np.int64),
         "response_lengths": np.array([rollout.num_sampled for rollout in rollouts], np.int64),
         "environment_lengths": np.array([sum(rollout.turns[1::2]) for rollout in rollouts], np.int64),
+        "num_turns": np.array([max(1, len(rollout.turns[::2])) for rollout in rollouts], np.int64),
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
         "advantages": np.array([rollout.advantage for rollout in rollouts], np.float64),

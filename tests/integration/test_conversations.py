@@ -118,6 +118,8 @@ def test_lengths_are_those_of_what_the_policy_wrote(runs: Path) -> None:
     for step in range(NUM_STEPS):
         record = json.loads((runs / "plain" / "train-toy" / "steps" / f"step={step:06d}.json").read_text())["metrics"]
         lengths = [row.num_sampled for row in rows(runs, "plain") if row.step == step]
+        turns = [len(row.turns) // 2 + 1 for row in rows(runs, "plain") if row.step == step]
+        assert record["rollout/turns_mean"] == pytest.approx(sum(turns) / len(turns))
         assert record["rollout/response_length_mean"] == pytest.approx(sum(lengths) / len(lengths))
         assert record["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
 

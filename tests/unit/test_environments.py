@@ -179,6 +179,9 @@ def test_settings_without_effect_beside_an_environment_are_refused(tmp_path: Pat
     file.write_text('name = "x"\n[environment]\nmax_turns = 7\n')
     with pytest.raises(ConfigError, match=r"environment.max_turns = 7 without environment.name"):
         load_config(file)
+    file.write_text('name = "x"\n[environment]\nname = "calculator"\n[validate.sets.own]\nreward = "exact_match"\n')
+    with pytest.raises(ConfigError, match=r'validate.sets.own.reward = "exact_match" with environment.name'):
+        load_config(file)
     file.write_text('name = "x"\n[data]\nreward = "math_verify"\n[environment]\nname = "calculator"\n')
     with pytest.raises(ConfigError, match=r'data.reward = "math_verify" with environment.name = "calculator"'):
         load_config(file)

@@ -40,7 +40,7 @@ class StepRollouts:
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
     shaping: dict[str, float]
-    """What dynamic sampling and the punishment of length have done, by the names in MLflow."""
+    """What dynamic sampling, the punishment of length and an environment have done, by the names in MLflow."""
 
     def metrics(self) -> dict[str, float]:
         """What the rewards cost, and what became of them, by the names in MLflow."""
@@ -126,6 +126,8 @@ class RolloutGenerator:
         if train.refill_rounds:
             dropped = len(prompts) - train.prompts_per_step
             shaping |= {"rollout/refill_rounds": float(refills), "rollout/dropped_groups": float(dropped)}
+        if self._config.environment.name is not None:
+            shaping["rollout/turns_mean"] = float(rollouts.num_turns.mean())
         if train.overlong_window:
             shaping["reward/overlong_penalty"] = float(rollouts.penalties(self._config).mean())
         if self._earlier is not None:
