@@ -123,7 +123,8 @@ class Rollout:
     @property
     def sampled_tokens(self) -> Sequence[int]:
         """The response tokens that the policy sampled."""
-        return np.asarray(self.response_tokens)[sampled_mask(self.turns or [len(self.response_tokens)])].tolist()
+        mask = sampled_mask(self.turns or [len(self.response_tokens)])
+        return as_array("i", np.asarray(self.response_tokens, np.int32)[mask])
 
     @property
     def whole_generation_logprobs(self) -> Sequence[float]:

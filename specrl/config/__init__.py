@@ -19,10 +19,16 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, Algorithm, Registry
 from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
-from specrl.config.environment import EnvironmentConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
-from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, TinyModelConfig, WarmStartConfig
+from specrl.config.model import (
+    DataConfig,
+    EnvironmentConfig,
+    GeneratorConfig,
+    ModelConfig,
+    TinyModelConfig,
+    WarmStartConfig,
+)
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import NAME, PlainPath, redacted

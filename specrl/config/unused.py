@@ -14,9 +14,8 @@ from typing import Any
 
 from specrl.config.algorithms import LOSSES
 from specrl.config.base import Section
-from specrl.config.environment import EnvironmentConfig
 from specrl.config.methods import METHODS
-from specrl.config.model import DataConfig
+from specrl.config.model import DataConfig, EnvironmentConfig
 from specrl.config.rollout import SpeculationConfig
 from specrl.config.training import DrafterConfig, TrainConfig
 from specrl.config.validation import ValidateConfig, suggest_metric
