@@ -280,7 +280,7 @@ def gradient_by_hand(model_dir: Path, rows: list[Rollout], advantages: Sequence[
         logprobs = model(tokens[None]).logits[0].log_softmax(-1)
         for place in (2, 3, 6):
             total, count = total - advantage * logprobs[place - 1, tokens[place]], count + 1
-    (total / count).backward()
+    torch.autograd.backward([total / count])
     return {name: cast(torch.Tensor, parameter.grad) for name, parameter in model.named_parameters()}
 
 

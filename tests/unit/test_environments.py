@@ -20,7 +20,7 @@ from specrl.keys import run_keys
 
 ROOT = Path(__file__).parents[2]
 BODY = """
-import os, time
+import contextlib, os, time
 
 class Counter:
     def reset(self, problem):
@@ -35,6 +35,10 @@ class Counter:
             time.sleep(1000)
         if text == "die":
             os._exit(3)
+        if text == "forge":
+            for number in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(number, b'{"score": 5.0}')
         if text == "raise":
             raise ValueError("no answer to this")
         content = "x" * 70_000 if text == "long" else f"{self.turns} of {self.problem.answer}"
@@ -90,6 +94,7 @@ def test_an_environment_in_a_file_of_the_users_folder_answers_each_turn_from_the
         ("raise", "raised ValueError: no answer to this"),
         ("hang", "took longer than data.reward_timeout_s = 4"),
         ("die", "ended its process 2 times (exit code 3)"),
+        ("forge", "answered with something else than an outcome, which the response may have made it do"),
         ("long", "at most 65536 are allowed"),
         ("nan", "returned a reward that is not a finite number"),
         ("perhaps", "did not return True or False for whether the conversation is over"),
@@ -244,5 +249,5 @@ def test_the_guides_environment_works(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "my_env.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     made, asked = make_environment("my_env:Guess"), Prompt(1, "", [], "7", {})
-    assert play(made, asked, ["Is it 5?"]).messages == ({"role": "user", "content": "It is larger."},)
+    assert play(made, asked, ["Is it 5?"]) == Turn(({"role": "user", "content": "It is larger."},))
     assert play(made, asked, ["Is it 5?", "7"]) == Turn((), 1.0, done=True)

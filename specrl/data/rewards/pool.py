@@ -30,7 +30,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened
-from specrl.data.rewards.worker import ANSWER_BYTES, Order, Outcome
+from specrl.data.rewards.worker import ANSWER_BYTES, NO_OUTCOME, Order, Outcome
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -321,10 +321,10 @@ class _Worker:
                 ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
-            if outcome.left_out:
+            if outcome.left_out and self._pool.environment is None:
                 return math.nan
-            found = outcome.score if outcome.turn is None else outcome.turn
-            return job.failed(outcome.failure or "") if found is None else found
+            found = outcome.score if self._pool.environment is None else outcome.turn
+            return job.failed(outcome.failure or NO_OUTCOME) if found is None else found
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:

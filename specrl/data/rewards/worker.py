@@ -33,6 +33,7 @@ from specrl.data.rewards.functions import is_built_in, judge, make_reward, warm_
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
+NO_OUTCOME = "answered with something else than an outcome, which the response may have made it do"
 CHECK_SECONDS = 0.05  # how often a silent fork is looked at
 
 
@@ -268,7 +269,7 @@ def _understood(message: bytes) -> Outcome:
             return Outcome.parse(message)
     except ValueError:
         pass
-    return Outcome(failure="answered with something else than an outcome, which the response may have made it do")
+    return Outcome(failure=NO_OUTCOME)
 
 
 def _exit_code(child: int) -> int | None:
