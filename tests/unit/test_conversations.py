@@ -138,7 +138,7 @@ def test_a_turn_is_asked_with_all_that_came_before_and_a_seed_of_its_own() -> No
     assert list(row.generation_logprobs) == [-1.0] * 3 + [-2.0] * 3 + [-3.0] * 3
     assert (row.response, row.finish_reason, row.reward) == ("abceabceab", "stop", 1.5)
     assert (row.num_drafts, row.num_draft_tokens, row.num_accepted_tokens) == (3, 6, 3)
-    assert (row.started_at, row.finished_at, row.num_sampled, row.sampled_tokens) == (1, 3, 9, ab * 3)
+    assert (row.started_at, row.finished_at, row.num_sampled, list(row.sampled_tokens)) == (1, 3, 9, ab * 3)
 
 
 def test_only_unfinished_conversations_are_in_the_next_wave() -> None:

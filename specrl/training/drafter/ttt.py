@@ -238,13 +238,14 @@ class Tally:
         again with k = steps: the sampler is drafter-invariant, so that the same responses would be sampled, and a draft
         is accepted when it is the response's token.
         """
-        accepted = self._matches.long().cumprod(1).sum(1).tolist()
-        counts = _replay(accepted, self._batch.chains_per_row, self._batch.sampled.tolist())
+        both = torch.stack([self._matches.long().cumprod(1).sum(1), self._batch.sampled.long()])
+        accepted, sampled = both.tolist()
+        counts = _replay(accepted, sampled, self._batch.chains_per_row)
         self._sums[-1, :2] = torch.tensor(counts, dtype=torch.float64)
         return self._sums
 
 
-def _replay(accepted: list[int], chains_per_row: list[int], sampled: list[bool]) -> tuple[int, int]:
+def _replay(accepted: list[int], sampled: list[int], chains_per_row: list[int]) -> tuple[int, int]:
     """The numbers of drafts and of accepted tokens when the responses are decoded again.
 
     After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it. Chains whose
