@@ -70,7 +70,7 @@ def _shared_databases(config: Config) -> list[str]:
 
 
 def _reward_doubts(config: Config) -> list[str]:
-    if not any(part.is_own for part in config.data.reward):
+    if config.environment.name is not None or not any(part.is_own for part in config.data.reward):
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
 

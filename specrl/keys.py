@@ -30,9 +30,9 @@ INPUTS: dict[StageName, tuple[StageName, ...]] = {
 }
 """The finished stages that each stage reads."""
 
-_ROLLOUTS = ("seed", "model", "data", "sampling", "speculation", "engine")
+_ROLLOUTS = ("seed", "model", "data", "environment", "sampling", "speculation", "engine")
 SECTIONS: dict[StageName, tuple[str, ...]] = {
-    "prepare": ("seed", "model", "data", "warm_start", "policy", "sampling"),
+    "prepare": ("seed", "model", "data", "environment", "warm_start", "policy", "sampling"),
     "pretrain": (*_ROLLOUTS, "drafter"),
     "calibrate": ("seed", "model", "policy", "precision"),
     "train": (*_ROLLOUTS, "bubbles", "refit", "policy", "drafter", "train", "precision"),
@@ -103,6 +103,7 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
     """
     sources = {registry.key: (import_source(algorithm.name),) for registry, algorithm in config.algorithms}
     sources["data.reward"] = reward_sources(config.data.reward)
+    sources["environment.name"] = (import_source(config.environment.name or ""),)
     for name, chosen in config.validate_.sets.items():
         sources[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
     paths = {**data_places(config), **sources}

@@ -108,6 +108,7 @@ _DEFINITIONS = (
     Metric("reward/overlong_penalty", "", "Mean of what train.overlong_window adds; reward/mean is without it."),
     Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
     Metric("rollout/dropped_groups", "groups", "Groups that were sampled and are not in the update, nor in its mean."),
+    Metric("rollout/turns_mean", "turns", "Mean number of the policy's turns in the step's conversations."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric("rollout/truncated_fraction", "", "Share of responses cut off at sampling.max_response_tokens.", "lower"),

@@ -31,6 +31,7 @@ ROLLOUT_SCHEMA = pa.schema(
         pa.field("seed", pa.int64(), nullable=False),
         pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("turns", pa.list_(pa.int32()), nullable=False),
         pa.field("generation_logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("log_kept_mass", pa.list_(pa.float32())),
         pa.field("policy_logprobs", pa.list_(pa.float32())),
@@ -54,7 +55,7 @@ ROLLOUT_SCHEMA = pa.schema(
 
 @dataclass
 class Rollout:
-    """One response. Log-probs are natural; times are Unix seconds.
+    """One response, or one conversation with an environment. Log-probs are natural; times are Unix seconds.
 
     With `sampling.top_p` or `top_k` the engine samples from a truncated distribution: the whole one at the sampling
     temperature, without the tokens that are dropped, divided by the mass of those that are kept.
@@ -76,13 +77,16 @@ class Rollout:
     prompt_tokens: list[int]
     response_tokens: Sequence[int]
     generation_logprobs: Sequence[float]
-    """The engine's log-prob of each response token, under the truncated distribution that it was sampled from."""
+    """The engine's log-prob of each sampled token, under the truncated distribution that it was sampled from."""
     response: str
-    """The text of the response."""
+    """The text of the response, with what the environment wrote."""
     answer: str
     """The prompt's correct answer."""
     finish_reason: str
     """The reason why the response ended: `stop`, or `length` where it was cut off."""
+    turns: Sequence[int] = ()
+    """The numbers of response tokens that the policy sampled and that its environment wrote, in turn, the policy's
+    first and last; empty where the policy sampled all of them."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -97,16 +101,17 @@ class Rollout:
     """The parts of the reward by their names, before weights; None where it has none."""
     advantage: float = 0.0
     policy_logprobs: Sequence[float] | None = None
-    """The trainer's log-prob of each response token under the policy that sampled it, of the whole distribution at the
+    """The trainer's log-prob of each sampled token under the policy that sampled it, of the whole distribution at the
     sampling temperature; None where none was computed."""
     log_kept_mass: Sequence[float] | None = None
-    """The logarithm of the mass that truncation kept at each response token; None where nothing can be dropped."""
+    """The logarithm of the mass that truncation kept at each sampled token; None where nothing can be dropped."""
     routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     """The experts that the engine sent each token of prompt and response but the last to, [tokens - 1, layers, experts
     per token]; None for a policy without experts. They are not stored."""
 
     def __post_init__(self) -> None:
         self.response_tokens = as_array("i", self.response_tokens)
+        self.turns = as_array("i", self.turns)
         self.generation_logprobs = as_array("f", self.generation_logprobs)
         if self.policy_logprobs is not None:
             self.policy_logprobs = as_array("f", self.policy_logprobs)
@@ -114,12 +119,28 @@ class Rollout:
             self.log_kept_mass = as_array("f", self.log_kept_mass)
 
     @property
+    def num_sampled(self) -> int:
+        """The number of response tokens that the policy sampled."""
+        return sum(self.turns[::2]) if self.turns else len(self.response_tokens)
+
+    @property
+    def sampled_tokens(self) -> Sequence[int]:
+        """The response tokens that the policy sampled."""
+        mask = sampled_mask(self.turns or [len(self.response_tokens)])
+        return as_array("i", np.asarray(self.response_tokens, np.int32)[mask])
+
+    @property
     def whole_generation_logprobs(self) -> Sequence[float]:
-        """The engine's log-prob of each response token under the whole distribution, as `policy_logprobs` are."""
+        """The engine's log-prob of each sampled token under the whole distribution, as `policy_logprobs` are."""
         if self.log_kept_mass is None:
             return self.generation_logprobs
         both = (self.generation_logprobs, self.log_kept_mass)
         return as_array("f", np.sum([np.asarray(values, np.float64) for values in both], axis=0))
+
+
+def sampled_mask(turns: Sequence[int] | NDArray[Any]) -> NDArray[np.bool_]:
+    """For each response token, whether the policy sampled it, given the lengths `Rollout.turns`."""
+    return np.repeat(np.arange(len(turns)) % 2 == 0, np.asarray(turns, np.int64))
 
 
 def as_array(kind: str, values: Sequence[Any] | NDArray[Any]) -> array[Any]:

@@ -21,12 +21,20 @@ from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageN
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
-from specrl.config.model import DataConfig, GeneratorConfig, ModelConfig, RewardPart, TinyModelConfig, WarmStartConfig
+from specrl.config.model import (
+    DataConfig,
+    EnvironmentConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RewardPart,
+    TinyModelConfig,
+    WarmStartConfig,
+)
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import NAME, PlainPath, check_text, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
-from specrl.config.unused import Unused, unused_data, unused_drafting, unused_training
+from specrl.config.unused import Unused, unused_data, unused_drafting, unused_reward, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
 from specrl.metrics import OF_PARTS
 
@@ -39,6 +47,7 @@ __all__ = [
     "DataConfig",
     "DrafterConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "GeneratorConfig",
     "ModelConfig",
     "PolicyConfig",
@@ -96,6 +105,7 @@ class Config(Section):
     """The folder that holds the folders of all runs; by default what SPECRL_RUNS_DIR names, or `runs`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     sampling: SamplingConfig = SamplingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -126,7 +136,7 @@ class Config(Section):
     @property
     def import_paths(self) -> list[str]:
         """The import paths `module:name` of the user's own functions and classes that the configuration names."""
-        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.cluster.backend)
+        chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.environment.name, self.cluster.backend)
         rewards = (self.data.reward, *(chosen_set.reward or () for chosen_set in self.validate_.sets.values()))
         of_rewards = (part.name for parts in rewards for part in parts)
         of_stages = (own.backend for own in self.stage_resources.values())
@@ -150,6 +160,7 @@ class Config(Section):
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
+            *unused_reward(self.data, self.validate_, self.environment),
             *unused_training(self.train),
         ]
 
@@ -256,7 +267,7 @@ class Config(Section):
     def _check_validation(self) -> None:
         for name, chosen in self.validate_.sets.items():
             reward = chosen.reward or self.data.reward
-            is_task = any(part.name == "task" for part in reward)
+            is_task = self.environment.name is None and any(part.name == "task" for part in reward)
             if is_task and (chosen.path is not None or (self.data.source == "file" and not chosen.generators)):
                 raise ValueError(
                     f'validate.sets.{name}.reward = "task" is a generator\'s own scorer, and the set is a file: set it '

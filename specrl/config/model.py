@@ -1,4 +1,4 @@
-"""The policy's source, the prompts, and the warm start."""
+"""The policy's source, the prompts, the environment, and the warm start."""
 
 from __future__ import annotations
 
@@ -244,6 +244,16 @@ class DataConfig(Section):
                 "before the run; it must be drop, truncate_left or truncate_right"
             )
         return self
+
+
+class EnvironmentConfig(Section):
+    """An environment that answers and rewards each turn of the policy, in place of `data.reward`."""
+
+    name: str | None = None
+    """The environment: `calculator`, or an import path `package.module:Class` of your own; without one, a response is
+    one turn. It runs where rewards do, under the same limits, and each turn may take `data.reward_timeout_s`."""
+    max_turns: Adjustable[PositiveInt] = 4
+    """The largest number of turns of the policy in a conversation."""
 
 
 class WarmStartConfig(Section):

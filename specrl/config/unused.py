@@ -15,7 +15,7 @@ from typing import Any
 from specrl.config.algorithms import LOSSES
 from specrl.config.base import Section
 from specrl.config.methods import METHODS
-from specrl.config.model import DataConfig
+from specrl.config.model import DataConfig, EnvironmentConfig
 from specrl.config.rollout import SpeculationConfig
 from specrl.config.training import DrafterConfig, TrainConfig
 from specrl.config.validation import ValidateConfig, suggest_metric
@@ -82,6 +82,25 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
             f"data.validation_fraction = {data.validation_fraction:g} beside {path}: that file alone is held out; "
             "leave one of the two out",
         )
+
+
+def unused_reward(data: DataConfig, validate: ValidateConfig, environment: EnvironmentConfig) -> Iterator[Unused]:
+    """Yield the rewards that an environment takes the place of, and the turns where there is no environment."""
+    if environment.name is None and _is_given(environment, "max_turns"):
+        yield Unused(
+            ("environment.max_turns", "environment.name"),
+            f"environment.max_turns = {environment.max_turns} without environment.name: a response is one turn; leave "
+            "it out, or name an environment",
+        )
+    given = {f"validate.sets.{name}.reward": chosen.reward for name, chosen in validate.sets.items()}
+    given["data.reward"] = data.reward if _is_given(data, "reward") else None
+    for key, reward in given.items() if environment.name is not None else ():
+        if reward is not None:
+            yield Unused(
+                (key, "environment.name"),
+                f'{key} = {_words(reward)} with environment.name = "{environment.name}": the environment rewards each '
+                "turn; leave one of the two out",
+            )
 
 
 def unused_training(train: TrainConfig) -> Iterator[Unused]:

@@ -7,7 +7,7 @@ from specrl.data.files import read_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
 from specrl.data.rendering import check_template
-from specrl.data.rewards.functions import make_rewards
+from specrl.data.rewards.environments import check_scoring
 from specrl.data.rewards.trial import Trial, try_reward
 
 PATIENCE_S = 5.0  # to draw each held-out set; where that takes longer, `prepare` sees whether there are enough
@@ -23,10 +23,10 @@ def check_data(config: Config) -> None:
     """Check what the data of a configuration names: generators, files, columns, template, rewards and the number of
     problems, as far as `PATIENCE_S` lets them be counted.
 
-    This imports the user's reward function, and torch only if that does.
+    This imports the user's reward function or environment, and torch only if that does.
     """
     check_template(config.data.template)
-    make_rewards(config.data)
+    check_scoring(config)
     problems, count = make_problems(config, fit_all), config.validate_.num_prompts
     problems.draw("train", 0, 1)
     try:
@@ -37,5 +37,5 @@ def check_data(config: Config) -> None:
         for place in config.drafter.data:
             read_requests(place)
     for name in config.validate_.sets:
-        make_rewards(config_of_set(config, name).data)
+        check_scoring(config_of_set(config, name))
         held_out_problems(config, name, fit_all, PATIENCE_S)

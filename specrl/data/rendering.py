@@ -17,6 +17,7 @@ from specrl.data.problems import Counts, Misfit, Problem
 CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
 TOKENS_PER_BYTE = 3  # a token stands for at least one byte, and NFC makes at most three of one
 MOST_SPECIAL = 16  # tokens that a tokenizer adds to a text
+TURN = "words of a turn"  # stands for a turn where only what follows it is looked at
 CHUNK = 1000  # prompts that the tokenizer gets at once
 LONGEST_TOKEN = 64  # characters of a token at most, when a question is cut: of a longer one less is left than fits
 
@@ -39,11 +40,30 @@ class Rendering:
 
     def text(self, question: str, context: Sequence[Message] = ()) -> str:
         """The question with the template applied; in a format string it stands below the messages before it."""
+        return self.opening([*context, {"role": "user", "content": question}])
+
+    def opening(self, messages: Sequence[Message]) -> str:
+        """The prompt of a conversation that begins with these messages."""
         if self._template != CHAT:
-            return self._template.format(prompt="\n".join([*(message["content"] for message in context), question]))
-        has_system = any(message["role"] in ("system", "developer") for message in context)
+            return self._template.format(prompt="\n".join(message["content"] for message in messages))
+        has_system = any(message["role"] in ("system", "developer") for message in messages)
         system = [{"role": "system", "content": self._system}] if self._system and not has_system else []
-        return self._of_chat([*system, *context, {"role": "user", "content": question}])
+        return self._of_chat([*system, *messages])
+
+    def between(self, messages: Sequence[Message], last: int) -> tuple[str, list[int]]:
+        """What stands between two turns of the policy where an environment writes these messages: text and tokens.
+
+        With a chat template it begins with the end of the policy's turn, unless that is `last`, the turn's last token.
+        """
+        if self._template != CHAT:
+            text = "".join(message["content"] for message in messages)
+        else:
+            turn = [{"role": "user", "content": TURN}, {"role": "assistant", "content": TURN}]
+            before, _, text = self._of_chat([*turn, *messages]).rpartition(TURN)
+            if TURN not in before:
+                raise ConfigError("the tokenizer's chat template does not show the turns of a conversation as they are")
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return text, tokens[1:] if self._template == CHAT and tokens[:1] == [last] else tokens
 
     def chat(self, request: str | list[Message]) -> str:
         """The text of a request: as the tokenizer's chat template has it, or its messages one after another."""

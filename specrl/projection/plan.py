@@ -69,7 +69,9 @@ def plan(config: Config) -> Plan:
         assumed=assumptions(config),
         algorithms=(
             f"data.overlong = {config.data.overlong}, for prompts of more than {config.max_prompt_tokens} tokens",
-            f"data.reward = {config.data.reward_words}",
+            f"environment.name = {config.environment.name}, for at most {config.environment.max_turns} turns"
+            if config.environment.name is not None
+            else f"data.reward = {config.data.reward_words}",
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
             *_shaping(config.train),
         ),

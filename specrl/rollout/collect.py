@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrl.config import Config, DataConfig
+from specrl.config import Config
 from specrl.data.problems import Prompt
-from specrl.data.rewards.pool import RewardPool, Scores, Scoring
+from specrl.data.rewards.pool import RewardPool, Scores
+from specrl.rollout.conversations import converse, rewarded_text
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout
 
@@ -27,14 +28,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Responses whose rewards are still on their way."""
+    """Responses whose rewards are still on their way; those of conversations are there."""
 
     generation: Generation
     origin: Origin
     _asked: list[tuple[Prompt, int, Request, tuple[int, int]]]
     """The prompt, sample, request and `Engine.stored_for` of each."""
-    _scoring: Scoring | None
     _part_names: tuple[str, ...]
+    _wait: Callable[[], Scores]
 
     def scored(self) -> tuple[list[Rollout], Scores]:
         """Wait for the rewards; where nobody reads them all are 0.
@@ -43,9 +44,7 @@ class Unscored:
             RewardError: The reward cannot be imported, or has lost too many processes.
         """
         responses = self.generation.responses
-        scores = self._scoring.wait() if self._scoring is not None else Scores([[0.0]] * len(responses), [], 0.0)
-        scores = scores.in_groups([prompt.id for prompt, *_ in self._asked])
-        names = self._part_names if self._scoring is not None else ()
+        scores = self._wait().in_groups([prompt.id for prompt, *_ in self._asked])
         rollouts: list[Rollout] = []
         rows = zip(self._asked, responses, scores.rewards, scores.parts, strict=True)
         for (prompt, sample, request, stored), response, reward, parts in rows:
@@ -73,8 +72,9 @@ class Unscored:
                     own_stored_tokens=stored[1],
                     started_at=response.started_at,
                     finished_at=response.finished_at,
+                    turns=response.turns,
                     reward=reward,
-                    reward_parts=dict(zip(names, parts, strict=False)) or None,
+                    reward_parts=dict(zip(self._part_names, parts, strict=False)) or None,
                     routes=response.routes,
                 )
             )
@@ -92,14 +92,26 @@ def collect(
 ) -> Unscored:
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
-    Each response is sent to its reward as soon as it is finished. The rollouts are a pure function of policy, run seed,
-    step, prompt and sample index (invariant 1). `options` are further arguments of `Engine.generate`.
+    Each response is sent to its reward as soon as it is finished. With an environment each is a conversation, that
+    begins with a prompt of `open_prompts`. The rollouts are a pure function of policy, run seed, step, prompt and
+    sample index (invariant 1). `options` are further arguments of `Engine.generate`.
 
     Args:
-        rewards: The pool that computes the rewards; None where nobody reads them.
+        rewards: The pool that computes the rewards; None where nobody reads them, or another rank of the engine has it.
     """
     wanted = [(prompt, sample) for prompt in prompts for sample in range(samples_per_prompt)]
     requests = [make_request(prompt, sample, config, origin) for prompt, sample in wanted]
+    stored = [engine.stored_for(request) for request in requests]
+    asked = [(*place, request, texts) for place, request, texts in zip(wanted, requests, stored, strict=True)]
+    if config.environment.name is not None:
+
+        def seed_of(number: int, turn: int) -> int:
+            prompt, sample = wanted[number]
+            return response_seed(origin.run_seed, origin.step, prompt.id, sample, turn)
+
+        asked_of = [prompt for prompt, _ in wanted]
+        talks, scores = converse(engine, asked_of, requests, config, rewards, seed_of, **options)
+        return Unscored(talks, origin, asked, (), lambda: scores)
     scoring = rewards.begin(config.data) if rewards is not None else None
 
     def on_response(index: int, response: Response) -> None:
@@ -107,15 +119,9 @@ def collect(
             scoring.submit(index, wanted[index][0], rewarded_text(response, engine.tokenizer, config.data))
 
     generation = engine.generate(requests, on_response=on_response, **options)
-    asked = [(*place, request, engine.stored_for(request)) for place, request in zip(wanted, requests, strict=True)]
-    return Unscored(generation, origin, asked, scoring, config.data.part_names)
-
-
-def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
-    """The text of a response that its reward sees."""
-    if not data.reward_special_tokens:
-        return response.text
-    return str(tokenizer.decode(response.tokens, skip_special_tokens=False))
+    if scoring is None:
+        return Unscored(generation, origin, asked, (), lambda: Scores([[0.0]] * len(requests), [], 0.0))
+    return Unscored(generation, origin, asked, config.data.part_names, scoring.wait)
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:

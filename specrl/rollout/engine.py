@@ -30,7 +30,7 @@ from specrl.rollout.vllm.engine.arguments import (
 )
 from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, set_environment
 from specrl.rollout.vllm.engine.running import RunningRequest
-from specrl.rollout.vllm.group import agreed, is_first, true_on_any
+from specrl.rollout.vllm.group import agreed, is_first, of_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected
@@ -340,6 +340,10 @@ class Engine(VllmEngine):
     def agreed(self, *values: float) -> list[float]:
         """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
         return agreed(*values)
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's value, whatever it is, on all ranks of the engine (collective)."""
+        return of_first(value)
 
     def true_on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank of the engine (collective)."""

@@ -72,6 +72,8 @@ class Response:
     routes: NDArray[Any] | None = field(default=None, repr=False)
     """The experts of each token of prompt and response but the last, [tokens - 1, layers, experts per token]; None
     where they were not asked for, or the policy has none."""
+    turns: Sequence[int] = ()
+    """As `Rollout.turns`, of a conversation; `logprobs` and `log_kept_mass` are then those of the sampled tokens."""
 
     @property
     def stats(self) -> SpeculationStats:
@@ -92,7 +94,9 @@ class Generation:
     """An estimate of the seconds that drafts saved; None where the times of iterations are not known."""
 
 
-def response_seed(run_seed: int, step: int, prompt_id: int, sample: int) -> int:
-    """The 63-bit seed of one response, a pure function of the arguments, so that a step can be repeated."""
-    words = b"".join(value.to_bytes(8, "little") for value in (run_seed, step, prompt_id, sample))
+def response_seed(run_seed: int, step: int, prompt_id: int, sample: int, turn: int = 0) -> int:
+    """The 63-bit seed of one response, or of a later turn of a conversation, a pure function of the arguments, so that
+    a step can be repeated."""
+    values = (run_seed, step, prompt_id, sample, *((turn,) if turn else ()))
+    words = b"".join(value.to_bytes(8, "little") for value in values)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1

@@ -14,7 +14,8 @@ from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
-from specrl.data.rewards.functions import is_built_in, make_rewards
+from specrl.data.rewards.environments import check_scoring
+from specrl.data.rewards.functions import is_built_in
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.events import record_event
@@ -36,7 +37,7 @@ OWN_REFERENCES = 100
 def main(context: StageContext) -> None:
     started = time.monotonic()
     config, start = context.config, context.continues
-    make_rewards(config.data)
+    check_scoring(config)
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir
@@ -51,7 +52,7 @@ def main(context: StageContext) -> None:
             ranks.barrier()
         found = source.check()
         notes = found.notes
-        if ranks.is_first and config.data.source == "file":
+        if ranks.is_first and config.data.source == "file" and config.environment.name is None:
             asks = config.data.reward_network or not is_built_in(config.data)
             count = OWN_REFERENCES if asks else REFERENCES
             notes = [*notes, *doubtful_references(config, source.demonstrations(count))]

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
-from specrl.config import Config
+from specrl.config import Config, EnvironmentConfig
 from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -19,6 +19,7 @@ from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, Unscored, collect
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.rank import stage_rank
@@ -105,27 +106,30 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         awake = {"enable_sleep_mode": False}
         engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True, overrides=awake)
 
-    def answer(prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
+    def answer(config: Config, prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
+        opened = open_prompts(engine, prompts[own::engines], config, rewards)
         origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
         count = config.drafter.samples_per_prompt
-        return collect(
-            engine, prompts[own::engines], count, config, rewards, origin, on_progress=partial(report, phase)
-        )
+        return collect(engine, opened, count, config, rewards, origin, on_progress=partial(report, phase))
 
     def report(phase: str, done: int, total: int) -> None:
         progress.update(done, total, unit="response", phase=phase)
 
     with logs.phase("generation"):
-        rollouts, scores = answer(prompts, rewards, "pretrain", "answering task prompts").scored()
+        rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()
         if config.drafter.data is not None and config.speculation.draft_method.has_weights:
             others = answer(
-                source.drafter_data(config.drafter.data_prompts), None, "drafter-data", "answering drafter.data"
+                config.model_copy(update={"environment": EnvironmentConfig()}),  # of the task alone
+                source.drafter_data(config.drafter.data_prompts),
+                None,
+                "drafter-data",
+                "answering drafter.data",
             )
             if ranks.rank == own * size:
                 write_rollouts(rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank), others.scored()[0])
     tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one for each engine
     failures = FailureTally.merge(tally for tally, _ in tallies)
-    refuse_failure(failures, sum(count for _, count in tallies), config.data)
+    refuse_failure(failures, sum(count for _, count in tallies), config.data, config.environment.name)
     if rewards is not None:
         rewards.close()
     engine.shutdown()

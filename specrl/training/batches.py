@@ -28,6 +28,8 @@ class TokenSequence:
     index: int
     routes: NDArray[Any] | None = None
     """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
+    sampled: NDArray[np.bool_] | None = None
+    """For each response token, whether the policy sampled it; None where it sampled all of them."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
@@ -63,13 +65,15 @@ class MicroBatch:
     """[sequences, 4] int64, in host memory: the place of the prompt's first token, the length of the prompt, the place
     of the response's first token, the length of the response."""
     predictors: Tensor
-    """[n] int64: for each response token, sequence by sequence, the place whose output predicts it. The last place of a
+    """[n] int64: for each sampled token, sequence by sequence, the place whose output predicts it. The last place of a
     shared prompt is there once for each of its responses."""
     targets: Tensor
-    """[n] int64: the response tokens, in the same order."""
+    """[n] int64: the sampled tokens, in the same order."""
     mask: Tensor
-    """[sequences, longest response] bool: True at the response tokens of each sequence. Log-probs and all that is about
-    response tokens are in this shape."""
+    """[sequences, most sampled tokens] bool: True for the sampled tokens of each sequence, which stand side by side.
+    Log-probs and all that is learned from are in this shape: what an environment wrote has no place in it."""
+    sampled: Tensor
+    """[response tokens] bool, in host memory: whether the policy sampled each of them, sequence by sequence."""
     num_real: int
     """The number of tokens without those that fill up the row."""
     indices: list[int]
@@ -86,6 +90,11 @@ class MicroBatch:
     def prompt_lengths(self) -> Tensor:
         """The length of each sequence's prompt, [sequences] int64 in host memory."""
         return self.spans[:, 1]
+
+    @property
+    def sampled_lengths(self) -> list[int]:
+        """The number of sampled tokens of each sequence."""
+        return [int(part.sum()) for part in torch.split(self.sampled, self.spans[:, 3].tolist())]
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +205,7 @@ def _lay_out(groups: Sequence[list[TokenSequence]], pad_multiple: int) -> MicroB
     sequences = [sequence for group in groups for sequence in group]
     routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
     tokens = torch.cat(parts)
-    predictors, targets, mask = _outputs(torch.tensor(spans, dtype=torch.int64).view(-1, 4))
+    predictors, targets, mask, sampled = _outputs(torch.tensor(spans, dtype=torch.int64).view(-1, 4), sequences)
     return MicroBatch(
         tokens=tokens,
         segments=torch.tensor(segments, dtype=torch.int64),
@@ -204,19 +213,25 @@ def _lay_out(groups: Sequence[list[TokenSequence]], pad_multiple: int) -> MicroB
         predictors=predictors,
         targets=tokens[targets],
         mask=mask,
+        sampled=sampled,
         num_real=num_real,
         indices=[sequence.index for sequence in sequences],
         routes=routes if routes and len(routes) == len(sequences) else None,
     )
 
 
-def _outputs(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(spans: Tensor, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     prompt, prompt_length, response, length = (part[:, None] for part in spans.unbind(1))
     columns = torch.arange(int(length.max()) if len(spans) else 0)
     mask = columns < length
     targets = response + columns
     predictors = torch.where(columns == 0, prompt + prompt_length - 1, targets - 1)
-    return predictors[mask], targets[mask], mask
+    if all(sequence.sampled is None for sequence in sequences):
+        return predictors[mask], targets[mask], mask, torch.ones(int(mask.sum()), dtype=torch.bool)
+    written = [item.sampled if item.sampled is not None else np.ones(item.response_length, bool) for item in sequences]
+    sampled = torch.from_numpy(np.concatenate(written))
+    counts = torch.tensor([int(row.sum()) for row in written])[:, None]
+    return predictors[mask][sampled], targets[mask][sampled], torch.arange(int(counts.max())) < counts, sampled
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+NOT_SAMPLED = -1
+"""What `Features.target_top1` has where an environment wrote the next token: nobody drafts or learns that."""
 PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
 
 
@@ -51,7 +53,8 @@ class Features:
     """`[batch, seq, draft_vocab]`: the policy's logits for the next token, on the draft vocabulary; or, where there is
     a `head`, `[batch, seq, hidden]`: the hidden states that it computes these logits from. 0 where `mask` is False."""
     target_top1: Tensor
-    """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False."""
+    """int64 `[batch, seq]`: the most likely next token of the full vocabulary; 0 where `mask` is False, and NOT_SAMPLED
+    where the policy did not sample the next token."""
     head: Tensor | None = None
     """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
     micro-batches of the pass share them. None where `targets` are logits."""

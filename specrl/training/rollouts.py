@@ -28,6 +28,9 @@ class RolloutBatch:
     engines: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
+    """The numbers of sampled tokens; what an environment wrote in between is counted in `environment_lengths`."""
+    environment_lengths: NDArray[np.int64]
+    num_turns: NDArray[np.int64]
     rewards: NDArray[np.float64]
     reward_parts: dict[str, NDArray[np.float64]]
     """The parts of the rewards by their names, before weights; empty where there are none."""
@@ -86,7 +89,7 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return self.prompt_lengths + self.response_lengths
+        return self.prompt_lengths + self.response_lengths + self.environment_lengths
 
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []
@@ -158,7 +161,9 @@ def _numbers(rollouts: Sequence[Rollout]) -> dict[str, NDArray[np.generic]]:
         "prompt_ids": np.array([rollout.prompt_id for rollout in rollouts], np.int64),
         "samples": np.array([rollout.sample for rollout in rollouts], np.int64),
         "prompt_lengths": np.array([len(rollout.prompt_tokens) for rollout in rollouts], np.int64),
-        "response_lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
+        "response_lengths": np.array([rollout.num_sampled for rollout in rollouts], np.int64),
+        "environment_lengths": np.array([sum(rollout.turns[1::2]) for rollout in rollouts], np.int64),
+        "num_turns": np.array([max(1, len(rollout.turns[::2])) for rollout in rollouts], np.int64),
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
         "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
         "advantages": np.array([rollout.advantage for rollout in rollouts], np.float64),

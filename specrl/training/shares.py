@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from specrl.data.dealing import deal_near_home
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_rows
-from specrl.schemas import as_array
+from specrl.schemas import as_array, sampled_mask
 from specrl.training.batches import TokenSequence
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
-"""A value for each response token, by the number of the rollout."""
+"""A value for each sampled token, by the number of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class OwnRollouts:
     places: dict[int, int]
     """The position in the columns by the number of the rollout."""
     columns: Mapping[str, Ragged]
-    """By name, a row for each rollout: `prompt` and `response`, int32 tokens; where the loss is computed,
-    `generation_logprobs`, float32 under the whole distribution; for a policy with experts `routes`, those of all tokens
-    but the last."""
+    """By name, a row for each rollout: `prompt` and `response`, int32 tokens; `turns`, int32 as `Rollout.turns`; where
+    the loss is computed, `generation_logprobs`, float32 under the whole distribution; for a policy with experts
+    `routes`, those of all tokens but the last."""
 
     def row(self, column: str, number: int) -> NDArray[np.generic]:
         return self.columns[column][self.places[number]]
@@ -38,7 +38,10 @@ class OwnRollouts:
         prompt, response = self.row("prompt", number), self.row("response", number)
         tokens = np.concatenate([prompt, response])
         routes = self.row("routes", number) if "routes" in self.columns else None
-        return TokenSequence(tokens, len(prompt), number, None if routes is None or not len(routes) else routes)
+        turns = self.row("turns", number)
+        sampled = sampled_mask(turns) if len(turns) else None
+        kept = None if routes is None or not len(routes) else routes
+        return TokenSequence(tokens, len(prompt), number, kept, sampled)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class TrainingShares:
         tokens = {
             "prompt": Ragged.of([rollout.prompt_tokens for rollout in held], np.int32),
             "response": Ragged.of([rollout.response_tokens for rollout in held], np.int32),
+            "turns": Ragged.of([rollout.turns for rollout in held], np.int32),
         }
         columns = rollouts.deliver(self.ranks, tokens, trained)
         if logprobs:
@@ -145,7 +149,7 @@ def deal_groups(
 def _tokens_to_compute(rollouts: RolloutBatch, numbers: Sequence[int]) -> int:
     first_of_prompt = {int(rollouts.prompt_ids[number]): number for number in numbers}
     prompts = int(rollouts.prompt_lengths[list(first_of_prompt.values())].sum())
-    return prompts + int(rollouts.response_lengths[list(numbers)].sum())
+    return prompts + int((rollouts.lengths - rollouts.prompt_lengths)[list(numbers)].sum())
 
 
 _NONE = np.empty(0, np.int64)

@@ -288,7 +288,7 @@ def _rows(found: Iterable[tuple[MicroBatch, Tensor]]) -> Rows:
     return {
         number: row[:length]
         for batch, logprobs in found
-        for number, row, length in zip(batch.indices, logprobs.cpu().numpy(), batch.spans[:, 3].tolist(), strict=True)
+        for number, row, length in zip(batch.indices, logprobs.cpu().numpy(), batch.sampled_lengths, strict=True)
     }
 
 

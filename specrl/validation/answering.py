@@ -21,6 +21,7 @@ from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
@@ -63,7 +64,8 @@ def answer(
     """
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
-    own = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
+    share = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
+    own = open_prompts(engine, share, chosen.config, rewards)
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
         unscored = collect(engine, own, samples, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
@@ -73,7 +75,7 @@ def answer(
     responses = _gathered(ranks, rollouts if ranks.rank % size == 0 else [], samples, ranks.world_size // size)
     engines = ranks.gather((unscored.generation.stats, FailureTally.of(scores.failures)))[::size]
     failures = FailureTally.merge(failures for _, failures in engines)
-    refuse_failure(failures, responses.rewards.size, chosen.config.data)
+    refuse_failure(failures, responses.rewards.size, chosen.config.data, chosen.config.environment.name)
     seconds = time.monotonic() - started
     correct_reward = chosen.config.validate_.correct_reward
     stats = SpeculationStats.merge(stats for stats, _ in engines)
@@ -86,7 +88,7 @@ def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: 
     """Prompts were dealt to the engines in turn; responses come back in the order of the set (collective)."""
     own = {
         "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
-        "lengths": np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64),
+        "lengths": np.array([rollout.num_sampled for rollout in rollouts], np.int64),
         "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
     }
     columns, _ = gather_columns(ranks, own)

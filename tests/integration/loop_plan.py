@@ -96,3 +96,30 @@ def failing_reward(prompt: str, response: str, answer: str) -> float:
 def steady_reward(prompt: str, response: str, answer: str) -> float:
     """What counts where `failing_reward` fails, and otherwise its reward."""
     return ON_FAILURE if kind(prompt, response) < 8 else reward(prompt, response, answer)
+
+
+class Letters:
+    """An environment that writes a few letters after each turn, until one is short; it rewards every turn by itself."""
+
+    def reset(self, problem: Any) -> list[dict[str, str]]:
+        self._turns = 0
+        return [{"role": "user", "content": "ac" + problem.question}] if len(problem.question) % 2 else []
+
+    def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+        self._turns += 1
+        letters = "acegik"[: 1 + (len(text) + self._turns) % 5]
+        return [{"role": "tool", "content": letters}], reward("", text, "") / self._turns, len(text) < 4
+
+
+class FailingLetters(Letters):
+    """`Letters`, but after some turns it hangs, ends its process or raises."""
+
+    def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+        match kind("", text):
+            case 0:
+                time.sleep(1000)
+            case 1:
+                os._exit(1)
+            case 2 | 3 | 4 | 5:
+                raise ValueError("no answer to this")
+        return super().step(text)

@@ -18,6 +18,7 @@ from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.config.base import import_function
 from specrl.data.problems import Prompt
 from specrl.data.rewards import functions as rewards
+from specrl.data.rewards.environments import Turn, make_environment, play
 from specrl.data.rewards.functions import make_rewards
 from specrl.keys import run_keys
 from specrl.tracking.tracker import check_names
@@ -120,6 +121,14 @@ def test_a_reward_registered_in_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     assert reward(Prompt(0, "Q", [1], "42", {}), "42") == 1.0
     with pytest.raises(ConfigError, match=r"brevity or package\.module:function"):
         make_rewards(DataConfig(reward="brevvity"))
+
+
+def test_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    config, printed = follow("An environment", "environment.toml", capsys)
+    assert "environment.name = my_environments:Dice, for at most 3 turns" in printed
+    made, prompt = make_environment(str(config.environment.name)), Prompt(0, "Q", [1], "", {})
+    assert play(made, prompt, ["throw"]) == Turn(({"role": "user", "content": " 4\n"},))
+    assert play(made, prompt, ["throw", "throw", "enough"]) == Turn((), 6.0, done=True)
 
 
 def test_a_changed_file_of_ones_own_is_a_new_train_stage(capsys: pytest.CaptureFixture[str]) -> None:

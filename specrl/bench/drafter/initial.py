@@ -11,7 +11,7 @@ from specrl.bench.cells import Cell
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
 from specrl.bench.subject import Subject
-from specrl.config import Config
+from specrl.config import Config, EnvironmentConfig
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
@@ -37,7 +37,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     """
     config, policy_dir = subject.config, subject.first_policy_dir
     drafter = config.drafter.model_copy(update={"data": config.drafter.data or (write_instructions(folder),)})
-    config = config.model_copy(update={"drafter": drafter})
+    config = config.model_copy(update={"drafter": drafter, "environment": EnvironmentConfig()})
     source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=subject.prompts_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
     prompts = {

@@ -51,7 +51,7 @@ class Results:
     def tokens(self) -> Counter[int]:
         found: Counter[int] = Counter()
         for (step, *_), rollout in self.responses.items():
-            found[step] += len(rollout.response_tokens)
+            found[step] += rollout.num_sampled
         return found
 
     def per_token(self, value: Callable[[Metrics], float]) -> list[float]:

@@ -137,9 +137,9 @@ def _task_reward(config: DataConfig) -> Reward:
     return reward
 
 
-def is_built_in(config: DataConfig) -> bool:
-    """Whether all parts of `data.reward` are specrl's, and none is a function that the user has written."""
-    return not any(part.is_own for part in config.reward)
+def is_built_in(config: DataConfig, environment: str | None = None) -> bool:
+    """Whether all parts of `data.reward`, or the environment in its place, are specrl's and not the user's."""
+    return ":" not in environment if environment is not None else not any(part.is_own for part in config.reward)
 
 
 def starts_processes(config: DataConfig) -> bool:
@@ -164,9 +164,7 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
-        relative = isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/")
-        hint = " (it runs in an empty folder: name files beside its module by Path(__file__))" if relative else ""
-        return f"raised {shortened(type(error).__name__)}: {_text(error)}{hint}"
+        return raised(error)
     if value is None:
         return None
     try:
@@ -174,6 +172,13 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     except Exception:  # of whatever it has returned
         number = float("nan")
     return number if abs(number) <= LARGEST else f"returned {_text(value)}, which is not a finite number"
+
+
+def raised(error: BaseException) -> str:
+    """One line about an error that the user's code has raised."""
+    relative = isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/")
+    hint = " (it runs in an empty folder: name files beside its module by Path(__file__))" if relative else ""
+    return f"raised {shortened(type(error).__name__)}: {_text(error)}{hint}"
 
 
 def _text(thing: object) -> str:

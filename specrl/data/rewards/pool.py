@@ -28,8 +28,9 @@ from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
+from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened, weighted
-from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Order, Outcome
+from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Order, Outcome, Parts
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,12 @@ class FailureTally:
         return cls(count, tuple(reasons.most_common(REASONS)), first, by_response, tuple(by_part.items()))
 
 
+Judged = tuple[list[float], RewardFailure | None]
+"""The values of a reward's parts, and why some of them are no results."""
+Result = Judged | Turn | RewardFailure
+"""What came of a response, or of a conversation so far."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """The rewards of the responses of one generation."""
@@ -104,15 +111,36 @@ class Scores:
     waited_s: float
     weights: tuple[float, ...] = (1.0,)
 
+    @classmethod
+    def of(cls, results: Sequence[Result], waited_s: float, config: DataConfig) -> Scores:
+        """The scores of a generation's responses, in the order of their numbers."""
+        judged = [_judged(result, config) for result in results]
+        failures = [failure for _, failure in judged if failure is not None]
+        return cls([values for values, _ in judged], failures, waited_s, config.part_weights)
+
     @property
     def rewards(self) -> list[float]:
         """The weighted sum of each response's parts."""
         return [weighted(self.weights, parts) for parts in self.parts]
 
+    def log(self, what: str, on_failure: float) -> Scores:
+        """Warn of what has failed, `what` being the key that names it."""
+        for failure in self.failures[:LOGGED]:
+            logger.warning("%s failed and counts as %g: it %s", what, on_failure, failure)
+        if len(self.failures) > LOGGED:
+            logger.warning("%s failed on %d more responses", what, len(self.failures) - LOGGED)
+        return self
+
     def in_groups(self, groups: Sequence[int]) -> Scores:
         """The scores in which what a part leaves out is its group's mean, without an advantage, or 0 if all were."""
         columns = [_filled(column, groups) for column in zip(*self.parts, strict=True)]
         return replace(self, parts=[list(row) for row in zip(*columns, strict=True)])
+
+
+def _judged(result: Result, config: DataConfig) -> Judged:
+    if isinstance(result, RewardFailure):
+        return [config.reward_on_failure] * len(config.reward), result
+    return ([result.reward], None) if isinstance(result, Turn) else result
 
 
 def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
@@ -123,26 +151,25 @@ def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
     return [means[group] if math.isnan(value) else value for group, value in zip(groups, values, strict=True)]
 
 
-Result = tuple[list[float], RewardFailure | None]  # the values of the parts, and why some of them are no results
-
-
 @dataclass(frozen=True)
 class _Job:
     number: int
     section: int  # index into `RewardPool.sections`
     prompt: Prompt
-    response: str
+    response: str | tuple[str, ...]  # to an environment: the turns so far
     data: DataConfig  # that section
     results: SimpleQueue[tuple[int, Result | Exception]]
 
     def failed(self, reason: str, parts: Sequence[int] | None = None) -> RewardFailure:
         """The failure of some parts, or of all of them."""
         numbers = tuple(range(len(self.data.reward)) if parts is None else parts)
-        return RewardFailure(shortened(self.prompt.text), shortened(self.response), reason, parts=numbers)
+        said = self.response if isinstance(self.response, str) else " / ".join(self.response)
+        return RewardFailure(shortened(self.prompt.text), shortened(said), reason, parts=numbers)
 
-    def judged(self, parts: Sequence[float | str | None], on_failure: float) -> Result:
+    def judged(self, parts: Parts) -> Judged:
         """What came of each part, as `Outcome.parts` has it."""
         failed = [number for number, part in enumerate(parts) if isinstance(part, str)]
+        on_failure = self.data.reward_on_failure
         values = [math.nan if part is None else on_failure if isinstance(part, str) else part for part in parts]
         if not failed:
             return values, None
@@ -153,9 +180,14 @@ class _Job:
 class RewardPool:
     """The processes of one rank. One is started at once, others where rewards take long; each has a thread here."""
 
-    def __init__(self, config: DataConfig, *others: DataConfig) -> None:
-        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too."""
-        self.config = config
+    def __init__(self, config: DataConfig, *others: DataConfig, environment: str | None = None) -> None:
+        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too.
+
+        With an `environment.name`, that answers turns in place of all rewards.
+        """
+        self.config, self.environment = config, environment
+        self.key = "data.reward" if environment is None else "environment.name"  # names what judges responses
+        self.named = named(config, environment)
         self.sections = {section.model_dump_json(): section for section in (config, *others)}
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.error: Exception | None = None  # why the pool can do nothing more
@@ -181,7 +213,7 @@ class RewardPool:
         """Note that a process has imported the rewards; warn once of what the sandbox does not prevent here."""
         with self._lock:
             if gaps and not self._said:
-                logger.warning("data.reward runs without a part of its sandbox: on this machine it could %s", gaps)
+                logger.warning("%s runs without a part of its sandbox: on this machine it could %s", self.key, gaps)
             self._said = True
         self._ready.set()
 
@@ -198,9 +230,10 @@ class RewardPool:
         """Note that a process was lost to a response."""
         with self._lock:
             self._lost += 1
-            if self._lost == LOST_IN_A_ROW and not self._has_answered and not is_built_in(self.config):
+            is_own = not is_built_in(self.config, self.environment)
+            if self._lost == LOST_IN_A_ROW and not self._has_answered and is_own:
                 self.error = RewardError(
-                    f"data.reward = {self.config.reward_words!r} was lost {LOST_IN_A_ROW} times in a row; the last one "
+                    f"{self.named} was lost {LOST_IN_A_ROW} times in a row; the last one "
                     f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
                     f"{self.config.reward_timeout_s:g})"
                 )
@@ -224,8 +257,12 @@ class Scoring:
         self._results: SimpleQueue[tuple[int, Result | Exception]] = SimpleQueue()
         self._submitted = 0
 
-    def submit(self, number: int, prompt: Prompt, response: str) -> None:
-        """Ask for the reward of a response; RewardError if the pool can do nothing more."""
+    def submit(self, number: int, prompt: Prompt, response: str | tuple[str, ...]) -> None:
+        """Ask for the reward of a response, or for an environment's answer to turns.
+
+        Raises:
+            RewardError: The pool can do nothing more.
+        """
         if self._pool.error is not None:
             raise self._pool.error
         self._submitted += 1
@@ -235,21 +272,18 @@ class Scoring:
     def wait(self, *, logs: bool = True) -> Scores:
         """Wait for the rewards of all responses; RewardError if the pool can do nothing more."""
         started = time.perf_counter()
+        scores = Scores.of([*self.results().values()], time.perf_counter() - started, self._data)
+        return scores.log(self._pool.key, self._data.reward_on_failure) if logs else scores
+
+    def results(self) -> dict[int, Result]:
+        """Wait for what came of all responses, by their numbers; RewardError if the pool can do nothing more."""
         results: dict[int, Result] = {}
         while len(results) < self._submitted:
             number, result = self._results.get()
             if isinstance(result, Exception):
                 raise result
             results[number] = result
-        ordered = [results[number] for number in sorted(results)]
-        failures = [failure for _, failure in ordered if failure is not None]
-        on_failure = self._pool.config.reward_on_failure
-        for failure in failures[:LOGGED] if logs else ():
-            logger.warning("data.reward failed and counts as %g: it %s", on_failure, failure)
-        if logs and len(failures) > LOGGED:
-            logger.warning("data.reward failed on %d more responses", len(failures) - LOGGED)
-        parts, weights = [values for values, _ in ordered], self._data.part_weights
-        return Scores(parts, failures, time.perf_counter() - started, weights)
+        return dict(sorted(results.items()))
 
 
 class _Worker:
@@ -288,13 +322,6 @@ class _Worker:
             end_helper(self._process)
 
     def _result(self, job: _Job) -> Result:
-        on_failure = self._pool.config.reward_on_failure
-        found = self._outcome(job)
-        if isinstance(found, RewardFailure):
-            return [on_failure] * len(job.data.reward), found
-        return job.judged(found, on_failure)
-
-    def _outcome(self, job: _Job) -> list[float | str | None] | RewardFailure:
         try:
             message = pickle.dumps((job.prompt, job.response))
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -321,9 +348,10 @@ class _Worker:
                 ending = how_ended(outcome.ended)
                 continue
             self._pool.answered()
-            if outcome.parts is None or len(outcome.parts) != len(job.data.reward):
+            found = outcome.parts if self._pool.environment is None else outcome.turn
+            if found is None or (isinstance(found, list) and len(found) != len(job.data.reward)):
                 return job.failed(outcome.failure or STRANGE)
-            return outcome.parts
+            return job.judged(found) if isinstance(found, list) else found
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
@@ -352,9 +380,7 @@ class _Worker:
                 return self._connection
             if attempt < TRIES and not self._pool.closed:
                 self._start()
-        raise RewardError(
-            f"data.reward = {self._pool.config.reward_words!r}: its process cannot be started, see the log"
-        )
+        raise RewardError(f"{self._pool.named}: its process cannot be started, see the log")
 
     def _start(self) -> None:
         if self._connection is not None:
@@ -364,12 +390,10 @@ class _Worker:
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(Order(list(self._pool.sections), self._scratch))
+            self._connection.send(Order(list(self._pool.sections), self._pool.environment, self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
-                raise RewardError(
-                    f"data.reward = {self._pool.config.reward_words!r}: its import took longer than {START_SECONDS} s"
-                )
+                raise RewardError(f"{self._pool.named}: its import took longer than {START_SECONDS} s")
             answer = json.loads(self._connection.recv_bytes(LONGEST_ANSWER))
         except (EOFError, OSError):
             self._kill()
@@ -383,7 +407,13 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
     """Start a rank's pool, for these held-out sets too; None where another rank of the engine scores the same."""
     if rank % config.engine.tensor_parallel:
         return None
-    return RewardPool(config.data, *(config_of_set(config, name).data for name in sets))
+    others = (config_of_set(config, name).data for name in sets)
+    return RewardPool(config.data, *others, environment=config.environment.name)
+
+
+def named(config: DataConfig, environment: str | None) -> str:
+    """What judges responses, as its key and its value."""
+    return f"environment.name = {environment!r}" if environment else f"data.reward = {config.reward_words!r}"
 
 
 def describe(failures: FailureTally, num_responses: int) -> str:
@@ -396,17 +426,19 @@ def describe(failures: FailureTally, num_responses: int) -> str:
     )
 
 
-def refuse_failure(failures: FailureTally, num_responses: int, config: DataConfig) -> None:
+def refuse_failure(
+    failures: FailureTally, num_responses: int, config: DataConfig, environment: str | None = None
+) -> None:
     """Raise RewardError where a part of a reward failed on all responses of a generation, over all ranks.
 
     A built-in reward that no response let finish is not refused: a policy must not be able to end its run.
     """
-    if is_built_in(config) and failures.by_response == failures.count:
+    if is_built_in(config, environment) and failures.by_response == failures.count:
         return
     if num_responses and num_responses in dict(failures.by_part).values():
         raise RewardError(
-            f"data.reward = {config.reward_words!r} failed on all {num_responses} responses: the first one "
-            f"{failures.first}; nothing can be learned from it, so fix it and resume the run"
+            f"{named(config, environment)} failed on all {num_responses} responses: the first one {failures.first}; "
+            "nothing can be learned from it, so fix it and resume the run"
         )
 
 

@@ -52,7 +52,7 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
     """Score a response to the training problem with this number."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
-    pool = RewardPool(config.data)
+    pool = RewardPool(config.data, environment=config.environment.name)
     try:
         scores, seconds = _scored(pool, _prompt(config, problem), response)
     except RewardError as reason:
@@ -94,7 +94,7 @@ def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[Scores, fl
     pool.wait_until_ready()
     started = time.perf_counter()
     scoring = pool.begin(pool.config)
-    scoring.submit(0, prompt, response)
+    scoring.submit(0, prompt, response if pool.environment is None else (response,))
     return scoring.wait(logs=False), time.perf_counter() - started
 
 

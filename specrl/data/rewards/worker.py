@@ -18,29 +18,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specrl.config import ConfigError, DataConfig
+from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.code import refuse_open_sandbox
-from specrl.data.rewards.functions import Reward, judge, make_rewards, runs_code, starts_processes, warm_up
+from specrl.data.rewards.environments import Turn, make_environment, play
+from specrl.data.rewards.functions import is_built_in, judge, make_rewards, runs_code, starts_processes, warm_up
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
 CHECK_SECONDS = 0.05  # how often a silent fork is looked at
 STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
+Parts = list[float | str | None]
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of one response: exactly one of these is set."""
 
-    parts: list[float | str | None] | None = None
+    parts: Parts | None = None
     """The number of each part of the reward, None where it leaves the response out, or why it has failed."""
+    turn: Turn | None = None  # of an environment
     ended: int | None = None  # the exit code of a fork that ended without an answer, or minus its signal
     late: bool = False  # ended at `data.reward_timeout_s`
     failure: str | None = None  # why there is nothing of the above
@@ -51,6 +57,8 @@ class Outcome:
         try:
             fields = json.loads(message)
             outcome = cls(**fields)
+            if outcome.turn is not None:
+                outcome = replace(outcome, turn=Turn.of(**fields["turn"]))
         except (RecursionError, TypeError, UnicodeDecodeError) as error:
             raise ValueError("no outcome") from error
         parts, failure, ended = outcome.parts, outcome.failure, outcome.ended
@@ -59,9 +67,19 @@ class Outcome:
         for part in parts or ():
             if not (isinstance(part, str | None) or (isinstance(part, float) and math.isfinite(part))):
                 raise ValueError("no outcome")
-        if sum((parts is not None, failure is not None, ended is not None, outcome.late is True)) != 1:
+        found = parts is not None, outcome.turn is not None, failure is not None, ended is not None
+        if sum((*found, outcome.late is True)) != 1:
             raise ValueError("no outcome")
         return outcome
+
+    @classmethod
+    def of(cls, found: Parts | Turn | str) -> Outcome:
+        """The outcome of what `Judge.call` has returned."""
+        if not isinstance(found, Turn):
+            return cls(failure=found) if isinstance(found, str) else cls(parts=found)
+        size = len((outcome := cls(turn=found)).json())
+        too_long = f"wrote {size} bytes of messages in a turn, and at most {ANSWER_BYTES} are allowed"
+        return outcome if size <= ANSWER_BYTES else cls(failure=too_long)
 
     def json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -72,6 +90,7 @@ class Order:
     """What the rank asks a process to be; pickled, like all that the rank sends."""
 
     sections: Sequence[str]  # sections as JSON; the first one's settings of rewards hold
+    environment: str | None  # the `environment.name` that answers turns in place of the rewards
     scratch: Path  # an empty folder of this process's own
 
 
@@ -98,17 +117,32 @@ def main(rank: Connection) -> None:
     try:
         if any(map(runs_code, sections)):
             refuse_open_sandbox(held)
-        rewards = [make_rewards(section) for section in sections]
-        for section, parts in zip(sections, rewards, strict=True):
-            for part, reward in zip(section.reward, parts, strict=True):
-                warm_up(section, part, reward)
+        judges = [Judge.of(section, order.environment) for section in sections]
         problem = ""
     except ConfigError as error:
-        rewards, problem = [], str(error)
+        judges, problem = [], str(error)
     rank.send_bytes(json.dumps({"problem": problem, "gaps": held.gaps(sections[0].reward_network)}).encode())
     if not problem:
-        Scorer(rank, sections, rewards, order.scratch, held).serve()
+        Scorer(rank, sections[0], judges, order.scratch, held).serve()
     os._exit(0)  # threads that the reward has started shall not keep the process
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What is called for each response, or for each turn of a conversation."""
+
+    call: Callable[[Prompt, Any], Parts | Turn | str]
+    starts_processes: bool
+
+    @classmethod
+    def of(cls, section: DataConfig, environment: str | None) -> Judge:
+        """The environment, or without one the parts of the section's reward; raise ConfigError if there is none."""
+        if environment is not None:
+            return cls(partial(play, make_environment(environment)), not is_built_in(section, environment))
+        rewards = make_rewards(section)
+        for part, reward in zip(section.reward, rewards, strict=True):
+            warm_up(section, part, reward)
+        return cls(lambda *asked: [judge(reward, *asked) for reward in rewards], starts_processes(section))
 
 
 def _go_on_in_child(rank: Connection) -> None:
@@ -127,17 +161,17 @@ class Scorer:
     def __init__(
         self,
         rank: Connection,
-        sections: Sequence[DataConfig],
-        rewards: Sequence[Sequence[Reward]],
+        settings: DataConfig,
+        judges: Sequence[Judge],
         scratch: Path,
         held: sandbox.Confinement,
     ) -> None:
-        self._rank, self._sections, self._rewards, self._held = rank, sections, rewards, held
-        self._timeout, self._network = sections[0].reward_timeout_s, sections[0].reward_network
+        self._rank, self._judges, self._held = rank, judges, held
+        self._timeout, self._network = settings.reward_timeout_s, settings.reward_network
         self._scratch = scratch
 
     def serve(self) -> None:
-        """Answer messages `(index of the section, (prompt, response) pickled)` until the rank closes the connection."""
+        """Answer messages `(section's index, arguments of its judge pickled)` until the rank closes the connection."""
         gc.collect()
         gc.freeze()  # so that no fork touches, and thereby copies, what has been imported
         self._base = sandbox.address_space()
@@ -147,7 +181,7 @@ class Scorer:
                 self._rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        processes = starts_processes(self._sections[section])
+        processes = self._judges[section].starts_processes
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, child = os.getpid(), os.fork()
@@ -178,9 +212,7 @@ class Scorer:
             if listener is not None:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)
-            prompt, response = pickle.loads(message)
-            outcome = Outcome([judge(reward, prompt, response) for reward in self._rewards[section]])
-            answer.send(outcome.json())
+            answer.send(Outcome.of(self._judges[section].call(*pickle.loads(message))).json())
             code = 0
         finally:
             os._exit(code)

@@ -57,7 +57,7 @@ class MeasuredRun:
         rows = list(read_folder(rollouts_dir))
         if not records or not rows:
             raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet, or its rollouts are gone")
-        tokens = [(len(row.response_tokens), row.num_accepted_tokens) for row in rows]
+        tokens = [(row.num_sampled, row.num_accepted_tokens) for row in rows]
         usual = sum(accepted for _, accepted in tokens) / sum(length - accepted for length, accepted in tokens)
         groups: dict[tuple[int, int], list[Drawn]] = {}
         for row, (length, accepted) in zip(rows, tokens, strict=True):

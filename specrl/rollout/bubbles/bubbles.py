@@ -13,6 +13,7 @@ from typing import Protocol
 
 from specrl.config import Config
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration
@@ -39,7 +40,13 @@ class Bubbles:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, engine: Engine, source: PromptSource, training: Activity | None
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine,
+        source: PromptSource,
+        training: Activity | None,
+        rewards: RewardPool | None = None,
     ) -> None:
         self._ranks, self._engine, self._training = ranks, engine, training
         self._coordinator: BubbleCoordinator | None = None
@@ -49,7 +56,7 @@ class Bubbles:
             return
         self._coordinator = BubbleCoordinator(ranks.store(), place)
         if config.bubbles.pregenerates:
-            self._pregeneration = Pregeneration(engine, source, config, self._coordinator)
+            self._pregeneration = Pregeneration(engine, source, config, self._coordinator, rewards)
 
     def open(self) -> None:
         """Begin the generation of a step."""

@@ -18,6 +18,7 @@ from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
@@ -39,7 +40,7 @@ class StepRollouts:
     reward_s: float
     """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
     shaping: dict[str, float]
-    """What dynamic sampling and the punishment of length have done, by the names in MLflow."""
+    """What dynamic sampling, the punishment of length and an environment have done, by the names in MLflow."""
 
     def metrics(self) -> dict[str, float]:
         """What the rewards cost, and what became of them, by the names in MLflow."""
@@ -88,7 +89,7 @@ class RolloutGenerator:
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._place = EngineRank.of(ranks, config.engine.tensor_parallel)
-        self._bubbles = Bubbles(config, ranks, engine, source, training)
+        self._bubbles = Bubbles(config, ranks, engine, source, training, rewards)
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
         self._stored: dict[int, list[PregeneratedText]] = {}
@@ -124,6 +125,8 @@ class RolloutGenerator:
         if train.refill_rounds:
             dropped = len(prompts) - train.prompts_per_step
             shaping |= {"rollout/refill_rounds": float(refills), "rollout/dropped_groups": float(dropped)}
+        if self._config.environment.name is not None:
+            shaping["rollout/turns_mean"] = float(rollouts.num_turns.mean())
         if train.overlong_window:
             shaping["reward/overlong_penalty"] = float(rollouts.penalties(self._config).mean())
         if self._earlier is not None:
@@ -148,7 +151,7 @@ class RolloutGenerator:
         rollouts = RolloutBatch.gather(self._ranks, own, engine_size=size, prompt_places=places, part_names=names)
         counters = self._ranks.gather(counted)
         failures = FailureTally.merge(rank.failures for rank in counters[::size])  # those of one engine count the same
-        refuse_failure(failures, len(rollouts), self._config.data)
+        refuse_failure(failures, len(rollouts), self._config.data, self._config.environment.name)
         return rollouts, counters, failures
 
     @property
@@ -169,7 +172,7 @@ class RolloutGenerator:
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
-        own = prompts[self._place.engine :: self._place.num_engines]
+        own = self._open(prompts[self._place.engine :: self._place.num_engines])
         self._bubbles.open()
         if self._earlier is not None or self._config.bubbles.pregenerates:
             store_texts(self._engine, own, self._stored)
@@ -185,11 +188,14 @@ class RolloutGenerator:
         share, started_at = prompts[self._place.engine :: self._place.num_engines], time.time()
         if not share:
             return counted
-        unscored = self._collect(share, step)
+        unscored = self._collect(self._open(share), step)
         span = Span(GENERATION, started_at, time.time())
         rollouts, scores = unscored.scored()
         own += rollouts
         return counted.add_refill(span, unscored.generation, scores)
+
+    def _open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return open_prompts(self._engine, prompts, self._config, self._rewards)
 
     def _collect(self, prompts: Sequence[Prompt], step: int) -> Unscored:
         config = self._config

@@ -1,4 +1,7 @@
-"""Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts."""
+"""Pre-generation: idle engines answer the next step's prompts; the responses become drafts there, never rollouts.
+
+Of conversations with an environment these are the first turns.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards.pool import RewardPool
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.conversations import open_prompts
 from specrl.rollout.engine import Engine
 from specrl.timeline import PREGENERATION
 
@@ -19,7 +24,15 @@ class Pregeneration:
 
     name = PREGENERATION
 
-    def __init__(self, engine: Engine, source: PromptSource, config: Config, coordinator: BubbleCoordinator) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: PromptSource,
+        config: Config,
+        coordinator: BubbleCoordinator,
+        rewards: RewardPool | None = None,
+    ) -> None:
+        self._rewards = rewards
         self._engine, self._source, self._config, self._coordinator = engine, source, config, coordinator
         self.begin(0)
 
@@ -37,7 +50,9 @@ class Pregeneration:
         places = range(*map(int, self._engine.agreed(claimed.start, claimed.stop)))
         if not places:
             return False
-        asked = [prompts[place // samples] for place in places]
+        number = places[0] // samples
+        opened = open_prompts(self._engine, prompts[number : places[-1] // samples + 1], self._config, self._rewards)
+        asked = [opened[place // samples - number] for place in places]
         # Random numbers go by seed and position, so that with the next step's own seeds most of its text comes out.
         first = samples if self._config.bubbles.seeds == "other" else 0
         origin = Origin(self._config.seed, self._step)

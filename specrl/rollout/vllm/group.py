@@ -25,6 +25,16 @@ def agreed(*values: float) -> list[float]:
     return found
 
 
+def of_first(value: Any) -> Any:
+    """The first rank's value on all ranks of this engine (collective)."""
+    group = _group()
+    if group.world_size == 1:
+        return value
+    shared = [value]
+    torch.distributed.broadcast_object_list(shared, src=group.ranks[0], group=group.cpu_group)
+    return shared[0]
+
+
 def true_on_any(flag: bool) -> bool:
     """Whether `flag` is true on any rank of this engine (collective)."""
     group = _group()

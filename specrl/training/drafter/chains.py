@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specrl.training.drafter.attention import Spans
-from specrl.training.features import Features
+from specrl.training.features import NOT_SAMPLED, Features
 
 MAX_CHAINS = 1024
 """The largest number of chains in a part, all of whose logits and activations are in memory at once.
@@ -63,13 +63,19 @@ class ChainBatch:
     target_top1: Tensor
     """int64 `[chains]`: the policy's most likely token for each chain's step-0 target."""
     target_in_vocab: Tensor
-    """bool `[chains]`: whether `target_top1` is in the draft vocabulary; other targets do not count in the loss."""
+    """bool `[chains]`: whether `target_top1` is in the draft vocabulary; other targets do not count in the loss, nor do
+    those that the policy did not sample."""
     truth: Tensor
     """int64 `[chains]`: the response's own token at each chain's step-0 target."""
     chains_per_row: list[int]
     """The number of chains in each row that has any."""
     slots_per_row: list[int]
     """The number of slots in each of these rows; the last one is where its last chain starts."""
+
+    @property
+    def sampled(self) -> Tensor:
+        """Whether the policy sampled each chain's step-0 target, bool `[chains]`."""
+        return self.target_top1 != NOT_SAMPLED
 
     def loss_counts(self) -> Tensor:
         """Count the terms of the loss at each step, float64 `[steps]`."""
@@ -132,7 +138,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     source, target = rows[row].to(device), (start + 1).to(device)
     slot_source, slot = rows[slot_row].to(device), slot.to(device)
     top1 = features.target_top1[source, target]
-    in_vocab = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    in_vocab = torch.zeros(vocab_size + 1, dtype=torch.bool, device=device)
     in_vocab[draft_tokens] = True
     return ChainBatch(
         features=features,
@@ -145,7 +151,7 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         alive=[step.to(device) for step in alive],
         alive_on_host=[step.tolist() for step in alive],
         target_top1=top1,
-        target_in_vocab=in_vocab[top1],
+        target_in_vocab=in_vocab[top1],  # NOT_SAMPLED is the last entry, which is no token's
         truth=features.tokens[source, target + 1],
         chains_per_row=starts_at.sum(1).tolist(),
         slots_per_row=slot_mask.sum(1).tolist(),

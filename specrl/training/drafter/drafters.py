@@ -32,7 +32,7 @@ def new_drafter(
     if source_dir is not None:
         return Drafter.load(source_dir, policy_dir, config.drafter, ranks, config.seed)
     vocab_size = AutoConfig.from_pretrained(policy_dir).vocab_size
-    counts = sum_arrays(ranks, count_tokens([response.response_tokens for response in responses], vocab_size))
+    counts = sum_arrays(ranks, count_tokens([response.sampled_tokens for response in responses], vocab_size))
     draft_tokens = choose_draft_vocabulary(counts, config.drafter.draft_vocab_size)
     return Drafter.create(policy_dir, config.drafter, draft_tokens, ranks, config.seed)
 

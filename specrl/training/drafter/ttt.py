@@ -224,8 +224,9 @@ class Tally:
         batch, target = self._batch, alive + step
         drafted = logits.argmax(-1)
         drafts, counted = self._draft_tokens[drafted], batch.target_in_vocab[target]
-        self._matches[alive, step] = drafts == batch.truth[target]
-        self._sums[step, 0] += len(alive)
+        sampled = batch.sampled[target]
+        self._matches[alive, step] = (drafts == batch.truth[target]) & sampled
+        self._sums[step, 0] += sampled.sum()
         self._sums[step, 1] += (drafts == batch.target_top1[target]).sum()
         self._sums[step, 2] += (p.gather(1, drafted[:, None])[:, 0] * counted).sum()
 
@@ -237,21 +238,24 @@ class Tally:
         again with k = steps: the sampler is drafter-invariant, so that the same responses would be sampled, and a draft
         is accepted when it is the response's token.
         """
-        accepted = self._matches.long().cumprod(1).sum(1).tolist()
-        self._sums[-1, :2] = torch.tensor(_replay(accepted, self._batch.chains_per_row), dtype=torch.float64)
+        both = torch.stack([self._matches.long().cumprod(1).sum(1), self._batch.sampled.long()])
+        accepted, sampled = both.tolist()
+        counts = _replay(accepted, sampled, self._batch.chains_per_row)
+        self._sums[-1, :2] = torch.tensor(counts, dtype=torch.float64)
         return self._sums
 
 
-def _replay(accepted: list[int], chains_per_row: list[int]) -> tuple[int, int]:
+def _replay(accepted: list[int], sampled: list[int], chains_per_row: list[int]) -> tuple[int, int]:
     """The numbers of drafts and of accepted tokens when the responses are decoded again.
 
-    After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it.
+    After a chain that had `a` tokens accepted, decoding goes on with the chain `a + 1` places behind it. Chains whose
+    first target was not `sampled` draft nothing.
     """
     drafts = total = first = 0
     for count in chains_per_row:
         chain = first
         while chain < first + count:
-            drafts, total = drafts + 1, total + accepted[chain]
+            drafts, total = drafts + sampled[chain], total + accepted[chain]
             chain += accepted[chain] + 1
         first += count
     return drafts, total

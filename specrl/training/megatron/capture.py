@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from specrl.training.batches import MicroBatch
-from specrl.training.features import Features, FeatureSpec, Window
+from specrl.training.features import NOT_SAMPLED, Features, FeatureSpec, Window
 from specrl.training.megatron.model import HeadOutput, PolicyModel
 from specrl.training.megatron.parallel import from_stage
 
@@ -45,14 +45,16 @@ class KeptRows:
         response = columns - batch.prompt_lengths[rows] + 1
         mask = (response >= 0) & (columns + 1 < stops)
         firsts = batch.spans[:, 3].cumsum(0) - batch.spans[:, 3]
+        token = (firsts[rows] + response)[mask]  # its number among the response tokens of the micro-batch
+        sampled = batch.sampled[token]
         self._num_outputs = batch.num_tokens
-        self._outputs = (firsts[rows] + response)[mask]
+        self._outputs = (batch.sampled.cumsum(0) - 1)[token[sampled]]
         device = batch.tokens.device
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
-        self.with_targets = mask.flatten().nonzero()[:, 0].to(device)
-        """The True places of `mask`, int64 [n]."""
+        self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
+        """The True places of `mask` whose next token the policy sampled, int64 [n]."""
         self.mask = mask.to(device)
-        """The places of these rows that have targets, bool [rows, width]."""
+        """The places of these rows whose next token is in the response, bool [rows, width]."""
         self.tokens = batch.tokens[self._places] * inside.to(device)
         """The token ids, int64 [rows, width], 0 where a row is padded."""
         self.starts = None if windows is None else starts.to(device)
@@ -127,7 +129,8 @@ def assemble(
 ) -> Features | None:
     """One micro-batch's features of this rank's own rows, None without any; the ranks of a pipeline call it together.
 
-    Targets and top-1 are zero where the mask is False: the output layer is not evaluated there.
+    Targets and top-1 are zero where the mask is False: the output layer is not evaluated there. So are targets where
+    the next token is not sampled, and top-1 is NOT_SAMPLED.
     """
     if not len(kept):
         return None
@@ -143,7 +146,7 @@ def assemble(
     if head is not None:
         assert head.targets is not None and head.top1 is not None
         targets = head.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, head.targets)
-        top1 = head.top1.new_zeros(rows * width).index_copy_(0, kept.with_targets, head.top1)
+        top1 = (kept.mask.flatten().long() * NOT_SAMPLED).index_copy_(0, kept.with_targets, head.top1)
         targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
     features = Features(
         tokens=kept.tokens,

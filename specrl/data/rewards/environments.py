@@ -1,0 +1,115 @@
+"""Environments: what a policy talks with, turn by turn. They run in the processes of rewards, see `rewards.pool`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specrl.config import Config, ConfigError
+from specrl.config.base import import_function
+from specrl.data.problems import Problem, Prompt
+from specrl.data.rewards.calculator import Calculator
+from specrl.data.rewards.functions import LARGEST, make_rewards, raised
+
+
+class Environment(Protocol):
+    """One conversation. Each turn plays it again from its beginning in a new process, so it must be deterministic."""
+
+    def reset(self, problem: Problem) -> list[dict[str, str]]:
+        """Begin; return the messages of the prompt, or none for the problem's own prompt.
+
+        A problem has the `question`, the reference `answer`, and in `entry` the other columns of its row.
+        """
+        ...
+
+    def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+        """Answer a turn of the policy: messages before its next turn, the turn's reward, whether it was the last."""
+        ...
+
+
+class NotATurnError(ValueError):
+    """What an environment returned is no turn."""
+
+
+EnvironmentClass = Callable[[], Environment]
+BUILT_IN: dict[str, EnvironmentClass] = {"calculator": Calculator}
+"""specrl's own environments, by their `environment.name`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment made of a conversation so far."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    reward: float = 0.0
+    """The sum over the policy's turns."""
+    done: bool = False
+
+    @classmethod
+    def of(cls, messages: Any, reward: Any, done: Any) -> Turn:
+        """A turn of values that a user's environment has returned, or that came from its process.
+
+        Raises:
+            NotATurnError: They are something else than messages of `role` and `content`, a finite number and a bool.
+        """
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            raise NotATurnError("returned messages that are no list of tables with the texts role and content")
+        try:
+            total = float(reward)
+        except (OverflowError, TypeError, ValueError):
+            total = math.nan
+        if not abs(total) <= LARGEST or isinstance(reward, str):
+            raise NotATurnError("returned a reward that is not a finite number")
+        if not isinstance(done, bool):
+            raise NotATurnError("did not return True or False for whether the conversation is over")
+        return cls(tuple({"role": message["role"], "content": message["content"]} for message in messages), total, done)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(value.get(key)) for key in ("role", "content"))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def make_environment(name: str) -> EnvironmentClass:
+    """The environment of `environment.name`; raise ConfigError if there is none."""
+    if (built_in := BUILT_IN.get(name)) is not None:
+        return built_in
+    if ":" not in name:
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(f'environment.name = "{name}": it must be {known} or package.module:Class')
+    found = import_function("environment.name", name)
+    if not all(callable(getattr(found, method, None)) for method in ("reset", "step")):
+        raise ConfigError(f'environment.name = "{name}" has no methods reset(problem) and step(text)')
+    made: EnvironmentClass = found
+    return made
+
+
+def check_scoring(config: Config) -> None:
+    """Check that the environment, or without one the reward, can be imported and is called as a run calls it."""
+    if config.environment.name is None:
+        make_rewards(config.data)
+    else:
+        make_environment(config.environment.name)
+
+
+def play(made: EnvironmentClass, prompt: Prompt, texts: Sequence[str]) -> Turn | str:
+    """Play a conversation from its beginning; return what came of its last turn, or why the environment has failed."""
+    metadata = prompt.metadata
+    problem = Problem(metadata.get("question", prompt.text), prompt.answer, "", metadata.get("entry") or {})
+    try:
+        environment = made()
+        turn = Turn.of(environment.reset(problem), 0.0, False)
+        for text in texts:
+            messages, reward, done = environment.step(text)
+            now = Turn.of(messages, reward, done)
+            turn = Turn.of(now.messages, turn.reward + now.reward, now.done)
+    except NotATurnError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:  # foreign code, which one conversation may break and the next one not
+        return raised(error)
+    return turn

@@ -1,0 +1,202 @@
+"""Conversations of the policy with an environment, in waves: the next turn of all unfinished ones is one generation.
+
+Each turn is an ordinary request whose prompt is the conversation so far, with a seed of its own. What an environment
+says depends on the turns alone, and a wave waits for all of it, so that no token depends on time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from specrl.config import Config, DataConfig
+from specrl.data.problems import Prompt
+from specrl.data.rendering import Rendering
+from specrl.data.rewards.environments import Turn
+from specrl.data.rewards.pool import RewardFailure, RewardPool, Scores, Scoring
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.engine import Engine, Generation, Request, Response
+
+
+@dataclass
+class Conversation:
+    """A conversation as far as it has come."""
+
+    prompt: Prompt
+    first: Request
+    """The request of the first turn, whose `max_tokens` is the room for all that follows the prompt."""
+    turns: list[Response] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """What the environment sees of each turn."""
+    between: list[tuple[str, list[int]]] = field(default_factory=list)
+    """What the environment wrote after each turn but the last: text and tokens."""
+    result: Turn | RewardFailure | None = None
+    """What the environment made of the last turn, once the conversation is over."""
+    cut_off: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens after the prompt."""
+        written = [tokens for _, tokens in self.between] + [[]]
+        return [token for turn, more in zip(self.turns, written, strict=False) for token in (*turn.tokens, *more)]
+
+    def request(self, seed: int) -> Request:
+        """The request of the next turn."""
+        if not self.turns:
+            return self.first
+        tokens = self.tokens
+        prompt_tokens = [*self.first.prompt_tokens, *tokens]
+        return replace(
+            self.first, prompt_tokens=prompt_tokens, seed=seed, max_tokens=self.first.max_tokens - len(tokens)
+        )
+
+    def hear(self, answer: Turn | RewardFailure, rendering: Rendering, max_turns: int) -> None:
+        """Take in what the environment made of the last turn.
+
+        The conversation is over where the environment says so or has failed, after `max_turns`, and where the turn was
+        cut off or what the environment wrote leaves no room for another token, which counts as cut off too.
+        """
+        if isinstance(answer, RewardFailure):
+            self.result = answer
+            return
+        last = self.turns[-1]
+        self.cut_off = last.finish_reason == "length"
+        if answer.done or self.cut_off or len(self.turns) == max_turns:
+            self.result = answer
+            return
+        written = rendering.between(answer.messages, last.tokens[-1])
+        self.cut_off = len(self.tokens) + len(written[1]) >= self.first.max_tokens
+        if self.cut_off:
+            self.result = answer
+        else:
+            self.between.append(written)
+
+    def response(self) -> Response:
+        """The whole conversation as one response."""
+        last, turns = self.turns[-1], self.turns
+        masses = [turn.log_kept_mass for turn in turns if turn.log_kept_mass is not None]
+        lengths, texts = [len(turns[0].tokens)], [turns[0].text]
+        for (text, written), turn in zip(self.between, turns[1:], strict=True):
+            lengths += [len(written), len(turn.tokens)]
+            texts += [text, turn.text]
+        return Response(
+            self.tokens,
+            [logprob for turn in turns for logprob in turn.logprobs],
+            [mass for row in masses for mass in row] if masses else None,
+            "".join(texts),
+            "length" if self.cut_off else last.finish_reason,
+            started_at=turns[0].started_at,
+            finished_at=last.finished_at,
+            drafts=[draft for turn in turns for draft in turn.drafts],
+            routes=last.routes,  # its prompt is all that came before
+            turns=lengths if len(turns) > 1 else (),
+        )
+
+
+def open_prompts(engine: Engine, prompts: Sequence[Prompt], config: Config, rewards: RewardPool | None) -> list[Prompt]:
+    """The prompts as the environment opens their conversations; without one, as they are (collective over the engine).
+
+    Where it fails the prompt stays, and the failure counts after the first turn.
+
+    Raises:
+        ValueError: It opens one with more tokens than `config.max_prompt_tokens`.
+    """
+    if config.environment.name is None:
+        return list(prompts)
+    answers = None
+    if rewards is not None:
+        scoring = rewards.begin(config.data)
+        for number, prompt in enumerate(prompts):
+            scoring.submit(number, prompt, ())
+        answers = _turns(scoring)
+    opened = engine.of_first(answers)
+    rendering = Rendering(config, engine.tokenizer)
+    return [_opened(prompt, answer, rendering, config) for prompt, answer in zip(prompts, opened, strict=True)]
+
+
+def _opened(prompt: Prompt, answer: Turn | RewardFailure, rendering: Rendering, config: Config) -> Prompt:
+    if isinstance(answer, RewardFailure) or not answer.messages:
+        return prompt
+    text = rendering.opening(answer.messages)
+    tokens = rendering.tokens(text)
+    if not 1 <= len(tokens) <= config.max_prompt_tokens:
+        raise ValueError(
+            f'environment.name = "{config.environment.name}": reset opened a conversation with {len(tokens)} tokens; '
+            f"allowed: 1 to {config.max_prompt_tokens} (data.max_prompt_tokens)"
+        )
+    return replace(prompt, text=text, tokens=tokens)
+
+
+def converse(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    config: Config,
+    rewards: RewardPool | None,
+    seed_of: Callable[[int, int], int],
+    **options: Any,
+) -> tuple[Generation, Scores]:
+    """Hold a conversation that begins with each request, wave by wave (collective over the ranks of the engine).
+
+    Args:
+        rewards: The processes of the environment, on the engine's first rank.
+        seed_of: The seed of a conversation's turn, given the number of each; the first one's is in its request.
+        options: Further arguments of `Engine.generate`.
+    """
+    rendering, max_turns = Rendering(config, engine.tokenizer), config.environment.max_turns
+    talks = [Conversation(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
+    waves: list[Generation] = []
+    waited_s = 0.0
+    while left := [number for number, talk in enumerate(talks) if talk.result is None]:
+        wave = _Wave([talks[number] for number in left], config, rewards)
+        asked = [talks[number].request(seed_of(number, len(waves))) for number in left]
+        generation = engine.generate(asked, on_response=partial(wave.take, engine.tokenizer), **options)
+        waves.append(generation)
+        started = time.perf_counter()
+        answers = engine.of_first(wave.answers())
+        waited_s += time.perf_counter() - started
+        for number, answer in zip(left, answers, strict=True):
+            talks[number].hear(answer, rendering, max_turns)
+    responses = [talk.response() for talk in talks]
+    saved = [wave.saved_s for wave in waves if wave.saved_s is not None]
+    whole = Generation(
+        responses,
+        SpeculationStats.merge(wave.stats for wave in waves),
+        sum(wave.seconds for wave in waves),
+        sum(wave.num_tokens for wave in waves),
+        sum(saved) if len(saved) == len(waves) else None,
+    )
+    scores = Scores.of([talk.result for talk in talks if talk.result is not None], waited_s, config.data)
+    return whole, scores.log("environment.name", config.data.reward_on_failure)
+
+
+class _Wave:
+    """Sends each turn of a wave to the environment as soon as it is finished."""
+
+    def __init__(self, talks: Sequence[Conversation], config: Config, rewards: RewardPool | None) -> None:
+        self._talks, self._data = talks, config.data
+        self._scoring = rewards.begin(config.data) if rewards is not None else None
+
+    def take(self, tokenizer: Any, place: int, response: Response) -> None:
+        talk = self._talks[place]
+        talk.turns.append(response)
+        talk.texts.append(rewarded_text(response, tokenizer, self._data))
+        if self._scoring is not None:
+            self._scoring.submit(place, talk.prompt, tuple(talk.texts))
+
+    def answers(self) -> list[Turn | RewardFailure] | None:
+        return None if self._scoring is None else _turns(self._scoring)
+
+
+def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
+    """The text of a response, or of a turn, that its reward or environment sees."""
+    if not data.reward_special_tokens:
+        return response.text
+    return str(tokenizer.decode(response.tokens, skip_special_tokens=False))
+
+
+def _turns(scoring: Scoring) -> list[Turn | RewardFailure]:
+    return [result for result in scoring.results().values() if not isinstance(result, tuple)]

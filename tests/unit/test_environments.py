@@ -1,0 +1,253 @@
+"""Environments: what they may return, how they fail, the calculator, and the processes that they run in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrl.config import Config, ConfigError, DataConfig, load_config, parse_config
+from specrl.data.problems import Problem, Prompt
+from specrl.data.rewards.calculator import Calculator, NotArithmeticError, value, written
+from specrl.data.rewards.environments import NotATurnError, Turn, check_scoring, make_environment, play
+from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, RewardPool, Scoring, refuse_failure
+from specrl.data.rewards.worker import Outcome
+from specrl.keys import run_keys
+
+ROOT = Path(__file__).parents[2]
+BODY = """
+import contextlib, os, time
+
+class Counter:
+    def reset(self, problem):
+        self.turns, self.problem = 0, problem
+        if problem.question == "broken":
+            raise KeyError("no such problem")
+        return [{"role": "user", "content": f"count to {problem.answer}"}] if problem.entry else []
+
+    def step(self, text):
+        self.turns += 1
+        if text == "hang":
+            time.sleep(1000)
+        if text == "die":
+            os._exit(3)
+        if text == "forge":
+            for number in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(number, b'{"score": 5.0}')
+        if text == "raise":
+            raise ValueError("no answer to this")
+        content = "x" * 70_000 if text == "long" else f"{self.turns} of {self.problem.answer}"
+        reward = float("nan") if text == "nan" else 0.5
+        done = "perhaps" if text == "perhaps" else self.turns == 3
+        return [{"role": "tool" if text != "number" else 7, "content": content}], reward, done
+
+class NoEnvironment:
+    pass
+"""
+NAME = "counting_environment:Counter"
+MESSAGE = {"role": "tool", "content": "5"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("environments")
+    (folder / "counting_environment.py").write_text(BODY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # where users call specrl from
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[RewardPool]:
+    found = RewardPool(DataConfig(reward_timeout_s=4.0, reward_workers=3), environment=NAME)
+    yield found
+    found.close()
+
+
+def prompt(question: str = "Q", **entry: Any) -> Prompt:
+    return Prompt(1, f"prompt of {question}", [1], "3", {"question": question, "generator": 0, "entry": entry})
+
+
+def results(pool: RewardPool, *conversations: tuple[str, ...], asked: Prompt | None = None) -> list[Any]:
+    scoring: Scoring = pool.begin(pool.config)
+    for number, texts in enumerate(conversations):
+        scoring.submit(number, asked or prompt(), texts)
+    return list(scoring.results().values())
+
+
+def test_an_environment_in_a_file_of_the_users_folder_answers_each_turn_from_the_beginning(pool: RewardPool) -> None:
+    opened, first, last = results(pool, (), ("a",), ("a", "b", "c"), asked=prompt(level=2))
+    assert opened == Turn(({"role": "user", "content": "count to 3"},))
+    assert first == Turn(({"role": "tool", "content": "1 of 3"},), 0.5)
+    assert last == Turn(({"role": "tool", "content": "3 of 3"},), 1.5, done=True)
+    assert results(pool, ()) == [Turn()]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "raised ValueError: no answer to this"),
+        ("hang", "took longer than data.reward_timeout_s = 4"),
+        ("die", "ended its process 2 times (exit code 3)"),
+        ("forge", "answered with something else than an outcome, which the response may have made it do"),
+        ("long", "at most 65536 are allowed"),
+        ("nan", "returned a reward that is not a finite number"),
+        ("perhaps", "did not return True or False for whether the conversation is over"),
+        ("number", "returned messages that are no list of tables with the texts role and content"),
+    ],
+)
+def test_an_environment_that_fails_is_one_line_and_costs_its_own_conversation_alone(
+    pool: RewardPool, text: str, reason: str
+) -> None:
+    failure, other = results(pool, ("a", text), ("a", "b"))
+    assert isinstance(failure, RewardFailure) and reason in failure.reason and "\n" not in str(failure)
+    assert f"response 'a / {text}'" in str(failure)
+    assert other.reward == 1.0
+
+
+def test_an_environment_that_cannot_begin_says_so(pool: RewardPool) -> None:
+    (failure,) = results(pool, (), asked=prompt("broken"))
+    assert failure.reason == "raised KeyError: 'no such problem'"
+
+
+def test_failures_of_an_environment_are_named_after_it() -> None:
+    tally = FailureTally.of([RewardFailure("Q", "A", "raised KeyError")])
+    with pytest.raises(
+        RewardError, match=r"environment.name = 'counting_environment:Counter' failed on all 1 responses"
+    ):
+        refuse_failure(tally, 1, DataConfig(), NAME)
+    late = FailureTally.of([RewardFailure("Q", "A", "took longer", by_response=True)])
+    refuse_failure(late, 1, DataConfig(reward="my:own"), "calculator")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("calculater", "it must be calculator or package.module:Class"),
+        ("counting_environment:NoEnvironment", "has no methods reset(problem) and step(text)"),
+        ("counting_environment:Missing", "cannot be imported"),
+        ("nowhere.module:Class", "cannot be imported"),
+    ],
+)
+def test_a_name_that_is_no_environment_is_refused_before_a_job_begins(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_scoring(parse_config({"name": "x", "environment": {"name": name}}))
+    assert f'environment.name = "{name}"' in str(refused.value) and words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (7, 0.0, False),
+        ([{"role": "tool"}], 0.0, False),
+        ([{"role": "tool", "content": "\ud800"}], 0.0, False),
+        ([], "1.0", False),
+        ([], float("inf"), False),
+        ([], 10**400, False),
+        ([], None, False),
+        ([], 0.0, 1),
+    ],
+)
+def test_what_is_no_turn_is_refused(values: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(NotATurnError):
+        Turn.of(*values)
+
+
+def test_a_turn_comes_back_from_its_process_as_it_was_and_nothing_else_does() -> None:
+    outcome = Outcome.of(Turn((MESSAGE,), 0.25, done=True))
+    assert Outcome.parse(outcome.json()) == outcome
+    for message in (b'{"turn": {"messages": 7, "reward": 0, "done": false}}', b'{"turn": [1]}', b'{"turn": {}}'):
+        with pytest.raises(ValueError, match=r".*"):
+            Outcome.parse(message)
+    with pytest.raises(ValueError, match="no outcome"):
+        Outcome.parse(b'{"turn": {"messages": [], "reward": 0, "done": false}, "score": 1.0}')
+
+
+def test_an_environment_is_in_the_keys_of_the_stages_that_use_it_and_so_is_its_source(folder: Path) -> None:
+    config = parse_config({"name": "x", "environment": {"name": NAME}})
+    before, plain = run_keys(config, "code"), run_keys(parse_config({"name": "x"}), "code")
+    assert before["train"] != plain["train"]
+    source = folder / "counting_environment.py"
+    source.write_text(BODY + "\n")
+    changed = run_keys(config, "code")
+    source.write_text(BODY)
+    assert before["train"] != changed["train"] and config.import_paths == [NAME]
+
+
+def test_settings_without_effect_beside_an_environment_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('name = "x"\n[environment]\nmax_turns = 7\n')
+    with pytest.raises(ConfigError, match=r"environment.max_turns = 7 without environment.name"):
+        load_config(file)
+    file.write_text('name = "x"\n[environment]\nname = "calculator"\n[validate.sets.own]\nreward = "exact_match"\n')
+    with pytest.raises(ConfigError, match=r'validate.sets.own.reward = "exact_match" with environment.name'):
+        load_config(file)
+    file.write_text('name = "x"\n[data]\nreward = "math_verify"\n[environment]\nname = "calculator"\n')
+    with pytest.raises(ConfigError, match=r'data.reward = "math_verify" with environment.name = "calculator"'):
+        load_config(file)
+
+
+def test_the_calculators_configuration_is_whole() -> None:
+    config: Config = load_config(ROOT / "configs" / "calculator.toml")
+    check_scoring(config)
+    assert config.environment.name == "calculator" and config.sampling.stop == ("=",)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("7 + 15", "22"),
+        (" 2 - 3 - 4 ", "-5"),
+        ("2 + 3 * 4", "14"),
+        ("(2 + 3) * -4", "-20"),
+        ("-(1 - 2.5) / 3", "0.5"),
+        ("1 / 3", "0.333333"),
+        ("12 / 4 / 3", "1"),
+    ],
+)
+def test_arithmetic_is_computed_exactly(expression: str, expected: str) -> None:
+    assert written(value(expression)) == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1 +", "1 / 0", "2 ** 3", "(1", "1)", "1 2", "- ", "9" * 16, "(" * 50 + "1", "-" * 50 + "1", "a + 1"],
+)
+def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
+    with pytest.raises(NotArithmeticError):
+        value(expression)
+
+
+def test_a_value_is_that_of_pythons_fractions() -> None:
+    assert value("1.5 * (3 - 0.25) / 7") == Fraction("1.5") * (3 - Fraction("0.25")) / 7
+
+
+def test_the_calculator_answers_calls_until_an_answer_is_stated() -> None:
+    asked = Prompt(1, "", [], "26", {"question": "Q: 7 + 15 + 4\nA:", "generator": 0, "entry": {}})
+    made = make_environment("calculator")
+    first = play(made, asked, [" 7 + 15 ="])
+    assert first == Turn(({"role": "tool", "content": " 22"},))
+    assert play(made, asked, [" 7 + 15 =", ", 22 + 4 ="]) == Turn(({"role": "tool", "content": " 26"},))
+    assert play(made, asked, [" 7 + 15 =", ", 22 + 4 =", ". Answer: 26"]) == Turn((), 1.0, done=True)
+    assert play(made, asked, [". Answer: 25"]) == Turn((), 0.0, done=True)
+    assert play(made, asked, ["no idea"]) == Turn((), 0.0, done=True)
+    assert play(made, asked, ["1 / 0 ="]) == Turn(({"role": "tool", "content": " ?"},))
+
+
+def test_the_calculator_asks_what_the_problem_asks() -> None:
+    assert Calculator().reset(Problem("Q", "1", "")) == []
+
+
+def test_the_guides_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
+    (code,) = re.findall(r"^```python\n# my_env.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_env.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made, asked = make_environment("my_env:Guess"), Prompt(1, "", [], "7", {})
+    assert play(made, asked, ["Is it 5?"]) == Turn(({"role": "user", "content": "It is larger."},))
+    assert play(made, asked, ["Is it 5?", "7"]) == Turn((), 1.0, done=True)
