@@ -23,7 +23,7 @@ from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scor
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.keys import named_files, run_keys
-from specrl.metrics import PART, find_metric
+from specrl.metrics import OF_PARTS, find_metric
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.training.rollouts import RolloutBatch
 
@@ -173,7 +173,8 @@ def test_the_same_parts_have_metrics(folder: Path) -> None:
     batch = batch_of([[(1, 0), (0, 1)], [(1, 1), (1, 0)]], chosen)
     means = {name: float(column.mean()) for name, column in batch.reward_parts.items()}
     assert means == {"exact_match": 0.75, "form": 0.5}
-    assert find_metric("reward/part/form") is PART
+    found = find_metric("reward/part/form")
+    assert found is not None and found.name == f"{OF_PARTS}NAME"
 
 
 def test_a_name_alone_stays_a_name_and_parts_count_by_their_files(folder: Path) -> None:
