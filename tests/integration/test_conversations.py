@@ -111,7 +111,8 @@ def test_a_conversation_stays_within_the_bound_of_a_response_and_counts_as_cut_o
     found, limit = rows(runs, "plain"), config_of(runs, "plain").sampling.max_response_tokens
     assert max(len(row.response_tokens) for row in found) <= limit
     assert {row.finish_reason for row in found} == {"stop", "length"}
-    assert all(row.finish_reason == "length" for row in found if len(row.response_tokens) == limit)
+    # Where words of the environment, five at most, left no room, they are left out.
+    assert all(limit - len(row.response_tokens) <= 5 for row in found if row.finish_reason == "length")
 
 
 def test_lengths_are_those_of_what_the_policy_wrote(runs: Path) -> None:
