@@ -112,6 +112,8 @@ class SetScore(Artifact):
     """The number of responses to each prompt."""
     accuracy: float
     """The mean reward of all responses."""
+    prompt_accuracies: tuple[float, ...]
+    """The same for each prompt, in their order, so that policies can be compared prompt by prompt."""
     avg_at_k: float
     """The share of all responses that are right: their reward is at least `validate.correct_reward`."""
     pass_at_k: float

@@ -44,6 +44,8 @@ VARY = """Train once with each of these values of a key of the configuration, in
 --cell. Values of seed are repetitions, each with a baseline of its own."""
 CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
 that all others are compared with."""
+TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts
+are compared, times are not."""
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
@@ -106,7 +108,7 @@ def bench_run(
     cell: Annotated[list[str] | None, option(CELL, "'NAME: KEY=V, ...'")] = None,
     steps: Annotated[int, option("RL steps that are compared.", least=1)] = 8,
     warm_up: Annotated[int, option("Steps before them, whose times do not count.", least=0)] = 1,
-    together: Annotated[int | None, option("Trainings in memory at once; by default all of a seed.", least=2)] = None,
+    together: Annotated[int | None, option(TOGETHER, least=1)] = None,
     validate_every: Annotated[int, option("Steps between validations; 0 for one at the end.", least=0)] = 0,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),

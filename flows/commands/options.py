@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.folder import anchor
-from specrl.config import Config, ConfigError, load_config
+from specrl.config import RUNS_DIR, Config, ConfigError, load_config
 from specrl.processes import LOOPBACK, free_port
 
 
@@ -22,7 +22,7 @@ def option(help_text: str, metavar: str | None = None, name: str | None = None, 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
 RunsDir = Annotated[
-    Path, typer.Option("--runs-dir", metavar="FOLDER", envvar="SPECRL_RUNS_DIR", help="The folder that holds the runs.")
+    Path, typer.Option("--runs-dir", metavar="FOLDER", envvar=RUNS_DIR, help="The folder that holds the runs.")
 ]
 AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
 Port = Annotated[int | None, option("The port on 127.0.0.1; by default a free one.", "PORT")]

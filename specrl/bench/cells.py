@@ -111,7 +111,7 @@ def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: C
     """The run's own speedups by metric: its configuration over plain decoding, if both were measured."""
     baseline = change_config(config, list(cells[0].changes))
     own = {cell.name for cell in cells[1:] if cell.values.keys() <= {SEED}}
-    found = next((row for row in rows if row["cell"] in own), None)
+    found = next((row for row in rows if row["cell"] in own and "step_ratio" in row), None)
     if found is None or baseline.speculation.draft_method.drafts or baseline.bubbles.use != "none":
         return {}
     return {f"speedup/{name}": found[f"{name}_ratio"] for name in ("generation", "step", "end_to_end")}

@@ -19,12 +19,14 @@ class RunOptions:
     cells: tuple[Cell, ...]  # the first of each seed is the baseline of that seed
     steps: int
     warm_up: int
-    together: int | None  # trainings in memory at once, baseline included; None for all of a seed
+    together: int | None  # trainings in memory at once, baseline included; None for all of a seed, 1 takes no turns
     validate_every: int  # steps; 0 validates after the last one alone
 
     @property
     def groups(self) -> list[tuple[Cell, ...]]:
         """The cells that take their steps in turn, baseline first: those of a seed, `together` at a time."""
+        if self.together == 1:
+            return [(cell,) for cell in self.cells]
         found = []
         for seed in dict.fromkeys(cell.seed for cell in self.cells):
             baseline, *others = [cell for cell in self.cells if cell.seed == seed]

@@ -9,6 +9,7 @@ without an effect are mistakes in a file alone (`specrl.config.unused` says why)
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,6 +80,10 @@ def _unreserved(name: str) -> str:
     return name
 
 
+RUNS_DIR = "SPECRL_RUNS_DIR"
+"""The variable that names the folder of the runs, where neither configuration nor command does."""
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -86,8 +91,8 @@ class Config(Section):
     """The run's name: letters, digits, `.`, `_` and `-`, at most 128. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
-    runs_dir: PlainPath = Path("runs")
-    """The folder that holds the folders of all runs."""
+    runs_dir: Annotated[PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")))]
+    """The folder that holds the folders of all runs; by default what SPECRL_RUNS_DIR names, or `runs`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     warm_start: WarmStartConfig = WarmStartConfig()

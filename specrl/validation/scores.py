@@ -47,6 +47,7 @@ def score_set(
         num_prompts=num_prompts,
         k=k,
         accuracy=float(responses.rewards.mean()),
+        prompt_accuracies=tuple(of_prompts["accuracy"].tolist()),
         avg_at_k=float(right.mean()),
         pass_at_k=float(passed[k].mean()),
         pass_at={size: float(values.mean()) for size, values in passed.items()},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flows.cli import invoke
+from specrl.artifacts import write_scores
 from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
@@ -20,6 +23,7 @@ from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.metrics import find_metric
 from specrl.schemas import Rollout, rollout_path, write_rollouts
+from specrl.validation.scores import SetResponses, score_set
 
 PLAIN_S, OWN_S = (9.0, 8.0, 10.0), (9.0, 4.0, 4.0)
 """The seconds of three steps, the first of which is the warm-up."""
@@ -57,6 +61,10 @@ def test_ratios_are_of_the_same_rounds_and_leave_out_warm_up_and_validation(tmp_
     assert row["decode_steps"] == 8 and row["decode_step_ratio"] == pytest.approx(8 / 18)
     assert row["tokens_equal"] and row["reward_difference"] == 0 and row["acceptance_length"] == 2.0
     assert row["step_s"] == 4 and row["idle_s"] == 0 and row["token_mult_prob_error"] is None
+    apart = own.row(plain, in_turn=False)
+    assert apart == {name: value for name, value in row.items() if name in apart}
+    times = {f"{name}_{part}" for name in ("generation", "step") for part in ("ratio", "min", "max")}
+    assert row.keys() - apart.keys() == times | {"end_to_end_ratio"}
     assert (row["cell"], row["seed"], row["is_baseline"], plain.row(plain)["is_baseline"]) == ("both", "3", False, True)
 
 
@@ -86,6 +94,30 @@ def test_responses_that_differ_are_counted_and_the_page_has_every_cell(tmp_path:
     assert "against **plain**" in text and "- k = 9: it broke" in text and text.count("two cores") == 1
 
 
+def test_accuracy_is_compared_prompt_by_prompt_and_drawn_with_its_intervals(tmp_path: Path) -> None:
+    found = [make_results(tmp_path, name, PLAIN_S) for name in ("plain", "both")]
+    assert found[1].accuracy(found[0]) == {}  # nothing was validated
+    generator = np.random.default_rng(0)
+    before = (generator.random((40, 1)) < 0.5).astype(float)
+    changed = before.copy()
+    changed[:7], changed[7:9] = 1 - before[:7], 1 - before[7:9]
+    better = [int(changed[row, 0] > before[row, 0]) for row in range(9)]
+    for results, last in zip(found, (before, changed), strict=True):
+        for step, rewards in ((0, before), (10, last)):
+            responses = SetResponses(rewards, np.full((40, 1), 3), np.zeros((40, 1), dtype=bool))
+            write_scores(results.training.folder, step, [score_set(step, "main", responses, [1], 1.0, 1.0, 1.0)])
+    found = [Results(results.training, 1) for results in found]
+    plain, own = ({**results.row(found[0]), "hardware": "two cores"} for results in found)
+    assert (plain["better_and_worse_prompts"], plain["p_value"]) == ([0, 0], 1.0)
+    assert own["better_and_worse_prompts"] == [sum(better), 9 - sum(better)]
+    least = min(sum(better), 9 - sum(better))
+    assert own["p_value"] == pytest.approx(2 * sum(math.comb(9, few) for few in range(least + 1)) / 2**9)
+    job = BenchJob("run", {}, "specrl bench run", tmp_path, tmp_path / "page.md")
+    write_run_page(job, [plain, own])
+    assert "(page-accuracy.svg)" in job.page.read_text()
+    assert "both seed=3" in (tmp_path / "page-accuracy.svg").read_text()
+
+
 def test_cells_are_all_combinations_and_seeds_are_repetitions_with_a_baseline_each() -> None:
     cells = parse_cells(
         ["train.lr=1,2", "seed=7,8"], [f"plain: {PLAIN}", 'own: data.stop=["a, b", "c"], bubbles={use="both"}', "x:"]
@@ -100,6 +132,7 @@ def test_cells_are_all_combinations_and_seeds_are_repetitions_with_a_baseline_ea
     ]
     assert [len(group) for group in groups] == [3, 3, 2, 3, 3, 2]
     assert [len(group) for group in RunOptions(cells, 1, 0, None, 0).groups] == [6, 6]
+    assert RunOptions(cells, 1, 0, 1, 0).groups == [(cell,) for cell in cells]
     for vary, bundles, words in (
         (["train.lr"], [], "expected KEY=A,B"),
         ([], ["plain"], "expected 'NAME: KEY=VALUE"),

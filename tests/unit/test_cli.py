@@ -33,7 +33,7 @@ from slurm.backend import JobError
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from slurm.trust import sources_digest
-from specrl.config import Config, ConfigError, change_config, dump_config, parse_config
+from specrl.config import Config, ConfigError, change_config, dump_config, load_config, parse_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
@@ -193,6 +193,8 @@ def test_the_folder_of_the_runs_is_named_once_in_the_environment(
     assert f"no runs in {tmp_path}/elsewhere, which is no folder; begin with" in capsys.readouterr().out.replace(
         "\n", " "
     )
+    assert load_config(Path(write(tmp_path))).run_dir == tmp_path / "elsewhere" / "run"
+    assert load_config(Path(write(tmp_path)), ["runs_dir=here"]).runs_dir == Path("here")
 
 
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from specrl.artifacts import write_text
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, table, write_results
 from specrl.projection.simulator.measured import GPUS
+from specrl.report.plots import band_charts
 
 HOW = """
 Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
@@ -16,6 +18,9 @@ All ratios are against **{baseline}** with the same seed, per response token, an
 of any step; *end to end* is the whole training, with the start of its ranks, all steps and their validations. The
 pretraining of a drafter comes before it. *decoding steps* are engine iterations of the rank that needed the most, per
 token, over the baseline's; *same* is the share of responses with the baseline's tokens.
+"""
+APART = """
+Here each cell was trained after the other, so that counts can be compared, and times cannot.
 """
 NAMES = {"cell": "cell", "seed": "seed"}
 SPEED = {
@@ -43,10 +48,16 @@ LEARNED = {
     "mean reward": "reward_mean",
     "difference": "reward_difference",
     "accuracy": "accuracy",
+    "better, worse": "better_and_worse_prompts",
+    "p": "p_value",
     "token_mult_prob_error": "token_mult_prob_error",
     "KL": "kl",
     "rewards by step": "reward_by_step",
 }
+LEARNING = """
+*accuracy* is that on the held-out prompts at the end, *better, worse* the numbers of those on which it is above and
+below the baseline's, and *p* that of the sign test between them (McNemar's, where rewards are 0 or 1).
+"""
 SECONDS = {
     "step_s": "timing/step_s",
     "generation_s": "timing/generation_s",
@@ -63,9 +74,10 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
     """Write rows and page, with the errors of `failed` cells by label."""
     sections = [
         HOW.format(baseline=next(row["cell"] for row in rows if row["is_baseline"])),
+        *([] if any("step_ratio" in row for row in rows) else [APART]),
         table(rows, NAMES | SPEED),
         SCALED + "\n" + table(rows, NAMES | ON_GPUS),
-        "## What was learned\n\n" + table(rows, NAMES | LEARNED),
+        "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
         + table(rows, NAMES | {name.replace("_", " "): name for name in (*SECONDS, "start_s")}),
     ]
@@ -74,3 +86,17 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
         sections.append("\n".join(["These cells failed; the same command tries them again:\n", *lines]))
     machines = "; ".join(dict.fromkeys(row["hardware"] for row in rows))
     write_results(job, rows, "Whole trainings", sections, machines)
+
+
+def _curves(job: BenchJob, rows: Rows) -> list[str]:
+    """The picture of accuracy over the training, where it was measured more than once."""
+    curves = {
+        " seed=".join(str(row[name]) for name in NAMES.values() if name in row): row["accuracy_by_step"]
+        for row in rows
+        if len(row.get("accuracy_by_step", ())) > 1
+    }
+    if not curves:
+        return []
+    picture = job.page.with_name(f"{job.page.stem}-accuracy.svg")
+    write_text(picture, band_charts(curves, "RL step", "accuracy"))
+    return [f"![Accuracy on held-out prompts by RL step, with its 95 % intervals]({picture.name})"]

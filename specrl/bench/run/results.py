@@ -9,7 +9,10 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from specrl.artifacts import read_curve
+import numpy as np
+from scipy.stats import binomtest
+
+from specrl.artifacts import SetScore, read_curve
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import Spread, ratios
@@ -34,6 +37,10 @@ class Results:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         return self.training.metrics()
+
+    @cached_property
+    def curve(self) -> list[SetScore]:
+        return read_curve(self.training.folder)
 
     @cached_property
     def responses(self) -> dict[ResponseKey, Rollout]:
@@ -79,24 +86,21 @@ class Results:
         own, plain = self.responses, baseline.responses
         return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
 
-    def row(self, baseline: Results) -> dict[str, Any]:
-        """All figures; ratios are above 1 where this training is faster than the baseline."""
-        generation = _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])
-        step = _ratios(self, baseline, measured_seconds)
+    def row(self, baseline: Results, *, in_turn: bool = True) -> dict[str, Any]:
+        """All figures; ratios are above 1 where this training is faster than the baseline.
+
+        There are none of times where the two did not take their steps in turn.
+        """
         decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
         rewards, before = self.rewards(), baseline.rewards()
         differences = [rewards[key] - before[key] for key in before if key in rewards]
         same = self.same_responses(baseline)
-        scores = read_curve(self.training.folder)
         counted = self.metrics[self.warm_up :]
-        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
         counts = self.counts(range(self.warm_up, len(self.metrics)))
         return {
             **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
-            **_columns("generation", generation),
-            **_columns("step", step),
-            "end_to_end_ratio": rates[0] / rates[1],
+            **(self.speedups(baseline) if in_turn else {}),
             "decode_steps": sum(metrics["spec/decode_steps"] for metrics in counted),
             "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
             "iterations_per_token": counts.iterations,
@@ -107,13 +111,37 @@ class Results:
             "start_s": self.training.start_s,
             "reward_mean": fmean(rewards.values()),
             "reward_difference": fmean(differences),
-            "accuracy": scores[-1].accuracy if scores else None,
+            **self.accuracy(baseline),
             "tokens_equal": same == 1 and len(self.responses) == len(baseline.responses),
             "same_responses": same,
             "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
             "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
             **self.on_gpus(baseline),
-            "accuracy_by_step": [[score.step, score.accuracy] for score in scores],
+        }
+
+    def accuracy(self, baseline: Results) -> dict[str, Any]:
+        """That on held-out prompts by step, with its interval, and at the end against the baseline's.
+
+        The p-value is that of the exact sign test over the prompts, which is McNemar's where rewards are 0 or 1.
+        """
+        if not self.curve or not baseline.curve:
+            return {}
+        pairs = zip(self.curve[-1].prompt_accuracies, baseline.curve[-1].prompt_accuracies, strict=True)
+        signs = [np.sign(own - other) for own, other in pairs]
+        better, worse = signs.count(1), signs.count(-1)
+        return {
+            "accuracy": self.curve[-1].accuracy,
+            "better_and_worse_prompts": [better, worse],
+            "p_value": float(binomtest(better, better + worse).pvalue) if better + worse else 1.0,
+            "accuracy_by_step": [[score.step, score.accuracy, *score.ci["accuracy"]] for score in self.curve],
+        }
+
+    def speedups(self, baseline: Results) -> dict[str, float]:
+        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
+        return {
+            **_columns("generation", _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])),
+            **_columns("step", _ratios(self, baseline, measured_seconds)),
+            "end_to_end_ratio": rates[0] / rates[1],
         }
 
     def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
