@@ -101,12 +101,12 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    functions = {registry.key: algorithm.name for registry, algorithm in config.algorithms}
-    functions["data.reward"] = config.data.reward
-    sets = config.validate_.sets.items()
-    functions |= {f"validate.sets.{name}.reward": chosen.reward for name, chosen in sets if chosen.reward is not None}
-    sources = {key: import_source(name) for key, name in functions.items()}
-    paths = {**data_places(config), **{key: (path,) for key, path in sources.items()}}
+    functions = {registry.key: [algorithm.name] for registry, algorithm in config.algorithms}
+    functions["data.reward"] = [config.data.reward]
+    for name, chosen in config.validate_.sets.items():
+        functions[f"validate.sets.{name}.reward"] = [chosen.reward or ""]
+    sources = {key: tuple(map(import_source, names)) for key, names in functions.items()}
+    paths = data_places(config) | sources
     asked = {key: places for key, places in paths.items() if stage is None or _reads(config, stage, key)}
     digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
     for key, source in _model_places(config).items():
