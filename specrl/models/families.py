@@ -289,8 +289,12 @@ def tiny_config(model: ModelConfig) -> dict[str, Any]:
         **{key: [entry] * tiny.num_layers for key, entry in family.every_layer},
     }
     if family.router is not None:
-        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # as transformers calls them, too
-        config |= {name: getattr(tiny, name) for name in sizes} | {"norm_topk_prob": True}
+        config |= {
+            "num_experts": tiny.num_experts,
+            "num_experts_per_tok": tiny.num_experts_per_tok,
+            "moe_intermediate_size": tiny.moe_intermediate_size,
+            "norm_topk_prob": True,  # as the published checkpoints have it
+        }
     if family.experts_from is not None:
         config[family.experts_from] = tiny.num_layers
     return config
