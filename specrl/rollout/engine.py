@@ -359,11 +359,7 @@ class Engine(VllmEngine):
         self.set_k(self.longest_k)
         with CraftedInputs(self.sampler, self.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
-            if self.replays:
-                self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(cases, learn=False)
-        if self.replays:
-            self.set_replay({})
         self.set_k(k)
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self.reset_prefix_cache()
