@@ -273,10 +273,7 @@ class Engine(VllmEngine):
         self.precision.assert_quantised(self.policy)
 
     def refit(
-        self,
-        policy_weights: Weights,
-        drafter_weights: Weights | None,
-        kv_scales: KvScales | None = None,
+        self, policy_weights: Weights, drafter_weights: Weights | None, *, kv_scales: KvScales | None = None
     ) -> None:
         """Load all weights in place, by their on-disk names, and drop cached prefixes.
 
