@@ -21,10 +21,8 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 NUM_SEQUENCES = 4
-MAX_TOKENS = 32
-"""The longest sequence: the weights are compared apart from them."""
-MAX_TOKENS_ALONE = 64
-"""The longest where weights cannot be compared, and log-probs have to show that they arrived."""
+MAX_TOKENS = 64
+"""The longest sequence."""
 DECIDED = 0.75
 """The share of tokens that must be nearer to one of two policies for that to be the engine's; 0.5 is chance."""
 
