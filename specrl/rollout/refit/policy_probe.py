@@ -125,9 +125,7 @@ class RefitProbe:
             PolicyParityError: They differ on average by more than `engine.parity_tolerance` and `expected_difference`
                 allow, or are still those of an earlier policy.
         """
-        scores = engine.score(self._sequences)
-        found = [score.logprobs for score in scores]
-        routes = [score.routes for score in scores]
+        found, routes = engine.score(self._sequences)
         trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
         report = check_policy(found, trainer, self._tolerance)
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):
