@@ -149,6 +149,11 @@ class DataConfig(Section):
     """Whether the reward may use the network, as one that asks a judge does. Whatever a response makes the reward do
     can use it then too."""
 
+    @property
+    def has_epochs(self) -> bool:
+        """Whether the same training prompts come again."""
+        return self.source == "file" or self.num_problems is not None
+
     @model_validator(mode="after")
     def _file_has_path(self) -> Self:
         if (self.source == "file") != (self.path is not None):

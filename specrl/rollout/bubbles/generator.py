@@ -90,7 +90,7 @@ class RolloutGenerator:
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
         self._place = EngineRank.of(ranks, config.engine.tensor_parallel)
         self._bubbles = Bubbles(config, ranks, engine, source, training)
-        self._earlier = EarlierResponses() if engine.replays and config.data.source == "file" else None
+        self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
         self._stored: dict[int, list[PregeneratedText]] = {}
         """The texts to the next step's prompts of this rank's engine, by prompt id."""
