@@ -17,7 +17,6 @@ from specrl.config import DataConfig
 from specrl.config.algorithms import Options
 from specrl.config.base import PositiveFloat
 from specrl.config.model import VariableName
-from specrl.config.text import Lines
 
 LONGEST_ANSWER = 2**20  # bytes
 WAIT_SECONDS = 1.0  # before a server is asked again
@@ -46,7 +45,7 @@ class JudgeParameters(Options):
     """The address of the server, up to `/v1`."""
     model: str
     """The model's name there."""
-    template: Annotated[Lines, Field(pattern=r"\{response\}")] = TEMPLATE
+    template: Annotated[str, Field(pattern=r"\{response\}")] = TEMPLATE
     """What the judge is asked, with `{prompt}`, `{response}` and `{answer}`; its last line is to be `Score: N`."""
     top: PositiveFloat = 10.0
     """The score that earns 1; 0 earns 0."""
