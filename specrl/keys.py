@@ -101,7 +101,7 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    paths = dict(data_places(config))
+    paths: dict[str, tuple[Path | None, ...]] = {**data_places(config)}
     paths |= {registry.key: (import_source(algorithm.name),) for registry, algorithm in config.algorithms}
     paths["data.reward"] = reward_sources(config.data.reward)
     for name, chosen in config.validate_.sets.items():
