@@ -27,8 +27,7 @@ from specrl.processes import node_folder, slurm_environment
 OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")  # the options that submitit reads itself, and writes
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-KEYS = ("partition", "account", "qos", "constraint")  # the options that are keys of [cluster]
-TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, as those with a key are
+TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
 CONTAINER_PYTHON = "python3"
 COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
 PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
@@ -42,7 +41,10 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
     options = {
-        **{name: getattr(cluster, name) or _taught(name) for name in KEYS},
+        "partition": cluster.partition or _taught("partition"),
+        "account": cluster.account or _taught("account"),
+        "qos": cluster.qos or _taught("qos"),
+        "constraint": cluster.constraint or _taught("constraint"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,

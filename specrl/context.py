@@ -22,14 +22,10 @@ class StageContext:
 
     config: Config
     stage: StageName
-    key: str
-    """The content key: the stage's name, a dash, and a digest of its inputs, configuration sections and code."""
-    stage_dir: Path
-    """The folder of everything that the stage leaves, `runs/NAME/stages/KEY`."""
-    inputs: dict[StageName, Path]
-    """The folders of the finished stages that this one reads, by stage."""
-    mlflow_run_id: str
-    """The run's MLflow run; the stage continues its own child of it."""
+    key: str  # the content key: the stage's name, a dash, and a digest of its inputs, configuration sections and code
+    stage_dir: Path  # the folder of everything that the stage leaves, `runs/NAME/stages/KEY`
+    inputs: dict[StageName, Path]  # the folders of the finished stages that this one reads, by stage
+    mlflow_run_id: str  # the run's MLflow run; the stage continues its own child of it
     continues: Continuation | None = None
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
     device_bytes: int = 0

@@ -22,14 +22,10 @@ SIGNAL = "signal"
 class Event:
     """Something that happened to a stage, such as a restart or a change of its settings."""
 
-    time: float
-    """Unix time in seconds."""
-    step: int | None
-    """The RL step in which it happened; None where the stage was not in a step."""
-    kind: str
-    """The kind in one or two words, such as `restart`."""
-    text: str
-    """What happened, in one line for people."""
+    time: float  # Unix time in seconds
+    step: int | None  # the RL step in which it happened; None where the stage was not in a step
+    kind: str  # the kind in one or two words, such as `restart`
+    text: str  # what happened, in one line for people
 
 
 _EVENT = TypeAdapter(Event)

@@ -101,12 +101,12 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
 
     They are data, sources of functions, and models in folders. Stages read them where they lie.
     """
-    sources = {registry.key: (import_source(algorithm.name),) for registry, algorithm in config.algorithms}
-    sources["data.reward"] = reward_sources(config.data.reward)
-    sources["environment.name"] = (import_source(config.environment.name or ""),)
+    paths: dict[str, tuple[Path | None, ...]] = {**data_places(config)}
+    paths |= {registry.key: (import_source(algorithm.name),) for registry, algorithm in config.algorithms}
+    paths["data.reward"] = reward_sources(config.data.reward)
+    paths["environment.name"] = (import_source(config.environment.name or ""),)
     for name, chosen in config.validate_.sets.items():
-        sources[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
-    paths = {**data_places(config), **sources}
+        paths[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
     asked = {key: places for key, places in paths.items() if stage is None or _reads(config, stage, key)}
     digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
     for key, source in _model_places(config).items():

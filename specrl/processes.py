@@ -227,23 +227,13 @@ def port_of(job: str) -> int:
 
 def free_port(address: str = LOOPBACK) -> int:
     """A TCP port on which nothing listens at the moment."""
-    return free_ports(1, address)[0]
-
-
-def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Different TCP ports on which nothing listens at the moment."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        return [_bind(listener, address) for listener in listeners]  # all are open before the first closes: they differ
-
-
-def _bind(listener: socket.socket, address: str) -> int:
     while True:
         port = random.SystemRandom().choice(PORTS)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return port
+        with socket.socket() as listener:
+            try:
+                listener.bind((address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port

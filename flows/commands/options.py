@@ -26,22 +26,10 @@ RunsDir = Annotated[
 ]
 AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
 Port = Annotated[int | None, option("The port on 127.0.0.1; by default a free one.", "PORT")]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Where the jobs run: local (this machine), slurm, or a class as module:Class. It overrides "
-        "cluster.backend.",
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a key of the configuration, as in --set train.num_steps=10. May be given several times.",
-    ),
-]
+CLUSTER = "Where the jobs run: local (this machine), slurm, or a class as module:Class. It overrides cluster.backend."
+Cluster = Annotated[str | None, option(CLUSTER, "NAME")]
+SET = "Override a key of the configuration, as in --set train.num_steps=10. May be given several times."
+Overrides = Annotated[list[str] | None, option(SET, "KEY=VALUE", "--set")]
 
 
 def load(config_path: Path, cluster: str | None, overrides: list[str] | None) -> Config:

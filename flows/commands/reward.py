@@ -44,11 +44,8 @@ def reward(
 
 def _read(name: str) -> str:
     try:
-        if name == "-":
-            found = sys.stdin.buffer.read(LONGEST + 1)
-        else:
-            with Path(name).open("rb") as file:
-                found = file.read(LONGEST + 1)
+        with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
+            found = file.read(LONGEST + 1)
     except OSError as error:
         raise ConfigError(f"--response {name}: {error.strerror}") from error
     if len(found) > LONGEST:

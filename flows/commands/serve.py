@@ -134,7 +134,7 @@ def _flows_of(runner: subprocess.Popen[str], runs_dir: Path) -> Iterator[tuple[P
     for run_dir in list_runs(runs_dir):
         flow = holder_of(run_dir)
         with contextlib.suppress(ProcessLookupError):
-            if flow is not None and os.getsid(flow) == runner.pid and is_trusted(run_dir):
+            if flow is not None and is_trusted(run_dir) and os.getsid(flow) == runner.pid:
                 yield run_dir, flow
 
 

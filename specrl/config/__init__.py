@@ -78,13 +78,9 @@ __all__ = [
 
 RESERVED = ("mlflow.db", "mlartifacts")
 """What MLflow has in the folder of the runs, beside files whose names begin like its database's."""
-LONGEST_NAME = 128
-"""The most characters of a run's name, to which jobs, schedules, models and temporary files add theirs."""
 
 
 def _unreserved(name: str) -> str:
-    if len(name) > LONGEST_NAME:
-        raise ValueError(f"the name has {len(name)} characters; allowed: at most {LONGEST_NAME}")
     if name.lower().startswith(RESERVED):
         raise ValueError(f"{name!r} is MLflow's in the folder of the runs; choose a name that begins differently")
     return name
@@ -97,8 +93,9 @@ RUNS_DIR = "SPECRL_RUNS_DIR"
 class Config(Section):
     """The whole configuration of a run."""
 
-    name: Annotated[str, Field(pattern=NAME), AfterValidator(_unreserved)]
-    """The run's name: letters, digits, `.`, `_` and `-`, at most 128. Its results lie in `runs_dir/NAME`."""
+    name: Annotated[str, Field(pattern=NAME, max_length=128), AfterValidator(_unreserved)]
+    """The run's name: letters, digits, `.`, `_` and `-`, at most 128, since jobs, models and temporary files add
+    theirs. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
     runs_dir: Annotated[PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")))]

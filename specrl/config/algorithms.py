@@ -65,13 +65,7 @@ class Registry:
     """The functions of one kind, by name."""
 
     def __init__(self, key: str, home: str, default: str) -> None:
-        """Make an empty registry.
-
-        Args:
-            key: The configuration key that chooses a function, such as `train.loss`.
-            home: The module whose import registers the functions that come with specrl.
-            default: The name chosen when the configuration gives none.
-        """
+        """Make an empty registry for a key such as `train.loss`; to import `home` registers specrl's own functions."""
         self.key = key
         self._home = home
         self._default = default
@@ -109,14 +103,9 @@ class Registry:
         return self.choose(self._default)
 
     def choose(self, value: Any, *, import_own: bool = False) -> Algorithm:
-        """The function that a configuration's value chooses, its options checked and completed.
+        """The function that a name or a table of `name` and options chooses, its options checked and completed.
 
-        Args:
-            value: A name, a table of `name` and options, or an `Algorithm`.
-            import_own: Whether to import a function given by its import path; if not, its options are taken as given.
-
-        Raises:
-            ValueError: There is no such function, or an option is unknown or wrong; the message has one line for each.
+        Unless `import_own`, a function given by its import path is not imported, and its options are taken as given.
         """
         if isinstance(value, Algorithm):
             value = {"name": value.name, **value.options}
@@ -136,11 +125,7 @@ class Registry:
         return self.choose(value, import_own=bool(info.context and info.context.get(IMPORT_OWN)))
 
     def function(self, algorithm: Algorithm) -> Callable[..., Any]:
-        """The chosen function with its options bound.
-
-        Raises:
-            ValueError: There is no such function, or an option is unknown or wrong.
-        """
+        """The chosen function with its options bound."""
         found, options = self._find(algorithm.name), self._options(algorithm.name, algorithm.options)
         return lambda *arguments: found.function(*arguments, options)
 
@@ -219,11 +204,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def expand_preset(settings: dict[str, Any]) -> dict[str, Any]:
-    """Put what `algorithm` stands for in its place among the settings of `[train]`.
-
-    Raises:
-        ValueError: There is no such preset, or one of its settings is given, too.
-    """
+    """Put what `algorithm` stands for in its place among the settings of `[train]`."""
     name = settings.get("algorithm")
     if name is None:
         return settings

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import unquote_plus, urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -159,18 +159,8 @@ class ClusterConfig(Section):
     each job, and what follows the last step."""
 
 
-PASSWORDS = frozenset({"password", "passwd", "pwd", "sslpassword"})
-"""What databases call a password in the query of a URI, in lower case."""
-
-
-def _options(query: str) -> Iterator[str]:
-    """Yield the names of a query's options in lower case, and those within a connection string of ODBC."""
-    for name, value in parse_qsl(query):
-        yield name.lower()
-        if name.lower() == "odbc_connect":
-            yield from (option.partition("=")[0].strip().lower() for option in value.split(";"))
-
-
+PASSWORD = re.compile(r"\b(?:ssl)?(?:password|passwd|pwd)\s*=", re.IGNORECASE)
+"""What databases call a password in the query of a URI, and in a connection string of ODBC within one."""
 URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 """What a tracking URI may begin with; a database's driver may follow, as in `mysql+pymysql`."""
 
@@ -191,7 +181,7 @@ def checked_uri(uri: str) -> str:
     parts = urlsplit(uri)
     is_server = parts.scheme in ("http", "https")
     named = parts.password is not None or (is_server and parts.username is not None)
-    if named or not PASSWORDS.isdisjoint(_options(parts.query)):
+    if named or PASSWORD.search(unquote_plus(parts.query)):
         given = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         raise ValueError(
             "a user or password in it would be stored with the run: leave it out, and give it "

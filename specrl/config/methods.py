@@ -19,8 +19,7 @@ class DraftMethod:
     drafts where it is expected to get more tokens accepted. A method that has neither decodes without speculation.
     """
 
-    name: str
-    """The value of `speculation.method`."""
+    name: str  # the value of `speculation.method`
     vllm: Mapping[str, Any] | None = None
     """The arguments of vLLM's `speculative_config`, except the number of tokens and the model's directory, which follow
     from the configuration. None if vLLM itself proposes nothing."""

@@ -38,12 +38,6 @@ def _check_top_k(top_k: int) -> int:
     return top_k
 
 
-def _check_stop(strings: tuple[str, ...]) -> tuple[str, ...]:
-    if "" in strings:
-        raise ValueError('sampling.stop has "", which every response begins with: leave it out')
-    return strings
-
-
 class SamplingConfig(Section):
     """How responses are sampled.
 
@@ -59,7 +53,7 @@ class SamplingConfig(Section):
     """Number of most likely tokens that are sampled from, at least 2; 0 keeps all tokens."""
     max_response_tokens: Adjustable[PositiveInt] = 160
     """The longest response, in tokens."""
-    stop: Adjustable[Annotated[tuple[str, ...], AfterValidator(_check_stop)]] = ()
+    stop: Adjustable[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
     """Strings after which a response ends, besides the model's own end tokens: the first token that completes one is
     its last, within accepted drafts too. They are looked for in the text of the response, special tokens included."""
 

@@ -64,7 +64,7 @@ IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|ht
 """A password or token in an address: scheme://user:password@host, https://token@host."""
 
 
-MULTILINE = ("data.template", "data.system_prompt")
+MULTILINE = re.compile(r"data\.(template|system_prompt)|.+\.reward\.\d+\.parameters\.template")
 """The settings whose text may have several lines; every other text of a configuration is one line."""
 
 
@@ -83,7 +83,7 @@ def _problems(value: Any, key: str) -> Iterator[str]:
         for number, member in enumerate(value):
             yield from _problems(member, f"{key}.{number}")
     elif isinstance(value, str | Path):
-        yield from _problems_of(str(value), f"{key} =", multiline=key in MULTILINE)
+        yield from _problems_of(str(value), f"{key} =", multiline=bool(MULTILINE.fullmatch(key)))
 
 
 def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:

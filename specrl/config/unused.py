@@ -26,10 +26,8 @@ from specrl.metrics import METRICS, POLICY, find_metric
 class Unused:
     """A setting that has no effect."""
 
-    keys: tuple[str, ...]
-    """The keys of which a change brings this about."""
-    line: str
-    """What is wrong, in one line with the key, its value and what is allowed."""
+    keys: tuple[str, ...]  # the keys of which a change brings this about
+    line: str  # what is wrong, in one line with the key, its value and what is allowed
 
 
 def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> Iterator[Unused]:

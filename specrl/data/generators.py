@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specrl.config import ConfigError, GeneratorConfig
+from specrl.config.errors import explain
 from specrl.data.answers import extract_answer, format_answer
 from specrl.data.problems import Generator, Problem, derive_seed
 from specrl.data.scorers.expressions import NotAnAnswerError
@@ -85,9 +86,7 @@ def _worked_sums(config: GeneratorConfig) -> Generator:
     try:
         return WorkedSums.model_validate(config.parameters)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        reason = f"{key}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        reason = explain(error, WorkedSums).splitlines()[0]
         raise _refused(config.name, reason, list(WorkedSums.model_fields)) from error
 
 

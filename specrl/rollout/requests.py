@@ -39,16 +39,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class SequenceScore:
-    """What the policy inside the engine makes of a given sequence."""
-
-    logprobs: list[float]
-    """Those of all tokens but the first, in nats, at temperature 1."""
-    routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
-    """As `Response.routes`."""
-
-
-@dataclass(frozen=True)
 class Response:
     """A response. Its tokens include the stop token, or the one that completes a stop string.
 

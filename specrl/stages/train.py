@@ -44,7 +44,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
-from specrl.rollout.refit.policy_probe import MAX_TOKENS, MAX_TOKENS_ALONE, RefitProbe, probe_sequences
+from specrl.rollout.refit.policy_probe import MAX_TOKENS, RefitProbe, probe_sequences
 from specrl.stages.rank import stage_rank
 from specrl.step_record import (
     StepRecord,
@@ -164,12 +164,11 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
     config, rollouts_dir = context.config, context.input("pretrain", PretrainResult).rollouts_dir
     place = EngineRank.of(ranks, config.engine.tensor_parallel)
     own_requests = guard_requests(rollouts_dir, config)[place.engine :: place.num_engines]
-    longest = MAX_TOKENS if engine.cannot_verify is None else MAX_TOKENS_ALONE
     return Refit(
         engine,
         policy,
         drafter,
-        RefitProbe(probe_sequences(rollouts_dir, longest), config),
+        RefitProbe(probe_sequences(rollouts_dir, MAX_TOKENS), config),
         DrafterGuard(engine, drafter, own_requests, ranks),
         ranks=ranks,
         counts_path=context.stage_dir / REFITS_FILE,

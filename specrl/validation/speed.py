@@ -24,11 +24,12 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, read_texts, write_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.schemas import rollout_path
+from specrl.validation.text_files import read_texts, write_texts
 
 Run = list[Generation]
 

@@ -64,4 +64,4 @@ def verify_policy(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None
 
 def logprobs_of(engine: Engine, sequences: list[list[int]]) -> list[list[float]]:
     """The log-probs of all tokens of each sequence but the first."""
-    return [score.logprobs for score in engine.score(sequences)]
+    return engine.score(sequences)[0]

@@ -72,8 +72,8 @@ def test_routes_are_those_of_the_tokens_that_were_kept(engine: Engine, policies:
     assert_routes(policies[0], drafted.responses)
     assert engine.generate(requests()[:1]).responses[0].routes is None
     sequences = [asked.prompt_tokens + got.tokens for asked, got in zip(requests(), plain, strict=True)]
-    for score, got in zip(engine.score(sequences), plain, strict=True):
-        np.testing.assert_array_equal(np.sort(score.routes, -1), np.sort(got.routes, -1))
+    for routes, got in zip(engine.score(sequences)[1], plain, strict=True):
+        np.testing.assert_array_equal(np.sort(routes, -1), np.sort(got.routes, -1))
 
 
 def wrong(tokens: list[int]) -> list[int]:

@@ -192,7 +192,7 @@ def test_an_fp8_kv_cache_keeps_its_scales_through_refits_and_changes_no_token(di
     assert (attention._k_scale_float, attention._v_scale_float) == (0.01, 0.005)
     assert logprobs_of(engine, SEQUENCES) == before
     newer = KvScales([0.5] * LAYERS, [0.5] * LAYERS, [0.5] * LAYERS)
-    engine.refit(weights.items(), None, newer)
+    engine.refit(weights.items(), None, kv_scales=newer)
     assert (attention._k_scale_float, attention._v_scale_float) == (0.5, 0.5)
     assert logprobs_of(engine, SEQUENCES) != before
     engine.precision.restore(KvScales([0.25] * LAYERS, [0.25] * LAYERS, [0.125] * LAYERS))  # of a run that goes on

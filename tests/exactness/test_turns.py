@@ -54,9 +54,8 @@ def test_drafts_change_no_token_of_any_turn(engine_of: Start, pool: RewardPool, 
 def test_the_log_probs_of_all_turns_are_those_of_the_whole_row(engine_of: Start, pool: RewardPool) -> None:
     engine = engine_of("ngram")
     rows = conversations(engine, pool)
-    for row, score in zip(
-        rows, engine.score([[*row.prompt_tokens, *row.response_tokens] for row in rows]), strict=True
-    ):
-        of_response = np.array(score.logprobs[len(row.prompt_tokens) - 1 :])
+    logprobs, _ = engine.score([[*row.prompt_tokens, *row.response_tokens] for row in rows])
+    for row, found in zip(rows, logprobs, strict=True):
+        of_response = np.array(found[len(row.prompt_tokens) - 1 :])
         own = of_response[sampled_mask(row.turns or [len(row.response_tokens)])]
         assert own == pytest.approx(np.array(row.generation_logprobs), abs=1e-4)

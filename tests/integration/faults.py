@@ -57,9 +57,9 @@ def _sent(change: Change) -> Callable[[Trainer], None]:
         engine: Any = trainer.engine
         refit, refit_drafter = engine.refit, engine.refit_drafter
 
-        def damaged(policy: Any, drafter: Any, kv_scales: Any = None) -> None:
+        def damaged(policy: Any, drafter: Any, *, kv_scales: Any = None) -> None:
             sent, draft = change(_copies(policy), _copies(drafter or ()))
-            refit(iter(sent), iter(draft) if drafter is not None else None, kv_scales)
+            refit(iter(sent), iter(draft) if drafter is not None else None, kv_scales=kv_scales)
 
         def damaged_drafter(drafter: Any) -> None:
             refit_drafter(iter(change([], _copies(drafter))[1]))

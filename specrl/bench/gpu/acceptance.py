@@ -9,14 +9,17 @@ from torch import Tensor
 
 from specrl.rollout.sampling.verification import Verified
 
+K = 3
+RATES = {2.0: 0.5437, 2.5: 0.6914, 3.0: 0.8105}
+"""Published acceptance lengths, and the rate r of each token at which 1 + r + r^2 + ... + r^K is that length."""
+
 
 class SyntheticAcceptance:
     """A context in which drafts are accepted at random: all work is done as ever, and the text is not the policy's."""
 
-    def __init__(self, sampler: Any, acceptance_length: float, k: int, vocab_size: int) -> None:
-        """The mean acceptance length is for drafts of up to `k` tokens, bonus token included."""
-        self._sampler, self._sampling, self._vocab_size = sampler, sampler.sampling, vocab_size
-        self._rate = rate_for(acceptance_length, k)
+    def __init__(self, sampler: Any, rate: float, vocab_size: int) -> None:
+        """Each next token of a draft is accepted at this rate."""
+        self._sampler, self._sampling, self._vocab_size, self._rate = sampler, sampler.sampling, vocab_size, rate
         self._generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
 
     def __enter__(self) -> SyntheticAcceptance:
@@ -33,14 +36,3 @@ class SyntheticAcceptance:
         pretended = torch.where(is_right, following, (following + 1) % self._vocab_size)
         verified: Verified = self._sampling.verify(pretended, drafts, *others)
         return verified
-
-
-def rate_for(acceptance_length: float, k: int) -> float:
-    """The rate r at which each next token is accepted, so that 1 + r + r^2 + ... + r^k is the length."""
-    if not 1 <= acceptance_length <= k + 1:
-        raise ValueError(f"an acceptance length of {acceptance_length} is not in [1, {k + 1}], with k = {k}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**power for power in range(k + 1)) < acceptance_length else (low, rate)
-    return (low + high) / 2

@@ -16,16 +16,12 @@ K = 3
 MAX_LENGTH = 192
 
 
-def measure(scale: Scale, folder: Path) -> Iterator[Row]:
+def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
     """Compare plain with speculative responses to the same requests, with and without CUDA graphs.
 
     A difference must be a near-tie: closer to the edge of the CDF than plain decoding itself moves between two batch
     sizes. Unexplained differences must be 0.
     """
-    yield from compare(scale, folder)
-
-
-def compare(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")

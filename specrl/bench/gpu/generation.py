@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specrl.bench.gpu.acceptance import SyntheticAcceptance
+from specrl.bench.gpu.acceptance import RATES, K, SyntheticAcceptance
 from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine
 from specrl.config import Config
@@ -20,9 +20,7 @@ from specrl.projection.memory import engine_items, peak_gib
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.vllm.engine.arguments import schedule
 
-K = 3
 PROMPT_TOKENS = 64
-ACCEPTANCE_LENGTHS = (2.0, 2.5, 3.0)  # published ones; with random weights, no draft would be accepted
 DUMMY = {"load_format": "dummy"}
 
 
@@ -58,7 +56,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         yield row | {"of_stock": 1.0}
     yield from _own(policy, drafter, config, scale, speculative, stock)
     if torch.cuda.is_available():
-        length = ACCEPTANCE_LENGTHS[1]
+        length = 2.5
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         for row in _stock(policy, config, scale, folder, {"speculative_config": speculative | synthetic}):
             yield row | {"acceptance_length": length, "of_stock": row["tokens_per_s"] / stock[row["batch"]]}
@@ -88,7 +86,7 @@ def _own(
         yield {"engine": "specrl, memory", **memory}
     engine.stop_tokens = []  # every response has the same length
     for batch in scale.batches:
-        for length in (None, *ACCEPTANCE_LENGTHS):
+        for length in (None, *RATES):
             rate, found = _rate(engine, batch, scale, length)
             yield {
                 "engine": "specrl, plain" if length is None else f"specrl, k = {K}, acceptance {length}",
@@ -112,7 +110,7 @@ def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tup
         if length is None:
             result = engine.generate(asked)
         else:
-            with SyntheticAcceptance(engine.sampler, length, K, scale.served.vocab_size):
+            with SyntheticAcceptance(engine.sampler, RATES[length], scale.served.vocab_size):
                 result = engine.generate(asked)
             found = result.stats.acceptance_length
         if repeat:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specrl.bench.gpu.exactness import compare
+from specrl.bench.gpu import exactness
 from specrl.bench.gpu.models import Row, Scale
 
 
@@ -17,4 +17,4 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     Without near-ties, speculative responses equal plain ones token for token in this mode.
     """
     if torch.cuda.is_available():
-        yield from compare(scale, folder / "invariance", batch_invariant=True)
+        yield from exactness.measure(scale, folder / "invariance", batch_invariant=True)

@@ -46,7 +46,8 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
         check_memory([training.context.config for training in group.values()])
     baselines: dict[str, Results] = {}
     for group in groups:
-        train_in_turn(group, options.warm_up + options.steps)
+        if len(group) > 1 or not all(one.was_taken(options.warm_up + options.steps) for one in group.values()):
+            train_in_turn(group, options.warm_up + options.steps)
         measured = [Results(training, options.warm_up) for training in group.values()]
         baseline = measured[0] if len(group) > 1 else baselines.setdefault(measured[0].training.cell.seed, measured[0])
         machine = {"hardware": hardware(baseline.training.context.config.resources_of("train").cpus_per_rank)}

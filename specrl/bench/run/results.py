@@ -63,8 +63,12 @@ class Results:
         tokens = sum(self.tokens[step] for step in steps)
         own = [self.metrics[step] for step in steps]
         iterations = sum(metrics["spec/decode_steps"] for metrics in own)
-        drafted = sum(metrics["spec/num_draft_tokens"] for metrics in own)
         requests = tokens - sum(metrics["spec/num_accepted_tokens"] for metrics in own)
+        # All requests of an iteration have its draft length: shorter drafts are padded.
+        drafted = sum(
+            (self.tokens[step] - metrics["spec/num_accepted_tokens"]) * metrics.get("spec/k", 0.0)
+            for step, metrics in zip(steps, own, strict=True)
+        )
         speculation = self.training.context.config.speculation
         most = speculation.draft_lengths[0] if speculation.draft_method.has_weights else 0
         passes = sum(metrics["spec/decode_steps"] * min(most, metrics.get("spec/k", most)) for metrics in own)
@@ -108,7 +112,7 @@ class Results:
             "passes_per_token": counts.passes,
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
-            "start_s": self.training.start_s,
+            "start_s": self.training.start_s or None,  # of one that was trained by an earlier command
             "reward_mean": fmean(rewards.values()),
             "reward_difference": fmean(differences),
             **self.accuracy(baseline),

@@ -19,11 +19,13 @@ from specrl.bench.spread import order_of
 from specrl.bench.subject import Subject
 from specrl.config import ConfigError
 from specrl.context import StageContext
+from specrl.keys import code_digest
 from specrl.models.drafters import fetch_source
 from specrl.processes import LOOPBACK, free_port
 from specrl.training.drafter.io import adopt_drafter
 
 CONTEXT_FILE = "context.json"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -47,6 +49,11 @@ class Training:
     def metrics(self) -> list[dict[str, float]]:
         files = sorted((self.folder / "steps").glob("step=*.json"))
         return [json.loads(path.read_text())["metrics"] for path in files]
+
+    def was_taken(self, steps: int) -> bool:
+        """Whether an earlier command has taken all steps with the same configuration and code."""
+        path = self.folder.parent / CONTEXT_FILE
+        return path.exists() and StageContext.load(path) == self.context and len(self.metrics()) >= steps
 
     def start(self, stack: ExitStack) -> None:
         """Start the ranks, each with its own cores where there are enough, and wait until they have loaded all."""
@@ -86,22 +93,25 @@ def make_training(
         raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
     inputs = dict(subject.stages)
+    context = StageContext(
+        config=config.model_copy(update={"name": folder.name, "runs_dir": folder.parent}),
+        stage="train",
+        key=f"train-{code_digest(ROOT)}",
+        stage_dir=folder / "stage",
+        inputs=inputs,
+        mlflow_run_id="",
+    )
+    training = Training(cell, context)
+    if sharers == 1 and training.was_taken(steps):
+        return training
     shutil.rmtree(folder, ignore_errors=True)
     if config.adopts_drafter and config.drafter.source != subject.config.drafter.source:
         adopt_drafter(fetch_source(config), subject.first_policy_dir, folder / "drafter")
         result = read_result(inputs["pretrain"], PretrainResult)
         inputs["pretrain"] = folder / "pretrain"
         write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
-    context = StageContext(
-        config=config.model_copy(update={"name": folder.name, "runs_dir": folder.parent}),
-        stage="train",
-        key=f"train-{folder.name}",
-        stage_dir=folder / "stage",
-        inputs=inputs,
-        mlflow_run_id="",
-    )
     context.save(folder / CONTEXT_FILE)
-    return Training(cell, context)
+    return training
 
 
 def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:

@@ -30,6 +30,8 @@ class TextStore:
         self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
+        self._counts: Counter[int] = Counter()  # the stored responses by prompt, and their lengths by seed too
+        self._lengths: dict[tuple[int, int | None], int] = {}
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
         self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
@@ -48,6 +50,8 @@ class TextStore:
             self._stored += [
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
             ]
+        self._counts = Counter(text.prompt for text in self._stored)
+        self._lengths = {(text.prompt, text.seed): len(text.tokens) for text in reversed(self._stored)}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -92,8 +96,7 @@ class TextStore:
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """How many responses to the prompt are stored, and how many tokens the one of this seed has."""
         number = self.number_of(prompt_tokens)
-        found = [text for text in self._stored if text.prompt == number]
-        return len(found), next((len(text.tokens) for text in found if text.seed == seed), 0)
+        return self._counts[number], self._lengths.get((number, seed), 0)
 
     def index(self, device: torch.device | str) -> TextIndex:
         """An index of all texts, the latest responses before older ones; some of the latest may be missing."""

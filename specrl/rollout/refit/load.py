@@ -112,7 +112,7 @@ class Refit:
         elif not self._num_loads:
             logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
         drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
-        engine.refit(self._policy_weights(expected), drafter_weights, kv_scales)
+        engine.refit(self._policy_weights(expected), drafter_weights, kv_scales=kv_scales)
         if expected is not None:
             expected.check()
 

@@ -21,10 +21,8 @@ from specrl.training.batches import TokenSequence, pack
 from specrl.training.megatron.policy import Policy
 
 NUM_SEQUENCES = 4
-MAX_TOKENS = 32
-"""The longest sequence: the weights are compared apart from them."""
-MAX_TOKENS_ALONE = 64
-"""The longest where weights cannot be compared, and log-probs have to show that they arrived."""
+MAX_TOKENS = 64
+"""The longest sequence."""
 DECIDED = 0.75
 """The share of tokens that must be nearer to one of two policies for that to be the engine's; 0.5 is chance."""
 
@@ -127,9 +125,7 @@ class RefitProbe:
             PolicyParityError: They differ on average by more than `engine.parity_tolerance` and `expected_difference`
                 allow, or are still those of an earlier policy.
         """
-        scores = engine.score(self._sequences)
-        found = [score.logprobs for score in scores]
-        routes = [score.routes for score in scores]
+        found, routes = engine.score(self._sequences)
         trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
         report = check_policy(found, trainer, self._tolerance)
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):

@@ -18,8 +18,6 @@ from specrl.rollout.sampling.inverse_cdf import Picked, pick_at
 from specrl.rollout.sampling.verification import Verified
 
 NUM_TOKENS = 20
-PERIOD = 3
-"""The period of crafted logits along positions, so that n-gram drafting finds something to propose."""
 SUPPORT, ELSEWHERE = 16, -40.0
 """The number of tokens with crafted logits, and the logit of the others."""
 LOGPROB_TOLERANCE = 1e-3
@@ -45,10 +43,6 @@ class CraftedInputs:
             for index, (temperature, top_k, top_p) in enumerate(SETTINGS)
         ]
 
-    def every_pair(self) -> list[int]:
-        """Text with every pair of tokens of the support, so that something in it agrees with any response."""
-        return [token for first in self.support for second in self.support for token in (first, second)]
-
     def __enter__(self) -> CraftedInputs:
         self._sampler.pick = self._pick
         self._sampler.sampling = self._sampling._replace(verify=self._verify)
@@ -70,12 +64,13 @@ class CraftedInputs:
         return picked
 
     def _verify(self, picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
+        self._sampler.req_states.drafts.lengths.fill_(NUM_TOKENS)  # as if there were a draft at every row
         verified: Verified = self._sampling.verify(picked, self._drafts.to(drafts.dtype), *others)
         return verified
 
     def _logits(self, positions: Tensor, vocab: int) -> Tensor:
         # Multiples of 1/8, which BF16 represents exactly.
-        token, phase = torch.arange(SUPPORT), (positions % PERIOD)[:, None]
+        token, phase = torch.arange(SUPPORT), (positions % 3)[:, None]
         logits = torch.full((len(positions), vocab), ELSEWHERE)
         logits[:, self.support] = ((37 * token + 61 * phase + 11 * token * token) % 48) / 8
         return logits

@@ -28,8 +28,6 @@ from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
 _PROPOSE = inspect.signature(BaseSpeculator.propose)
-LOOKED_AT = 8
-"""While nothing is drafted, in one of so many iterations it is looked what text might have drafted."""
 
 
 class KnownRequests(RequestState):  # type: ignore[misc]
@@ -72,9 +70,6 @@ class TextSpeculator:
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
-        self._calls = 0
-        self._has_chosen = False
-        """Whether the last iteration chose drafts, which are to be counted."""
         self.texts = requests.texts
         """The texts to draft from; what changes there counts from the next `begin` on."""
         speculator.text, speculator.propose = self, self.propose
@@ -97,17 +92,13 @@ class TextSpeculator:
         del asked["self"]
         length = asked["num_speculative_tokens"]
         length = self.drafts.k if length is None else length
-        is_real = not asked["dummy_run"]
-        chooses = is_real and (length > 0 or self._calls % LOOKED_AT == 0)
-        batch = Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
-        if is_real and self._has_chosen:
-            self.drafts.observe(self._known(), batch)
-        drafter = self._from_drafter(asked, min(length, self.drafter_k))
-        if is_real:
-            self._calls, self._has_chosen = self._calls + 1, chooses
-        if chooses:
-            return self.drafts.choose(self._known(), batch, drafter, length)
-        return torch.zeros(asked["input_batch"].num_reqs, self.drafts.k, dtype=torch.int64, device=self.drafts.device)
+        passes, batch = min(length, self.drafter_k), Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
+        if asked["dummy_run"]:
+            self._from_drafter(asked, passes)
+            return torch.zeros_like(self._requests.draft_tokens[: asked["input_batch"].num_reqs])
+        # Also while nothing is drafted, so that it is known what text might have brought.
+        self.drafts.observe(self._known(), batch)
+        return self.drafts.choose(self._known(), batch, self._from_drafter(asked, passes), length)
 
     def _known(self) -> Requests:
         requests = self._requests

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrl.artifacts import write_json
-from specrl.processes import free_ports
+from specrl.processes import free_port
 from tests.slurm.devcluster import configuration, daemons
 from tests.slurm.devcluster.configuration import Layout
 from tests.slurm.devcluster.daemons import DevClusterError
@@ -108,7 +108,10 @@ class DevCluster:
 
     def _plan(self, nodes: int) -> tuple[Layout, bool]:
         address, own_hostname = daemons.loopback_address()
-        dbd, ctld, *node_ports = free_ports(nodes + 2, address)
+        ports: set[int] = set()
+        while len(ports) < nodes + 2:
+            ports.add(free_port(address))
+        dbd, ctld, *node_ports = ports
         return Layout(self.root, getpass.getuser(), nodes, address, dbd, ctld, tuple(node_ports)), own_hostname
 
     def _write_files(self, layout: Layout) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,14 @@ IsHeld = Callable[[], bool]
 """Whether an engine holds at one place what it should."""
 
 
+class Place(NamedTuple):
+    """Where an engine holds one or more of the trainer's tensors."""
+
+    layer: str
+    kind: str | int
+    """The name of the layer's parameter, or the number of an expert, all of whose matrices are at one place."""
+
+
 class Expected:
     """What a model inside the engine, or this rank's part of it, must compute with, noted of the trainer's tensors.
 
@@ -64,17 +72,17 @@ class Expected:
 
     def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the trainer's tensors as they come, each after it was noted."""
-        waiting: dict[str, dict[int, tuple[str, Tensor]]] = {}
+        waiting: dict[Place, dict[int, tuple[str, Tensor]]] = {}
         for name, tensor in weights:
             if name not in NOT_LOADED:
-                fused_name, leaf, order = self._place(name)
-                parts = waiting.setdefault(fused_name, {})
+                place, leaf, order = self._place(name)
+                parts = waiting.setdefault(place, {})
                 parts[order.index(leaf)] = name, tensor
                 if len(parts) == len(order):
-                    self._note(fused_name, waiting.pop(fused_name))
+                    self._note(place, waiting.pop(place))
             yield name, tensor
-        for fused_name, parts in waiting.items():
-            self._note(fused_name, parts)
+        for place, parts in waiting.items():
+            self._note(place, parts)
 
     def take(self, weights: Weights) -> None:
         """Note the trainer's tensors, which nobody else wants."""
@@ -101,7 +109,7 @@ class Expected:
             more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
             raise error(f"the engine's {name} differs from the trainer's in {', '.join(wrong[:MOST_NAMED])}{more}")
 
-    def _place(self, name: str) -> tuple[str, str, list[str]]:
+    def _place(self, name: str) -> tuple[Place, str, list[str]]:
         family, fused = self._family, self._family.fused
         if family.mtp is not None and name.startswith(family.mtp.prefix):
             config: Any = self._model.config
@@ -110,14 +118,14 @@ class Expected:
         return _engine_place(_eagle3_engine_name(name), LLAMA.fused) if is_drafter else _engine_place(name, fused)
 
     @torch.inference_mode()
-    def _note(self, fused_name: str, parts: Mapping[int, tuple[str, Tensor]]) -> None:
+    def _note(self, place: Place, parts: Mapping[int, tuple[str, Tensor]]) -> None:
         names, tensors = zip(*(parts[index] for index in sorted(parts)), strict=True)
         try:
-            layer, kind = _found(self._model, fused_name)
+            layer = self._model.get_submodule(place.layer)
         except AttributeError:
             is_held = _never
         else:
-            is_held = self._held(layer, kind, tensors)
+            is_held = self._held(layer, place.kind, tensors)
         self._places.append((names, is_held))
 
     def _held(self, layer: Any, kind: str | int, tensors: Sequence[Tensor]) -> IsHeld:
@@ -161,17 +169,14 @@ def _never() -> bool:
     return False
 
 
-def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[str, str, list[str]]:
-    """Where the engine holds a tensor: the name of the whole, that of its part, and those of all parts in order.
-
-    All matrices of one expert are one whole, such as `model.layers.0.mlp.experts.7.weight`.
-    """
+def _engine_place(name: str, fused: Mapping[str, str]) -> tuple[Place, str, list[str]]:
+    """The place of a tensor, and the name of its part there and those of all parts in order."""
     if (expert := EXPERT.fullmatch(name)) is not None:
-        return f"{expert['experts']}.{expert['number']}.weight", expert["part"], list(PARTS)
+        return Place(f"{expert['experts']}.routed_experts", int(expert["number"])), expert["part"], list(PARTS)
     path, _, kind = name.rpartition(".")
     parent, _, leaf = path.rpartition(".")
     order = [other for other, into in fused.items() if into == fused.get(leaf)] or [leaf]
-    return f"{parent}.{fused.get(leaf, leaf)}.{kind}".lstrip("."), leaf, order
+    return Place(f"{parent}.{fused.get(leaf, leaf)}".lstrip("."), kind), leaf, order
 
 
 def _eagle3_engine_name(name: str) -> str:
@@ -180,16 +185,6 @@ def _eagle3_engine_name(name: str) -> str:
     if name == "d2t":
         return "draft_id_to_target_id"
     return "model." + name.replace("midlayer.", "layers.0.")
-
-
-def _found(model: nn.Module, fused_name: str) -> tuple[Any, str | int]:
-    # The layer of a place, and the name of its parameter there or the number of its expert.
-    path, _, kind = fused_name.rpartition(".")
-    parent, _, number = path.rpartition(".")
-    if number.isdecimal() and parent.endswith(".experts"):
-        experts: Any = model.get_submodule(parent)
-        return experts.routed_experts, int(number)
-    return model.get_submodule(path), kind
 
 
 def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tensor:
