@@ -38,7 +38,7 @@ class Counter:
         if text == "forge":
             for number in range(3, 64):
                 with contextlib.suppress(OSError):
-                    os.write(number, b'{"score": 5.0}')
+                    os.write(number, b'{"parts": [5.0]}')
         if text == "raise":
             raise ValueError("no answer to this")
         content = "x" * 70_000 if text == "long" else f"{self.turns} of {self.problem.answer}"
@@ -165,7 +165,7 @@ def test_a_turn_comes_back_from_its_process_as_it_was_and_nothing_else_does() ->
         with pytest.raises(ValueError, match=r".*"):
             Outcome.parse(message)
     with pytest.raises(ValueError, match="no outcome"):
-        Outcome.parse(b'{"turn": {"messages": [], "reward": 0, "done": false}, "score": 1.0}')
+        Outcome.parse(b'{"turn": {"messages": [], "reward": 0, "done": false}, "parts": [1.0]}')
 
 
 def test_an_environment_is_in_the_keys_of_the_stages_that_use_it_and_so_is_its_source(folder: Path) -> None:
