@@ -107,8 +107,8 @@ def test_a_part_that_fails_on_every_response_stops_the_run() -> None:
 
 
 def rollout(prompt: int, sample: int, reward: float, parts: dict[str, float] | None) -> Rollout:
-    return Rollout(0, 0, prompt, sample, 0, 0, 0, [1], [2, 3], [-1.0, -1.0], "", "", "stop", 0, 0, 0, 0, 0, 0.0, 0.0,
-                   reward, parts)  # fmt: skip
+    common = (0, 0, prompt, sample, 0, 0, 0, [1], [2, 3], [-1.0, -1.0], "", "", "stop")
+    return Rollout(*common, reward=reward, reward_parts=parts)
 
 
 def test_parts_are_stored_by_name_and_read_again(tmp_path: Path) -> None:
