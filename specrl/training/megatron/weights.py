@@ -311,13 +311,15 @@ def add_adapters(model: torch.nn.Module, weights: WeightMap, config: LoraConfig,
         found += [adapter for pair in pairs for adapter in pair]
         if weight.is_here:
             layer = model.get_submodule(weight.name.removesuffix(".weight"))
-            down, up = zip(*[[_made(adapter, layer.weight, seed) for adapter in pair] for pair in pairs], strict=True)
+            like = layer.get_parameter("weight")
+            down, up = zip(*[[_made(adapter, like, seed) for adapter in pair] for pair in pairs], strict=True)
             merge = partial(weights.merge, weight, size=weight.place[1])
             update = LowRankUpdate(down, up, config.scale, merge)
             register_parametrization(layer, "weight", update, unsafe=True)  # no pass to see that the shape stays
     if hasattr(model, "embedding"):
         # What is computed again in the backward pass gets a gradient only if its input has one.
-        model.embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+        embedding = model.get_submodule("embedding")
+        embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     return replace(weights, parameters=tuple(found))
 
 
