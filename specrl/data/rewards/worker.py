@@ -142,7 +142,7 @@ class Judge:
         rewards = make_rewards(section)
         for part, reward in zip(section.reward, rewards, strict=True):
             warm_up(section, part, reward)
-        return cls(lambda *asked: [judge(reward, *asked) for reward in rewards], starts_processes(section))
+        return cls(lambda prompt, said: [judge(reward, prompt, said) for reward in rewards], starts_processes(section))
 
 
 def _go_on_in_child(rank: Connection) -> None:
