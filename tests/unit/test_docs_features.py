@@ -159,7 +159,7 @@ def test_every_page_of_the_site_stands_in_its_navigation() -> None:
 
 def test_the_plan_that_the_readme_shows_is_the_one_that_dry_run_prints() -> None:
     printed = StringIO()
-    print_plan(plan(load_config(ROOT / "configs/qwen3-8b-rl-zero.toml")), {}, {}, Console(file=printed, width=200))
+    print_plan(plan(load_config(ROOT / "configs/qwen3-8b-rl-zero.toml")), {}, Console(file=printed, width=200))
     lines = {line.rstrip() for line in printed.getvalue().splitlines()}
     [shown] = re.findall(r"prints among other things:\n\n((?: {4}.*\n)+)", (ROOT / "README.md").read_text())
     rows = [line.removeprefix("    ").rstrip() for line in shown.splitlines()]
