@@ -130,7 +130,8 @@ class SetScore(Artifact):
 
     def metrics(self) -> dict[str, float]:
         """The scores under their names in MLflow."""
-        values: dict[str, float] = self.model_dump(exclude={"step", "set", "num_prompts", "k", "pass_at", "ci"})
+        others = {"step", "set", "num_prompts", "k", "prompt_accuracies", "pass_at", "ci"}
+        values: dict[str, float] = self.model_dump(exclude=others)
         values |= {f"pass_at_{size}": value for size, value in self.pass_at.items()}
         for name, (low, high) in self.ci.items():
             values |= {f"{name}_low": low, f"{name}_high": high}
