@@ -162,7 +162,9 @@ def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send to MLflow, and with tracking.wandb to W&B, what a run has logged while they were away.
+    """Send MLflow and W&B what a run has logged while they were away.
+
+    W&B gets it where tracking.wandb asks for it.
 
     A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
     """
