@@ -162,7 +162,7 @@ def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send MLflow and W&B what a run has logged while they were away.
+    """Send what a run has logged while MLflow or W&B was away.
 
     W&B gets it where tracking.wandb asks for it.
 
