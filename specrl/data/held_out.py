@@ -33,9 +33,11 @@ def config_of_set(config: Config, name: str) -> Config:
     chosen = config.validate_.held_out_sets[name]
     data: dict[str, Any] = {}
     if chosen.path is not None:
-        data = {"source": "file", "path": chosen.path, "validation_path": None}
+        data = {"source": "file", "path": chosen.path, "validation_path": None, "weights": ()}
     elif chosen.generators:
+        overlong = "drop" if config.data.overlong == "error" else config.data.overlong
         data = {"source": "generators", "generators": chosen.generators, "path": None, "validation_path": None}
+        data |= {"weights": (), "overlong": overlong}
     if chosen.reward is not None:
         data["reward"] = chosen.reward
     sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p}

@@ -96,6 +96,12 @@ def test_a_part_that_fails_or_leaves_out_costs_nothing_of_the_others() -> None:
     assert filled.parts[2] == [0.0, 0.0] and filled.rewards == [1.25, -0.25, 0.0, -1.25, 1.0]
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7])
+def test_a_reward_that_is_left_out_makes_no_signal_where_all_others_are_equal(reward: float) -> None:
+    filled = Scores([[reward], [reward], [reward], [math.nan]], [], 0.0).in_groups([0] * 4)
+    assert filled.rewards == [reward] * 4
+
+
 def test_a_part_that_fails_on_every_response_stops_the_run() -> None:
     section = data([{"name": "exact_match"}, {"name": "formal_rewards:broken", "weight": 0.5}])
     found = scored(section, ["42", "41"])

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from specrl.artifacts import CURVE_FOLDER, SetScore, read_curve, write_json, write_scores, write_text
-from specrl.config import Config, ConfigError, StopConfig, ValidationSetConfig, dump_config, parse_config
+from specrl.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    GeneratorConfig,
+    StopConfig,
+    ValidationSetConfig,
+    dump_config,
+    parse_config,
+)
 from specrl.data import check
 from specrl.data.check import check_data
 from specrl.data.held_out import config_of_set
@@ -210,6 +219,22 @@ def test_a_set_is_answered_under_the_settings_of_the_run_but_for_its_own() -> No
     config = config_with({"greedy": {"temperature": 0}}, sampling={"top_k": 7, "max_response_tokens": 30})
     sampling = config_of_set(config, "greedy").sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_response_tokens) == (0, 7, 30)
+
+
+def test_the_data_of_a_set_are_those_of_a_valid_configuration() -> None:
+    """The processes of the rewards read them again."""
+    few = GeneratorConfig(name="worked_sums")
+    files = {
+        "source": "file",
+        "path": ["a.jsonl", "b.jsonl"],
+        "weights": [1, 2],
+        "overlong": "error",
+        "reward": "length",
+    }
+    sets = {"c": {"path": "c.jsonl"}, "d": {"generators": [few]}}
+    config = config_with(sets, data=files)
+    for name in sets:
+        DataConfig.model_validate_json(config_of_set(config, name).data.model_dump_json())
 
 
 def test_the_train_stage_depends_on_the_sets_only_where_it_validates(tmp_path: Path) -> None:

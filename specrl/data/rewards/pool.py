@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import fmean
 
 from specrl.config import Config, DataConfig
 from specrl.data.held_out import config_of_set
@@ -147,7 +148,7 @@ def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
     known: dict[int, list[float]] = {}
     for group, value in zip(groups, values, strict=True):
         known.setdefault(group, []).extend([] if math.isnan(value) else [value])
-    means = {group: math.fsum(found) / max(1, len(found)) for group, found in known.items()}
+    means = {group: found[0] if len({*found}) == 1 else fmean(found or [0.0]) for group, found in known.items()}
     return [means[group] if math.isnan(value) else value for group, value in zip(groups, values, strict=True)]
 
 
