@@ -13,7 +13,7 @@ from rich.console import Console
 from flows.change import note_edited_files, refuse_other
 from flows.folder import OUTCOME_FILE, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
-from flows.preflight import check
+from flows.preflight import check, take_wandb_variables
 from flows.server import PrefectServer, mark_crashed_flows
 from slurm.access import check_access, check_code, restrict
 from slurm.backend import JobError, StoppedError, UnseenError, stop_asked
@@ -59,6 +59,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
         _open(config, origin, resumed=resumed)
         print(f"run {config.name} in {config.run_dir}", file=sys.stderr)
+        take_wandb_variables(config)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
         start_parent_run(config, headline(config))
         server.wait()

@@ -229,6 +229,13 @@ def check_tracking(config: Config) -> list[str]:
     )
 
 
+def take_wandb_variables(config: Config) -> None:
+    """Set the variables of W&B that jobs read from their file: the flow sends what the run itself has logged."""
+    if config.tracking.wandb != "off" and (file := config.cluster.environment_file) is not None:
+        found = read_environment_file(file)
+        os.environ.update({name: value for name, value in found.items() if name.startswith("WANDB_")})
+
+
 def check_environment_file(config: Config) -> list[str]:
     """Check that the file with the jobs' secrets can be read, by nobody else, and has nothing but variables."""
     file = config.cluster.environment_file

@@ -15,7 +15,7 @@ from flows.commands.watch import Watcher
 from flows.execute import continue_with_own_code, execute
 from flows.folder import find_own_run
 from flows.origin import start_from
-from flows.preflight import check
+from flows.preflight import check, take_wandb_variables
 from slurm.submit import backend_of
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.revision import adjustable_keys
@@ -171,6 +171,8 @@ def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     from specrl.tracking import runs
 
     config = read_config(find_own_run(name, runs_dir))
+    take_wandb_variables(config)
     if lines := runs.sync_run(config, runs.SYNC_PATIENCE_SECONDS):
         raise ConfigError("; ".join(lines))
-    print(f"MLflow has everything that {config.name} has logged")
+    trackers = "MLflow has" if config.tracking.wandb == "off" else "MLflow and W&B have"
+    print(f"{trackers} everything that {config.name} has logged")

@@ -49,6 +49,7 @@ def serve_model(
                 _serve(server)
     except ServerEndedError as error:
         raise JobError(str(error)) from error
+    log.unlink(missing_ok=True)
 
 
 def _serve(server: ModelServer) -> None:

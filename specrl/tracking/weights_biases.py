@@ -17,6 +17,7 @@ import netrc
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from filelock import FileLock
 
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import Config, ConfigError, dump_config
+from specrl.processes import OTHERS_SIGNALS, is_locked
 from specrl.tracking.log import Entry, Log, Sent
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class WandbSending:
         output_file.unlink(missing_ok=True)
         with output_file.open("x") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
                 env={**ENVIRONMENT, "WANDB_CACHE_DIR": str(self._log.folder / FOLDER), **os.environ},
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -99,14 +101,15 @@ class WandbSending:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             return f"W&B has not taken it within {patience_s:g} s"  # it may yet, and the process then ends by itself
-        return (_last_line(self._log.folder / OUTPUT_FILE) or f"exit status {status}") if status else None
+        said = _last_line(self._log.folder / OUTPUT_FILE) if status > 0 else ""
+        return (said or f"its process ended with status {status}") if status else None
 
 
 def send_to_wandb(config: Config, folders: Sequence[Path]) -> list[str]:
     """Send what these folders have logged; return a line for each of which something still waits."""
     late = [Log(folder) for folder in folders if not Sent(Log(folder), TRACKER).is_complete()]
-    sending = [(log, WandbSending(config, log)) for log in late]
-    found = [(log.owner.name, process.close()) for log, process in sending]
+    sending = [(log, None if is_locked(log.folder / LOCK_FILE) else WandbSending(config, log)) for log in late]
+    found = [(log.owner.name, process.close() if process else "its job is sending it") for log, process in sending]
     return [f"W&B lacks what {name} logged: {reason}" for name, reason in found if reason is not None]
 
 
@@ -115,7 +118,7 @@ def check_wandb(config: Config, variables: Mapping[str, str]) -> None:
     mode, known = config.tracking.wandb, {**os.environ, **variables}
     if mode != "off" and find_spec("wandb") is None:
         raise ConfigError(f'tracking.wandb = "{mode}": there is no package wandb here: make env, or pip install wandb')
-    host = urlsplit(known.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    host = urlsplit(known.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     if mode == "online" and not any(known.get(name) for name in CREDENTIALS) and not _netrc_has(host):
         raise ConfigError(
             f'tracking.wandb = "online": there is no key for {host}: wandb login, or export WANDB_API_KEY; or set '
@@ -137,6 +140,8 @@ def _last_line(path: Path) -> str:
 
 def main() -> None:
     """Send the log that a line of JSON on standard input names, until that ends."""
+    for number in OTHERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # before W&B starts a process of its own
     owner, files, config, settings = json.loads(sys.stdin.readline())
     log, ended = Log(Path(owner)), threading.Event()
 
@@ -150,7 +155,7 @@ def main() -> None:
             ended.wait()
         if not ended.is_set() or not Sent(log, TRACKER).is_complete():
             send(log, start_run(log, config, settings, ended), ended, Path(files))
-    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
+        shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
 
 
 def send(log: Log, run: Any, ended: threading.Event, files: Path) -> None:
@@ -221,7 +226,3 @@ def log_entry(run: Any, log: Log, entry: Entry) -> None:
         run.config.update(values["params"], allow_val_change=True)
     elif entry.kind == "artifact" and Path(values["path"]).name == SUMMARY_FILE:
         run.summary.update(read_json(log.owner / SUMMARY_FILE) or {})
-
-
-if __name__ == "__main__":
-    main()

@@ -16,14 +16,16 @@ import torch
 from wandb.proto import wandb_internal_pb2
 from wandb.sdk.internal.datastore import DataStore
 
+from flows.preflight import take_wandb_variables
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks
+from specrl.processes import is_locked
 from specrl.tracking import finish_parent_run, stage_run, start_parent_run
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.tracker import Tracker
-from specrl.tracking.weights_biases import ID_FILE, WandbSending, check_wandb, send_to_wandb
+from specrl.tracking.weights_biases import ID_FILE, LOCK_FILE, WandbSending, check_wandb, send_to_wandb
 
 KEY = "train-0123456789ab"
 
@@ -115,6 +117,36 @@ def test_what_a_killed_job_logged_is_written_without_it(config: Config) -> None:
     assert [rows(file) for file in records(config)] == [[{"step": 1, "reward/mean": 0.5}]]
 
 
+def test_a_signal_to_all_processes_of_a_job_does_not_end_what_sends_its_log(config: Config) -> None:
+    log = Log(config.run_dir)
+    tracker = Tracker(log)
+    tracker.start("one", {})
+    sending = WandbSending(config, log)
+    tracker.log_metrics({"reward/mean": 0.5}, step=1)
+    assert sending._process is not None
+    lock, end = log.folder / LOCK_FILE, time.monotonic() + 60
+    while not is_locked(lock):  # it has begun
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert send_to_wandb(config, [config.run_dir]) == ["W&B lacks what one logged: its job is sending it"]
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        sending._process.send_signal(number)
+    assert sending.close() is None
+    assert [rows(file) for file in records(config)] == [[{"step": 1, "reward/mean": 0.5}]]
+
+
+def test_the_flow_has_the_variables_that_jobs_read_from_their_file(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secrets"
+    file.write_text("WANDB_API_KEY=key\nOTHER_KEY=other\n")
+    file.chmod(0o600)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    given = config.model_copy(update={"cluster": config.cluster.model_copy(update={"environment_file": file})})
+    take_wandb_variables(given)
+    assert os.environ["WANDB_API_KEY"] == "key" and "OTHER_KEY" not in os.environ
+
+
 def test_a_run_and_its_stage_are_runs_of_one_group_and_the_summary_is_the_runs(config: Config) -> None:
     stage = StageContext(config, "train", KEY, config.run_dir / "stages" / KEY, {}, start_parent_run(config))
     with stage_run(stage, Ranks(0, 1, 0, torch.device("cpu"))) as tracker:
@@ -167,8 +199,10 @@ def test_a_key_is_asked_for_before_a_run_begins(config: Config, monkeypatch: pyt
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
     check_wandb(online, {})
-    with pytest.raises(ConfigError, match=r"no key for wandb[.]example[.]org"):
-        check_wandb(online, {"WANDB_BASE_URL": "https://wandb.example.org"})
+    with pytest.raises(ConfigError, match=r"no key for wandb[.]example[.]org:8080"):
+        check_wandb(online, {"WANDB_BASE_URL": "https://wandb.example.org:8080"})
+    netrc.write_text("machine wandb.example.org:8080 login user password secret\n")
+    check_wandb(online, {"WANDB_BASE_URL": "https://wandb.example.org:8080"})
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="there is no package wandb here"):
         check_wandb(config, {})

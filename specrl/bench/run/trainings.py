@@ -93,6 +93,10 @@ def make_training(
         raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
     inputs = dict(subject.stages)
+    pretrained = inputs["pretrain"]
+    adopts = config.adopts_drafter and config.drafter.source != subject.config.drafter.source
+    if adopts:
+        inputs["pretrain"] = folder / "pretrain"
     context = StageContext(
         config=config.model_copy(update={"name": folder.name, "runs_dir": folder.parent}),
         stage="train",
@@ -105,10 +109,9 @@ def make_training(
     if sharers == 1 and training.was_taken(steps):
         return training
     shutil.rmtree(folder, ignore_errors=True)
-    if config.adopts_drafter and config.drafter.source != subject.config.drafter.source:
+    if adopts:
         adopt_drafter(fetch_source(config), subject.first_policy_dir, folder / "drafter")
-        result = read_result(inputs["pretrain"], PretrainResult)
-        inputs["pretrain"] = folder / "pretrain"
+        result = read_result(pretrained, PretrainResult)
         write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
     context.save(folder / CONTEXT_FILE)
     return training
