@@ -13,18 +13,45 @@ from typing import Any
 import psutil
 import pytest
 
-from specrl.config import ConfigError, DataConfig
+from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.code import read_tests, refuse_open_sandbox
 from specrl.data.rewards.functions import make_rewards
 from specrl.data.rewards.pool import RewardPool, Scores
+from specrl.data.rewards.trial import doubtful_references
 
 HELD = sandbox.available()
 needs_sandbox = pytest.mark.skipif(bool(HELD.gaps(False)), reason="the kernel has no whole sandbox")
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 5"])
 PRINTS = json.dumps({"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10"]})
 NAP = str(20_000_000 + os.getpid())
+OUTLIVING = """
+import glob, os, time
+if not os.fork():
+    os.setsid()
+    open("started", "w").close()
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        for place in glob.glob("/proc/[0-9]*/environ"):
+            try:
+                if b"WHO=" in open(place, "rb").read():
+                    open("seen", "w").close()
+            except OSError:
+                pass
+        time.sleep(0.02)
+    os._exit(0)
+while not os.path.exists("started"):
+    time.sleep(0.01)
+"""
+LATER = """
+import time
+from pathlib import Path
+
+def seen(prompt, response, answer):
+    time.sleep(1)
+    return float(Path("started").exists() and Path("seen").exists())
+"""
 
 
 def data(**settings: Any) -> DataConfig:
@@ -134,6 +161,58 @@ except OSError:
 
 
 @needs_sandbox
+def test_what_a_test_leaves_behind_does_not_see_the_parts_that_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later_rewards.py").write_text(LATER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHO", "a-secret-of-the-test")
+    pool = RewardPool(data(reward=[{"name": "code"}, {"name": "later_rewards:seen"}], reward_environment=("WHO",)))
+    try:
+        found = scores(pool, [block(OUTLIVING)], json.dumps(["pass"]))
+    finally:
+        pool.close()
+    assert found.parts == [[1.0, 0.0]] and not found.failures
+
+
+@needs_sandbox
+def test_a_test_that_cannot_be_started_is_not_passed(pool: RewardPool) -> None:
+    responses = [
+        block("import os\ntry:\n    while os.fork() or os._exit(0): pass\nexcept OSError: pass"),
+        *(block(f"import os\nos.unlink('{name}')\nos.mkdir('{name}')") for name in ("solution.py", "output")),
+    ]
+    found = scores(pool, responses, json.dumps({"inputs": ["", ""], "outputs": ["", ""]}))
+    assert found.rewards == [0.5, 0.5, 0.5] and not found.failures
+
+
+@needs_sandbox
+def test_a_block_in_a_list_is_read_without_its_indentation(pool: RewardPool) -> None:
+    indented = "".join(f"   {line}\n" for line in ("```python", "def add(a, b):", "    return a + b", "```"))
+    assert scores(pool, [f"1. So:\n\n{indented}"], ASSERTS).rewards == pytest.approx([2 / 3])
+
+
+@needs_sandbox
+def test_a_program_may_take_all_the_memory_that_can_be_asked_for() -> None:
+    pool = RewardPool(data(reward=[{"name": "code", "parameters": {"memory_mib": 4096}}]))
+    try:
+        assert scores(pool, [block("print(3)")], json.dumps({"inputs": [""], "outputs": ["3"]})).rewards == [1.0]
+    finally:
+        pool.close()
+
+
+@needs_sandbox
+def test_rows_whose_tests_cannot_be_used_are_counted_before_a_run() -> None:
+    """For code, what a failure counts as is what a reference earns."""
+    config = Config.model_validate({"name": "x", "data": data().model_dump()})
+    rows = [ASSERTS, '{"a": 1}', '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}']
+    found = [(Prompt(0, str(number), [], row), f"Answer: {row}") for number, row in enumerate(rows)]
+    [line] = doubtful_references(config, found)
+    assert "failed on 2 of 3 responses: 1 x it raised ValueError: the row " in line and "\n" not in line
+    assert doubtful_references(config, found[:1]) == []
+
+
+@needs_sandbox
 def test_a_row_without_tests_is_a_failure(pool: RewardPool) -> None:
     found = scores(pool, [block("x = 1")], "[]")
     assert found.rewards == [0.0]
@@ -147,6 +226,22 @@ def test_a_row_may_have_its_tests_in_three_forms() -> None:
     for none in ("", "[]", "[1]", "3", "{}", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}'):
         with pytest.raises(ValueError, match=r"^the row has no tests for code: "):
             read_tests(none)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, r"^the row tests a function by values \(fn_name\)"),
+        ({"fn_name": "add", "inputs": ["1"], "outputs": ["3"]}, r"^the row tests a function by values \(fn_name\)"),
+        ({"inputs": [1], "outputs": [3]}, r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
+        (["pass"] * 201, r"^the row has 201 tests for code, and at most 200 are allowed$"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_refused_in_one_line(row: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        read_tests(json.dumps(row))
+    assert len(str(error.value)) <= 120  # and nothing of it is left out where it is shown
+    assert len(read_tests(json.dumps(["pass"] * 200))) == 200
 
 
 def test_code_is_refused_where_the_kernel_holds_less_than_the_whole_sandbox() -> None:
@@ -163,6 +258,10 @@ def test_code_is_refused_where_the_kernel_holds_less_than_the_whole_sandbox() ->
     [
         ({"reward_network": True}, r"^data\.reward_network = true: .* set it to false"),
         ({"reward_timeout_s": 4.0}, r"^data\.reward\.code: seconds = 4: data\.reward_timeout_s must be longer"),
+        (
+            {"reward": [{"name": "code", "parameters": {"memory_mib": 4097}}]},
+            r"^data\.reward\.code\.memory_mib .*4096",
+        ),
     ],
 )
 def test_code_that_could_not_be_held_is_refused(settings: dict[str, Any], message: str) -> None:

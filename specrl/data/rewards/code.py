@@ -9,18 +9,19 @@ import secrets
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, cast
+from typing import Annotated, Self, TypeGuard, cast
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from specrl.config import ConfigError, DataConfig
 from specrl.config.algorithms import Options
-from specrl.config.base import PositiveFloat, PositiveInt
-from specrl.data.rewards.sandbox import Confinement, hide_memory
+from specrl.config.base import PositiveFloat
+from specrl.data.rewards.sandbox import MEMORY, PROCESSES, Confinement, hide_memory
 
 MIB = 2**20
 LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
@@ -39,7 +40,11 @@ for name in names:
 if proof:
     print(proof, flush=True)
 """
-"""Runs a solution and perhaps a test. A solution that ends the process has passed no test, whatever its exit code."""
+"""Runs a solution and perhaps a test, and then prints `proof`, without which no Python test has passed.
+
+A solution that merely ends the process has not printed it. One that looks for it finds it: it is in the same process,
+which Python tests therefore trust. Tests of input and output do not: what is wanted never enters it.
+"""
 _SOLUTION, _TEST, _OUTPUT = "solution.py", "test.py", "output"
 
 
@@ -48,8 +53,8 @@ class CodeParameters(Options):
 
     seconds: PositiveFloat = 10.0
     """The time for all tests of a response; those that have not ended by then are not passed."""
-    memory_mib: PositiveInt = 1024
-    """The address space of a test."""
+    memory_mib: Annotated[int, Field(gt=0, le=MEMORY // MIB)] = 1024
+    """The address space of a test, within that of all scoring."""
 
     @model_validator(mode="after")
     def _is_held(self, info: ValidationInfo) -> Self:
@@ -75,43 +80,63 @@ def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) ->
 
     The caller must be in the sandbox, in an empty folder where it may write.
     """
-    tests, blocks = read_tests(answer), _BLOCK.findall(response)
+    tests = read_tests(answer)
+    codes = [textwrap.dedent(block) for block in _BLOCK.findall(response)[-1:]]
     deadline = time.monotonic() + parameters.seconds
-    hide_memory()  # with what is wanted, and the variables of `data.reward_environment`
-    try:
-        return sum(_passes(blocks[-1], *test, deadline, parameters) for test in tests if blocks) / len(tests)
-    finally:
-        hide_memory(False)
+    # What is wanted and the variables of `data.reward_environment` are in this memory. It stays hidden for the parts of
+    # the reward that follow, because a process in a session of its own outlives its test.
+    hide_memory()
+    return sum(_passes(code, *test, deadline, parameters) for code in codes for test in tests) / len(tests)
 
 
 def read_tests(answer: str) -> list[tuple[str, str | None]]:
     """The tests of a row: Python texts that must raise nothing, or what a program reads with what it must print.
 
-    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}`; ValueError where there are none.
+    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}` of texts; ValueError where there are
+    none, or more than there may be processes.
     """
     try:
         found = json.loads(answer)
     except ValueError:
         found = [answer] if answer.strip() else None
+    tests: list[tuple[str, str | None]] = []
     if isinstance(found, dict):
-        given, wanted = found.get("inputs"), found.get("outputs")
-        if isinstance(given, list) and isinstance(wanted, list) and 0 < len(given) == len(wanted):
-            return list(zip(map(str, given), map(str, wanted), strict=True))
-    elif found and isinstance(found, list) and all(isinstance(text, str) for text in found):
-        return [(text, None) for text in found]
-    raise ValueError(f"the row has no tests for code: {answer:.80}")
+        tests = _of_programs(found)
+    elif _are_texts(found):
+        tests = [(text, None) for text in found]
+    if not tests:
+        raise ValueError(f"the row has no tests for code: {answer:.80}")
+    if len(tests) > PROCESSES:
+        raise ValueError(f"the row has {len(tests)} tests for code, and at most {PROCESSES} are allowed")
+    return tests
+
+
+def _of_programs(found: dict[str, object]) -> list[tuple[str, str | None]]:
+    if found.get("fn_name"):  # TACO and APPS have inputs and outputs that are a function's arguments and results
+        raise ValueError("the row tests a function by values (fn_name), which code does not: write it as Python tests")
+    given, wanted = found.get("inputs"), found.get("outputs")
+    if not (_are_texts(given) and _are_texts(wanted) and len(given) == len(wanted)):
+        raise ValueError("the row has no tests for code: its inputs and outputs must be equally many texts")
+    return list(zip(given, wanted, strict=True))
+
+
+def _are_texts(found: object) -> TypeGuard[list[str]]:
+    return isinstance(found, list) and all(isinstance(text, str) for text in found)
 
 
 def _passes(code: str, test: str, wanted: str | None, deadline: float, parameters: CodeParameters) -> bool:
     """Whether code raises nothing in a test, or prints what is wanted."""
-    Path(_SOLUTION).write_text(code, errors="replace")
-    if wanted is not None:
-        printed = _printed(["", _SOLUTION], test, deadline, parameters)
-        return printed is not None and _lines(printed) == _lines(wanted)
-    Path(_TEST).write_text(test, errors="replace")
     proof = secrets.token_hex(16)
-    printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
-    return printed is not None and printed.endswith(f"{proof}\n")
+    try:
+        Path(_SOLUTION).write_text(code, errors="replace")
+        if wanted is not None:
+            printed = _printed(["", _SOLUTION], test, deadline, parameters)
+            return printed is not None and _lines(printed) == _lines(wanted)
+        Path(_TEST).write_text(test, errors="replace")
+        printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
+        return printed is not None and printed.endswith(f"{proof}\n")
+    except OSError:  # earlier tests may have taken all processes or the disk, or made a folder of the file
+        return False
 
 
 def _lines(text: str) -> list[str]:

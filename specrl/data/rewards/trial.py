@@ -14,7 +14,7 @@ from specrl.data.held_out import make_problems
 from specrl.data.problems import Problem, Prompt, fit_all
 from specrl.data.rendering import CHAT, check_template
 from specrl.data.rewards.functions import of_references, shortened
-from specrl.data.rewards.pool import RewardError, RewardPool, Scores
+from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scores, describe
 
 SHOWN = 400  # characters of a problem
 
@@ -66,7 +66,7 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
 
 
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
-    """A line if references do not earn what is right when a response states them word by word."""
+    """Lines if the reward fails on references that are stated word by word, or gives them less than what is right."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
     pool = RewardPool(config.data)
     try:
@@ -78,15 +78,18 @@ def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, s
         pool.close()
     right = of_references(config.data)
     lost = [prompt.answer for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]
+    failures = FailureTally.of(scores.failures)
+    lines = [f"data.reward = {config.data.reward_words!r}: {describe(failures, len(found))}"] if failures.count else []
     if not lost:
-        return []
+        return lines
     columns = zip(config.data.part_names, zip(*scores.parts, strict=True), strict=False)
     means = ", ".join(f"{name} {fmean(values):g}" for name, values in columns)
     return [
+        *lines,
         f"{len(lost)} of the {len(found)} references looked at do not earn {right:g} by data.reward = "
         f"{config.data.reward_words!r} when they are stated as the answer: no response can be right, or the reward "
         f"asks for another form{f' (mean of its parts: {means})' if means else ''}; the first one: "
-        f"{shortened(lost[0])!r}"
+        f"{shortened(lost[0])!r}",
     ]
 
 
