@@ -36,6 +36,8 @@ class Prompt:
     tokens: list[int]
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)  # the problem's `question`, `generator` and `entry`
+    unopened: str = field(default="", compare=False)
+    """Why its environment failed to begin the conversation; all responses to it count as failed."""
 
 
 @dataclass(frozen=True)

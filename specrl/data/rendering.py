@@ -59,9 +59,10 @@ class Rendering:
             text = "".join(message["content"] for message in messages)
         else:
             turn = [{"role": "user", "content": TURN}, {"role": "assistant", "content": TURN}]
-            before, _, text = self._of_chat([*turn, *messages]).rpartition(TURN)
-            if TURN not in before:
+            parts = self._of_chat([*turn, *messages]).split(TURN, 2)
+            if len(parts) < 3:
                 raise ConfigError("the tokenizer's chat template does not show the turns of a conversation as they are")
+            text = parts[2]
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return text, tokens[1:] if self._template == CHAT and tokens[:1] == [last] else tokens
 

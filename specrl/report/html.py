@@ -111,8 +111,8 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """The step, the reward and the response length in tokens of every rollout, each as an array [rollouts]."""
+    """The step, the reward and the number of sampled tokens of every rollout, each as an array [rollouts]."""
     rows = ds.dataset(sorted(rollouts_dir.glob("step=*/*.arrow")), schema=ROLLOUT_SCHEMA, format="ipc")
-    lengths = pc.list_value_length(ds.field("response_tokens"))
+    lengths = pc.list_value_length(ds.field("generation_logprobs"))
     table = rows.to_table(columns={"step": ds.field("step"), "reward": ds.field("reward"), "length": lengths})
     return table["step"].to_numpy(), table["reward"].to_numpy(), table["length"].to_numpy()

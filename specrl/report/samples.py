@@ -25,6 +25,7 @@ COLUMNS = (
     "sample",
     "prompt_tokens",
     "response_tokens",
+    "turns",
     "response",
     "answer",
     "reward",
@@ -42,7 +43,7 @@ class Sample:
     sample: int  # its number among those to the same prompt in the same step
     reward: float
     reward_parts: str  # in words; empty where the reward has none
-    num_tokens: int  # in the response
+    num_tokens: int  # in the response, without what an environment wrote
     finish_reason: str
     prompt: str
     response: str
@@ -75,7 +76,8 @@ class SampleReader:
     def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
         """The best, the worst and the longest responses of a step, as many of each as asked for."""
         table = self._read(step)
-        lengths = pc.list_value_length(table["response_tokens"]).to_pylist()
+        whole = pc.list_value_length(table["response_tokens"]).to_pylist()
+        lengths = [length - sum(turns[1::2]) for length, turns in zip(whole, table["turns"].to_pylist(), strict=True)]
         rewards = table["reward"].to_pylist()
         orders = {
             "best": (best, sorted(range(len(rewards)), key=lambda row: -rewards[row])),
@@ -103,7 +105,7 @@ class SampleReader:
         return Sample(
             prompt=self._decode(values.pop("prompt_tokens")),
             response=values.pop("response") or self._decode(response_tokens),
-            num_tokens=len(response_tokens),
+            num_tokens=len(response_tokens) - sum(values.pop("turns")[1::2]),
             reward_parts=", ".join(f"{name} {value:.3f}" for name, value in parts),
             **values,
         )

@@ -93,7 +93,7 @@ def collect(
     """Sample `samples_per_prompt` responses to each prompt; groups stay together, in prompt order.
 
     Each response is sent to its reward as soon as it is finished. With an environment each is a conversation, that
-    begins with a prompt of `open_prompts`. The rollouts are a pure function of policy, run seed, step, prompt and
+    begins with a prompt of `open_conversations`. The rollouts are a pure function of policy, run seed, step, prompt and
     sample index (invariant 1). `options` are further arguments of `Engine.generate`.
 
     Args:

@@ -16,9 +16,12 @@ from specrl.config import Config, DataConfig
 from specrl.data.problems import Prompt
 from specrl.data.rendering import Rendering
 from specrl.data.rewards.environments import Turn
+from specrl.data.rewards.functions import shortened
 from specrl.data.rewards.pool import RewardFailure, RewardPool, Scores, Scoring
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request, Response
+
+RESETS = 2  # times that an environment is asked to begin: a busy machine may have made the first too slow
 
 
 @dataclass
@@ -42,6 +45,13 @@ class Conversation:
         """All tokens after the prompt."""
         written = [tokens for _, tokens in self.between] + [[]]
         return [token for turn, more in zip(self.turns, written, strict=False) for token in (*turn.tokens, *more)]
+
+    @property
+    def unopened(self) -> RewardFailure | None:
+        """The failure of the environment to begin the conversation, known once there is a turn."""
+        if not self.prompt.unopened:
+            return None
+        return RewardFailure(shortened(self.prompt.text), shortened(self.texts[-1]), self.prompt.unopened)
 
     def request(self, seed: int) -> Request:
         """The request of the next turn."""
@@ -96,10 +106,13 @@ class Conversation:
         )
 
 
-def open_prompts(engine: Engine, prompts: Sequence[Prompt], config: Config, rewards: RewardPool | None) -> list[Prompt]:
+def open_conversations(
+    engine: Engine, prompts: Sequence[Prompt], config: Config, rewards: RewardPool | None
+) -> list[Prompt]:
     """The prompts as the environment opens their conversations; without one, as they are (collective over the engine).
 
-    Where it fails the prompt stays, and the failure counts after the first turn.
+    Where it fails twice the prompt stays, and a conversation ends as failed after its first turn, whatever the
+    environment could have made of that.
 
     Raises:
         ValueError: It opens one with more tokens than `config.max_prompt_tokens`.
@@ -108,17 +121,23 @@ def open_prompts(engine: Engine, prompts: Sequence[Prompt], config: Config, rewa
         return list(prompts)
     answers = None
     if rewards is not None:
-        scoring = rewards.begin(config.data)
-        for number, prompt in enumerate(prompts):
-            scoring.submit(number, prompt, ())
-        answers = _turns(scoring)
+        found: dict[int, Turn | RewardFailure] = {}
+        for _ in range(RESETS):
+            scoring = rewards.begin(config.data)
+            for number, prompt in enumerate(prompts):
+                if not isinstance(found.get(number), Turn):
+                    scoring.submit(number, prompt, ())
+            found |= _turns(scoring)
+        answers = [found[number] for number in range(len(prompts))]
     opened = engine.of_first(answers)
     rendering = Rendering(config, engine.tokenizer)
     return [_opened(prompt, answer, rendering, config) for prompt, answer in zip(prompts, opened, strict=True)]
 
 
 def _opened(prompt: Prompt, answer: Turn | RewardFailure, rendering: Rendering, config: Config) -> Prompt:
-    if isinstance(answer, RewardFailure) or not answer.messages:
+    if isinstance(answer, RewardFailure):
+        return replace(prompt, unopened=answer.reason)
+    if not answer.messages:
         return prompt
     text = rendering.opening(answer.messages)
     tokens = rendering.tokens(text)
@@ -184,11 +203,14 @@ class _Wave:
         talk = self._talks[place]
         talk.turns.append(response)
         talk.texts.append(rewarded_text(response, tokenizer, self._data))
-        if self._scoring is not None:
+        if self._scoring is not None and talk.unopened is None:
             self._scoring.submit(place, talk.prompt, tuple(talk.texts))
 
     def answers(self) -> list[Turn | RewardFailure] | None:
-        return None if self._scoring is None else _turns(self._scoring)
+        if self._scoring is None:
+            return None
+        found = _turns(self._scoring)
+        return [talk.unopened or found[place] for place, talk in enumerate(self._talks)]
 
 
 def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
@@ -198,5 +220,5 @@ def rewarded_text(response: Response, tokenizer: Any, data: DataConfig) -> str:
     return str(tokenizer.decode(response.tokens, skip_special_tokens=False))
 
 
-def _turns(scoring: Scoring) -> list[Turn | RewardFailure]:
-    return [result for result in scoring.results().values() if not isinstance(result, tuple)]
+def _turns(scoring: Scoring) -> dict[int, Turn | RewardFailure]:
+    return {number: result for number, result in scoring.results().items() if not isinstance(result, tuple)}

@@ -17,6 +17,8 @@ from specrl.artifacts import (
 )
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards.pool import start_rewards
+from specrl.distributed import Ranks
 from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
 from specrl.export.formats import write_speculators
 from specrl.lineage.history import link_files
@@ -48,7 +50,7 @@ def main(context: StageContext) -> None:
             ranks.barrier()
         acceptance: list[Acceptance] = []
         if drafter_dir is not None:
-            acceptance = try_out(context, policy_dir, drafter_dir, progress)
+            acceptance = try_out(context, policy_dir, drafter_dir, ranks, progress)
         acceptance_length = acceptance[0].acceptance_length if acceptance else None
         if ranks.is_first:
             result = ExportResult(
@@ -72,12 +74,16 @@ def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
 
 
-def try_out(context: StageContext, policy_dir: Path, drafter_dir: Path, progress: Progress) -> list[Acceptance]:
+def try_out(
+    context: StageContext, policy_dir: Path, drafter_dir: Path, ranks: Ranks, progress: Progress
+) -> list[Acceptance]:
     """What a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
 
     Drafts have full length.
     """
     config, own = context.config, drafter_dir == policy_dir  # vLLM then finds everything in the one directory
+    talks = config.environment.name is not None
+    rewards = start_rewards(config, ranks.rank, config.validate_.held_out_sets) if talks else None
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
@@ -86,11 +92,14 @@ def try_out(context: StageContext, policy_dir: Path, drafter_dir: Path, progress
         found = measure_acceptance(
             engine,
             sets,
+            rewards,
             on_progress=lambda done, total: progress.update(
                 done, total, unit="measurement", phase="trying out the exported drafter"
             ),
         )
     engine.shutdown()
+    if rewards is not None:
+        rewards.close()
     return found
 
 

@@ -19,7 +19,7 @@ from specrl.lineage.record import Continuation
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, Unscored, collect
-from specrl.rollout.conversations import open_prompts
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.rank import stage_rank
@@ -107,7 +107,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True, overrides=awake)
 
     def answer(config: Config, prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
-        opened = open_prompts(engine, prompts[own::engines], config, rewards)
+        opened = open_conversations(engine, prompts[own::engines], config, rewards)
         origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
         count = config.drafter.samples_per_prompt
         return collect(engine, opened, count, config, rewards, origin, on_progress=partial(report, phase))

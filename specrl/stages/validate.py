@@ -26,8 +26,9 @@ from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.rollout.engine import Engine, start_engine
+from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
 from specrl.stages.rank import stage_rank
 from specrl.tracking import Tracker
@@ -48,9 +49,9 @@ def main(context: StageContext) -> None:
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
         engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
-        exactness = check_exactness(engine, prompts, config, tracker, progress) if engine.speculates else None
+        exactness = check_exactness(engine, prompts, rewards, config, tracker, progress) if engine.speculates else None
         following = NextStep.read(context.inputs["train"], trained.policy_step, config, source)
-        speed = measure_speed(engine, following, config, progress)
+        speed = measure_speed(engine, following.opened(engine, config, rewards), config, progress)
         engine.refit(read_weights(prepared.policy_dir), None)
         before, _ = answer_all(engine, rewards, sets, 0, ranks, progress, "accuracy before")
         if ranks.is_first:
@@ -96,12 +97,16 @@ def answer_all(
 
 
 def check_exactness(
-    engine: Engine, prompts: list[Prompt], config: Config, tracker: Tracker, progress: Progress
+    engine: Engine,
+    prompts: list[Prompt],
+    rewards: RewardPool | None,
+    config: Config,
+    tracker: Tracker,
+    progress: Progress,
 ) -> ExactnessResult:
     """Compare speculation with plain decoding on the real policy; raise ExactnessError after logging the figures."""
     progress.update(0, 1, phase="exactness")
-    origin = Origin(derive_seed(config.seed, "exactness"), step=0)
-    requests = [make_request(prompt, 0, config, origin) for prompt in prompts[: config.validate_.exactness_prompts]]
+    requests = exactness_requests(engine, prompts, rewards, config)
     with logs.phase("exactness"):
         measured = measure_exactness(engine, requests, engine.longest_k)
     tracker.log_run_metrics(exactness_metrics(measured))
@@ -109,6 +114,15 @@ def check_exactness(
     check(measured)
     progress.update(1, 1, phase="exactness")
     return measured
+
+
+def exactness_requests(
+    engine: Engine, prompts: list[Prompt], rewards: RewardPool | None, config: Config
+) -> list[Request]:
+    """The requests that exactness is checked on; of conversations, those of first turns (collective)."""
+    origin = Origin(derive_seed(config.seed, "exactness"), step=0)
+    opened = open_conversations(engine, prompts[: config.validate_.exactness_prompts], config, rewards)
+    return [make_request(prompt, 0, config, origin) for prompt in opened]
 
 
 def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:

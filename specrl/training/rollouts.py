@@ -108,9 +108,10 @@ class RolloutBatch:
         return config.train.prompts_per_step - len(self.with_signal(config))
 
     def penalties(self, config: Config) -> NDArray[np.float64]:
-        """The soft overlong punishment of each rollout."""
+        """The soft overlong punishment of each rollout; an environment's words count, as they do for the bound."""
         longest, window = config.sampling.max_response_tokens, config.train.overlong_window
-        return np.array(overlong_penalties(self.response_lengths.tolist(), longest, window), np.float64)
+        lengths = self.response_lengths + self.environment_lengths
+        return np.array(overlong_penalties(lengths.tolist(), longest, window), np.float64)
 
     def assign_advantages(self, config: Config) -> None:
         """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt.

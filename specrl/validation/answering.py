@@ -21,7 +21,7 @@ from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
 from specrl.rollout.collect import Origin, collect, make_request
-from specrl.rollout.conversations import open_prompts
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
@@ -66,7 +66,7 @@ def answer(
     started = time.monotonic()
     size, samples = chosen.config.engine.tensor_parallel, chosen.settings.samples_per_prompt
     share = chosen.prompts[ranks.rank // size :: ranks.world_size // size]
-    own = open_prompts(engine, share, chosen.config, rewards)
+    own = open_conversations(engine, share, chosen.config, rewards)
     origin = Origin(derive_seed(chosen.config.seed, "validate"), step=0, rank=ranks.rank)
     with logs.phase(f"answers to {chosen.name}"), last.drafted(chosen.name, own) if last else nullcontext():
         unscored = collect(engine, own, samples, chosen.config, rewards, origin, on_progress=on_progress, learn=learn)
@@ -99,11 +99,17 @@ def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: 
 
 
 def measure_acceptance(
-    engine: Engine, sets: Sequence[HeldOutSet], on_progress: Callable[[int, int], None] | None = None
+    engine: Engine,
+    sets: Sequence[HeldOutSet],
+    rewards: RewardPool | None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Acceptance]:
-    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length."""
+    """The acceptance on each set, at its own temperature first and then greedily, in all and by context length.
+
+    With an environment it is that of first turns (collective over the engine).
+    """
     asked = [
-        (chosen, temperature)
+        (replace(chosen, prompts=open_conversations(engine, chosen.prompts, chosen.config, rewards)), temperature)
         for chosen in sets
         for temperature in dict.fromkeys((chosen.config.sampling.temperature, 0.0))
     ]

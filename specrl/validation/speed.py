@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +21,13 @@ from specrl.artifacts import NextStepText, SpeedPair, write_json
 from specrl.config import Config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
 from specrl.rollout.collect import Origin, make_request
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.schemas import rollout_path
@@ -139,6 +141,10 @@ class NextStep:
             stored=by_prompt(text for file in files for text in read_texts(file)),
             recent=recent_responses(train_dir / "rollouts", step, most),
         )
+
+    def opened(self, engine: Engine, config: Config, rewards: RewardPool | None) -> NextStep:
+        """The step with its prompts as the environment opens their conversations (collective over the engine)."""
+        return replace(self, prompts=open_conversations(engine, self.prompts, config, rewards))
 
     def requests(self, count: int, config: Config) -> list[Request]:
         """`count` requests of the step, of as many prompts as there are; more ask for further responses."""

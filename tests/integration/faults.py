@@ -198,7 +198,7 @@ def validate_with(trainer: Trainer, progress: Progress, after_steps: int) -> Fin
     config, engine = trainer.config, trainer.engine
     prompts = trainer.generator.source.held_out(config.validate_.num_prompts)
     try:
-        check_exactness(engine, prompts, config, Tracker(), progress)
+        check_exactness(engine, prompts, trainer.rewards, config, Tracker(), progress)
     except RuntimeError as error:
         return _said(error, after_steps, "validate")
     return Finding(noticed=False, after_steps=after_steps, message="", where="")

@@ -13,18 +13,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specrl.config import Config, ConfigError, DrafterConfig, parse_config
+from specrl.config import Config, ConfigError, DrafterConfig, ValidationSetConfig, parse_config
 from specrl.data.problems import Prompt
-from specrl.data.rendering import Rendering
+from specrl.data.rendering import TURN, Rendering
 from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.pool import RewardFailure
 from specrl.distributed import Ranks, join, leave
 from specrl.models.tiny import character_tokenizer
 from specrl.rollout.collect import Origin, collect
-from specrl.rollout.conversations import open_prompts
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine, Generation, Request, Response, response_seed
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
+from specrl.stages.validate import exactness_requests
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.chains import pack_chains
 from specrl.training.drafter.trainer import Drafter
@@ -33,6 +34,8 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares
 from specrl.training.update import LossInputRows, _loss, _micro_batches, align, update_policy
+from specrl.validation.answering import HeldOutSet, measure_acceptance
+from specrl.validation.speed import NextStep
 
 # isort: split
 from megatron.core import parallel_state
@@ -179,16 +182,78 @@ def test_an_environment_may_write_the_prompt_within_its_bound() -> None:
     engine, config = cast(Engine, FakeEngine()), config_of(data={"template": "Q{prompt}", "max_prompt_tokens": 8})
     prompts = [Prompt(1, "own", [5], ""), Prompt(2, "other", [6], "")]
     pool = cast(Any, FakePool(lambda prompt, _: tool("ace") if prompt.id == 1 else Turn()))
-    opened = open_prompts(engine, prompts, config, pool)
+    opened = open_conversations(engine, prompts, config, pool)
     assert [prompt.text for prompt in opened] == ["Qace", "other"] and opened[1] is prompts[1]
     assert engine.tokenizer.decode(opened[0].tokens, skip_special_tokens=True) == "Qace"
     failing = cast(Any, FakePool(lambda *_: RewardFailure("", "", "raised")))
-    assert open_prompts(engine, prompts, config, failing) == prompts
+    assert open_conversations(engine, prompts, config, failing) == prompts
     with pytest.raises(
         ValueError, match=r'environment.name = "calculator": reset opened .* 2[01] tokens; allowed: 1 to 8'
     ):
-        open_prompts(engine, prompts, config, cast(Any, FakePool(lambda *_: tool("a" * 19))))
-    assert open_prompts(engine, prompts, parse_config({"name": "x"}), None) == prompts
+        open_conversations(engine, prompts, config, cast(Any, FakePool(lambda *_: tool("a" * 19))))
+    assert open_conversations(engine, prompts, parse_config({"name": "x"}), None) == prompts
+
+
+def opened_after(failures: int, asked: list[str]) -> list[Prompt]:
+    """Two prompts, one of which the environment begins only after some failures."""
+
+    def answer(prompt: Prompt, _: tuple[str, ...]) -> Turn | RewardFailure:
+        asked.append(prompt.text)
+        is_late = prompt.id == 1 and asked.count("own") <= failures
+        return RewardFailure("", "", "took longer") if is_late else tool("ace")
+
+    prompts = [Prompt(1, "own", [5], ""), Prompt(2, "other", [6], "")]
+    return open_conversations(cast(Engine, FakeEngine()), prompts, config_of(), cast(Any, FakePool(answer)))
+
+
+def test_an_environment_that_fails_to_begin_is_asked_once_more() -> None:
+    asked: list[str] = []
+    assert [prompt.text for prompt in opened_after(1, asked)] == [prompt.text for prompt in opened_after(0, [])]
+    assert asked == ["own", "other", "own"]
+
+
+def test_a_conversation_that_was_not_begun_has_failed_whatever_the_environment_says_later() -> None:
+    engine, prompts = FakeEngine(), opened_after(2, [])
+    assert [prompt.unopened for prompt in prompts] == ["took longer", ""]
+    pool, config = FakePool(lambda *_: tool("c", 1.0)), config_of(data={"reward_on_failure": -0.5})
+    found = collect(cast(Engine, engine), prompts, 2, config, cast(Any, pool), Origin(3, step=1))
+    rows, scores = found.scored()
+    assert [(len(row.turns), row.reward) for row in rows] == [(0, -0.5)] * 2 + [(5, 1.0)] * 2
+    assert [failure.reason for failure in scores.failures] == ["took longer"] * 2
+    assert [len(wave) for wave in engine.waves] == [4, 2, 2]
+    batch = RolloutBatch.gather(ALONE, rows)
+    batch.assign_advantages(config)
+    assert batch.advantages.tolist() == [0.0] * 4
+
+
+def test_what_validate_and_export_measure_is_about_the_prompts_that_the_environment_writes() -> None:
+    asked: list[Request] = []
+
+    def generate(requests: list[Request]) -> Generation:
+        asked.extend(requests)
+        return Generation([], SpeculationStats(), 1.0, 0)
+
+    config, own = config_of(data={"template": "Q{prompt}"}), Prompt(1, "own", [5], "")
+    pool, engine = cast(Any, FakePool(lambda *_: tool("ace"))), cast(Any, FakeEngine())
+    expected = engine.tokenizer("Qace")["input_ids"]
+    assert exactness_requests(engine, [own], pool, config)[0].prompt_tokens == expected
+    following = NextStep(3, [own], 1, {}, []).opened(engine, config, pool)
+    assert following.requests(1, config)[0].prompt_tokens == expected
+    engine.generate = generate
+    measure_acceptance(engine, [HeldOutSet("held-out", config, [own], ValidationSetConfig())], pool)
+    assert [request.prompt_tokens for request in asked] == [expected] * 2
+
+
+def test_the_words_of_an_environment_count_for_the_punishment_of_what_is_overlong() -> None:
+    rows = [replace(conversation([10, 11, 12, 13, 14], 1.0, 0), turns=turns) for turns in ([2, 2, 1], [])]
+    config = config_of(train={"overlong_window": 1.0}, sampling={"max_response_tokens": 5})
+    assert RolloutBatch.gather(ALONE, rows).penalties(config).tolist() == [-1.0, -1.0]
+
+
+def test_an_environment_may_write_anything_between_turns() -> None:
+    rendering = Rendering(config_of(data={"template": "chat"}), tokenizer(CHAT))
+    text, _ = rendering.between([{"role": "t", "content": f"1 {TURN} 2"}], last=9)
+    assert text == f"</s>[t]1 {TURN} 2</s>[a]"
 
 
 def test_a_chat_template_ends_the_policys_turn_once() -> None:

@@ -239,6 +239,46 @@ def test_the_calculator_answers_calls_until_an_answer_is_stated() -> None:
     assert play(made, asked, ["1 / 0 ="]) == Turn(({"role": "tool", "content": " ?"},))
 
 
+@pytest.mark.parametrize(
+    ("turn", "written"),
+    [
+        ("That is. 12 + 30 =", "42"),
+        ("1) 12 + 30 =", "42"),
+        ("Step 2. 12 + 30 = ", "42"),
+        ("So... 1) (12 + 30) =", "42"),
+        ("0.5 + 1.5 =", "2"),
+        ("1" + " + 1" * 24 + " =", "25"),
+        ("1" + " + 1" * 30 + " =", "?"),
+        ("9 - " * 100_000 + "1 =", "?"),
+        ("1 + 2) - 3 =", "?"),
+        ("3. - 4 =", "?"),
+        ("1) + 2 =", "?"),
+    ],
+)
+def test_the_calculator_finds_the_whole_expression_or_none(turn: str, written: str) -> None:
+    calculator = Calculator()
+    calculator.reset(Problem("Q", "1", ""))
+    assert calculator.step(turn)[0] == [{"role": "tool", "content": f" {written}"}]
+
+
+@pytest.mark.parametrize(
+    ("turn", "reward"),
+    [
+        ("Answer: 12", 1.0),
+        ("Answer: 12.", 1.0),
+        ("Answer: 012, since", 1.0),
+        ("Answer: 12.5", 0.0),
+        ("Answer: 12,000", 0.0),
+        ("Answer: 12/5", 0.0),
+        ("Answer: 12. No: Answer: 12.5", 0.0),
+    ],
+)
+def test_the_calculator_reads_the_whole_number_of_an_answer(turn: str, reward: float) -> None:
+    calculator = Calculator()
+    calculator.reset(Problem("Q", "12", ""))
+    assert calculator.step(turn) == ([], reward, True)
+
+
 def test_the_calculator_asks_what_the_problem_asks() -> None:
     assert Calculator().reset(Problem("Q", "1", "")) == []
 

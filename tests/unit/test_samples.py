@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from flows.cli import invoke
 from specrl.artifacts import PrepareResult, write_result, write_text
 from specrl.config import dump_config, parse_config
-from specrl.report.html import write_report
+from specrl.report.html import read_columns, write_report
 from specrl.report.samples import PAGE_CHARACTERS, PAGE_STEPS
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
@@ -75,6 +75,20 @@ def test_the_best_the_worst_and_the_longest_of_a_step(run_dir: Path, capsys: pyt
     assert "step 1, prompt 11, sample 2: reward 3.000, 3 tokens, stop" in output
     assert "\x1b" not in output  # a response cannot drive the terminal
     assert "\\x1b[31m" in output
+
+
+def test_the_words_of_an_environment_are_not_in_the_lengths_of_responses(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_dir / "stages" / "train-0" / "rollouts"
+    talk = Rollout(3, 0, 30, 0, 3, 3, 0, [1], [0] * 9, [-0.5] * 2, "talk", "", "stop", turns=[1, 7, 1])
+    plain = Rollout(3, 0, 30, 1, 3, 3, 1, [1], [0] * 3, [-0.5] * 3, "plain", "", "stop")
+    write_rollouts(rollout_path(folder, 3, 0), [talk, plain])
+    assert invoke(["samples", "demo", "--runs-dir", str(run_dir.parent), "--longest", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["chosen"]["longest"]
+    assert [(sample["response"], sample["num_tokens"]) for sample in found] == [("plain", 3), ("talk", 2)]
+    steps, _, lengths = read_columns(folder)
+    assert lengths[steps == 3].tolist() == [2, 3]
 
 
 def test_the_responses_to_a_prompt(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

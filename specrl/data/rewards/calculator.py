@@ -10,8 +10,10 @@ from fractions import Fraction
 
 from specrl.data.problems import Problem
 
-CALL = re.compile(r"([-+*/(). \d]{1,100})=\s*$")  # the expression at the end of a turn
-ANSWER = re.compile(r"Answer: (-?\d{1,100})")
+CALL = re.compile(r"\s*=([-+*/(). \d]+)")  # the end of a turn that asks, read backwards: linear in the turn's length
+BEFORE = re.compile(r"\A(?:.*\.\s+(?=[\d(])|\s*\.+\s+)?(?:\s*\d+\)\s+(?=[\d(]))?")  # a sentence, or `1)` of a list
+LONGEST = 100  # characters of an expression
+ANSWER = re.compile(r"Answer: (-?\d[\d.,/]*)")
 TOKEN = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?|[-+*/()])")
 DEEPEST = 20  # brackets and signs within each other
 
@@ -32,11 +34,12 @@ class Calculator:
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
         if stated := ANSWER.findall(text):
-            return [], float(stated[-1].lstrip("0") == self._answer.lstrip("0")), True
-        if (call := CALL.search(text)) is None:
+            return [], float(stated[-1].rstrip(".,/").lstrip("0") == self._answer.lstrip("0")), True
+        if (call := CALL.match(text[::-1])) is None:
             return [], 0.0, True
+        expression = BEFORE.sub("", call[1][::-1])
         try:
-            result = written(value(call[1]))
+            result = written(value(expression)) if len(expression) <= LONGEST else "?"
         except NotArithmeticError:
             result = "?"
         return [{"role": "tool", "content": f" {result}"}], 0.0, False

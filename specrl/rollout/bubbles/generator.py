@@ -18,7 +18,7 @@ from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
-from specrl.rollout.conversations import open_prompts
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
@@ -195,7 +195,7 @@ class RolloutGenerator:
         return counted.add_refill(span, unscored.generation, scores)
 
     def _open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        return open_prompts(self._engine, prompts, self._config, self._rewards)
+        return open_conversations(self._engine, prompts, self._config, self._rewards)
 
     def _collect(self, prompts: Sequence[Prompt], step: int) -> Unscored:
         config = self._config

@@ -14,7 +14,7 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator
 from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, make_request
-from specrl.rollout.conversations import open_prompts
+from specrl.rollout.conversations import open_conversations
 from specrl.rollout.engine import Engine
 from specrl.timeline import PREGENERATION
 
@@ -51,7 +51,8 @@ class Pregeneration:
         if not places:
             return False
         number = places[0] // samples
-        opened = open_prompts(self._engine, prompts[number : places[-1] // samples + 1], self._config, self._rewards)
+        prompts = prompts[number : places[-1] // samples + 1]
+        opened = open_conversations(self._engine, prompts, self._config, self._rewards)
         asked = [opened[place // samples - number] for place in places]
         # Random numbers go by seed and position, so that with the next step's own seeds most of its text comes out.
         first = samples if self._config.bubbles.seeds == "other" else 0
