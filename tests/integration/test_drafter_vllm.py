@@ -247,7 +247,7 @@ def vllm_proposals(
         disable_log_stats=False,
         speculative_config=speculative_config(policy_dir, drafter_dir),
     )
-    runner = lifecycle.model_runner(engine.llm_engine)
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     propose, proposals = runner.speculator.text._propose, []  # vLLM's own, as its server has it
 
     def record(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
