@@ -96,8 +96,8 @@ def list_runs(runs_dir: Path) -> list[Path]:
 
 
 def list_unreadable(runs_dir: Path) -> list[Path]:
-    """The folders with a configuration that nobody can read, and no record, which could be runs."""
-    paths = (path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if path.is_file())
+    """The folders with stages, but no record and no configuration that anybody can read."""
+    paths = (path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if path.is_file() and (path.parent / "stages").is_dir())
     return sorted(path.parent for path in paths if not is_run(path.parent) and read_json(path) is None)
 
 

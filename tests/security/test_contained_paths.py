@@ -207,7 +207,7 @@ def test_rollouts_with_wrong_offsets_are_one_line(tmp_path: Path) -> None:
     (path,) = run.stage("train").glob("rollouts/step=000000/*.arrow")
     schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in COLUMNS])
     values = {"response": "x" * 12345, "answer": "", "finish_reason": "", "prompt_tokens": [1], "response_tokens": [1]}
-    table = pa.Table.from_pylist([{**dict.fromkeys(COLUMNS, 0), **values, "reward_parts": None}], schema)
+    table = pa.Table.from_pylist([{**dict.fromkeys(COLUMNS, 0), **values, "turns": [], "reward_parts": None}], schema)
     with pa.ipc.new_file(str(path), schema) as writer:
         writer.write_table(table)
     assert "x" * 12345 in specrl("samples", str(run.run_dir)).text

@@ -300,7 +300,7 @@ def test_a_run_whose_configuration_is_broken_and_that_has_no_record_is_listed(
 ) -> None:
     config = a_run(tmp_path)
     broken = config.runs_dir / "broken"
-    broken.mkdir()
+    (broken / "stages").mkdir(parents=True)
     (broken / "config.json").write_text('{"name": "bro')
     (config.runs_dir / "model").mkdir()
     (config.runs_dir / "model" / "config.json").write_text('{"model_type": "llama"}')
