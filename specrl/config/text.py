@@ -9,6 +9,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|ht
 """A password or token in an address: scheme://user:password@host, https://token@host."""
 
 
-MULTILINE = re.compile(r"data\.(template|system_prompt)|.+\.reward\.\d+\.parameters\.template")
+MULTILINE = ("data.template", "data.system_prompt", "*.reward.*.parameters.template")
 """The settings whose text may have several lines; every other text of a configuration is one line."""
 
 
@@ -83,7 +84,7 @@ def _problems(value: Any, key: str) -> Iterator[str]:
         for number, member in enumerate(value):
             yield from _problems(member, f"{key}.{number}")
     elif isinstance(value, str | Path):
-        yield from _problems_of(str(value), f"{key} =", multiline=bool(MULTILINE.fullmatch(key)))
+        yield from _problems_of(str(value), f"{key} =", multiline=any(fnmatchcase(key, name) for name in MULTILINE))
 
 
 def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:

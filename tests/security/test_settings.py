@@ -182,7 +182,9 @@ def test_control_characters_are_refused_in_every_key() -> None:
 
 
 def test_only_what_is_asked_may_have_several_lines() -> None:
-    assert MULTILINE == ("data.template", "data.system_prompt")
+    assert MULTILINE == ("data.template", "data.system_prompt", "*.reward.*.parameters.template")
+    judge = {"name": "judge", "parameters": {"url": "http://judge/v1", "model": "m", "template": "{response}\nScore?"}}
+    assert parse_config({"name": "run", "data": {"reward": [judge]}}).data.reward[0].parameters == judge["parameters"]
     template = "Solve:\n\n\t{prompt}\n"
     assert parse_config({"name": "run", "data": {"template": template}}).data.template == template
     chat = {"template": "chat", "system_prompt": "Think.\nThen answer."}
