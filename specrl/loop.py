@@ -206,7 +206,7 @@ class Trainer:
         return update
 
     def updates_drafter(self, step: int) -> bool:
-        """Whether the drafter learns from this step, as it always does from the last one."""
+        """Whether the drafter learns from this step, as it always does from the last of `train.num_steps`."""
         return (step + 1) % self.config.drafter.update_every == 0 or step + 1 == self.config.train.num_steps
 
     def update_drafter(self, features: list[Features | None]) -> dict[str, float]:

@@ -73,7 +73,7 @@ class ModelServer:
         self._process.wait()
 
     def wait_until_it_answers(self) -> None:
-        """Return when the server can take requests; ServerEndedError if it ended instead."""
+        """Wait until the server can take requests; ServerEndedError if it ended instead."""
         while self._process.poll() is None:
             with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return

@@ -18,7 +18,7 @@ from specrl.bench.options import RunOptions
 from specrl.bench.run.main import check_memory
 from specrl.bench.run.page import write_run_page
 from specrl.bench.run.results import Results
-from specrl.bench.run.trainings import Training
+from specrl.bench.run.trainings import CONTEXT_FILE, Training
 from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.metrics import find_metric
@@ -80,6 +80,29 @@ def test_steps_on_gpus_are_projected_beside_a_baseline_without_drafts_alone(tmp_
     assert plain.on_gpus(plain) == {name: [pytest.approx(1)] for name in found}
     [share] = found["step_128_gpus_by_epoch"]
     assert 1 < share < sum(PLAIN_S) / sum(OWN_S)  # of iterations; the drafter's passes and the rest of the step cost
+
+
+def test_padding_counts_as_drafted_and_text_is_told_apart_by_its_source(tmp_path: Path) -> None:
+    for name in ("plain", "both"):
+        make_results(tmp_path, name, PLAIN_S)
+    for path in (tmp_path / "both" / "stage" / "steps").glob("*.json"):
+        record = json.loads(path.read_text())
+        record["metrics"] |= {"spec/k": 7.0, "spec/num_draft_tokens": 5.0, "spec/num_accepted_tokens": 2.0}
+        record["metrics"] |= {"spec/replay_draft_tokens": 4.0, "spec/replay_accepted_tokens": 1.0}
+        path.write_text(json.dumps(record))
+    context = StageContext(Config(name="r"), "train", "train-0", tmp_path / "both" / "stage", {}, "")
+    results = Results(Training(Cell("both", ()), context), 1)
+    counts = results.counts(range(1, 3))
+    assert (counts.requests, counts.drafted) == pytest.approx(((6 - 2) / 6, 7 * (6 - 2) / 6))
+    assert (results.accepted("replay"), results.accepted("recent")) == (0.25, None)
+
+
+def test_what_an_earlier_command_has_trained_is_known_by_its_configuration_and_code(tmp_path: Path) -> None:
+    training = make_results(tmp_path, "plain", PLAIN_S).training
+    assert not training.was_taken(3)
+    training.context.save(tmp_path / "plain" / CONTEXT_FILE)
+    assert training.was_taken(3) and not training.was_taken(4)
+    assert not Training(training.cell, replace(training.context, key="train-1")).was_taken(3)
 
 
 def test_responses_that_differ_are_counted_and_the_page_has_every_cell(tmp_path: Path) -> None:

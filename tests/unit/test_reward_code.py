@@ -187,6 +187,13 @@ def test_a_test_that_cannot_be_started_is_not_passed(pool: RewardPool) -> None:
 
 
 @needs_sandbox
+def test_a_pipe_in_the_place_of_a_file_keeps_no_test_waiting(pool: RewardPool) -> None:
+    response = block("import os\nos.unlink('solution.py')\nos.mkfifo('solution.py')")
+    found = scores(pool, [response], json.dumps({"inputs": ["", ""], "outputs": ["", ""]}))
+    assert found.rewards == [1.0] and not found.failures
+
+
+@needs_sandbox
 def test_a_block_in_a_list_is_read_without_its_indentation(pool: RewardPool) -> None:
     indented = "".join(f"   {line}\n" for line in ("```python", "def add(a, b):", "    return a + b", "```"))
     assert scores(pool, [f"1. So:\n\n{indented}"], ASSERTS).rewards == pytest.approx([2 / 3])

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from specrl.config import ConfigError, DataConfig
-from specrl.data.problems import Prompt
 from specrl.data.rewards.functions import make_rewards
 from specrl.data.rewards.judge import read_score
-from specrl.data.rewards.pool import RewardPool, Scores
+from tests.unit.test_reward_parts import scored
 
 KEY = "a-key-of-the-test"
 
@@ -85,23 +84,12 @@ def data(url: str, parameters: dict[str, Any] | None = None, **settings: Any) ->
     return DataConfig.model_validate(values | settings)
 
 
-def scores(section: DataConfig, responses: list[str]) -> Scores:
-    pool = RewardPool(section)
-    try:
-        scoring = pool.begin(section)
-        for number, response in enumerate(responses):
-            scoring.submit(number, Prompt(number, "Q", [1], "A"), response)
-        return scoring.wait()
-    finally:
-        pool.close()
-
-
 def test_a_judge_is_asked_about_each_response_and_its_last_line_counts(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     section = data(server.url, {"key_variable": "JUDGE_KEY"}, reward_environment=("JUDGE_KEY",))
-    found = scores(section, ["{answer}!!", "busy !", "no", "<think>!!!</think>!"])
+    found = scored(section, ["{answer}!!", "busy !", "no", "<think>!!!</think>!"], "A")
     assert found.rewards == [0.2, 0.1, 0.0, 0.1] and not found.failures
     asked = {one["messages"][0]["content"]: one for one in server.asked}
     assert asked["Q|A|{answer}!!"] == {
@@ -119,7 +107,7 @@ def test_what_gives_no_score_is_a_failure_in_one_line_without_the_key(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     section = data(server.url, {"key_variable": "JUDGE_KEY"}, reward_environment=("JUDGE_KEY",), reward_on_failure=-1.0)
     before = len(server.asked)
-    found = scores(section, ["forbidden", "elsewhere", "slow", "strange", "rambling", "!" * 11])
+    found = scored(section, ["forbidden", "elsewhere", "slow", "strange", "rambling", "!" * 11])
     assert found.rewards == [-1.0] * 6
     reasons = [failure.reason for failure in found.failures]
     expected = ["answers 401", "answers 302", "cannot be reached: ", "something else", "no 'Score: N'", "no 'Score: N'"]
@@ -127,12 +115,12 @@ def test_what_gives_no_score_is_a_failure_in_one_line_without_the_key(
         assert words in reason and "\n" not in reason and KEY not in reason
     assert len(server.asked) - before == 7  # what is slow is asked twice, and nobody is asked elsewhere
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\u20ac")
-    [failure] = scores(section, ["!"]).failures
+    [failure] = scored(section, ["!"]).failures
     assert failure.reason == "raised ValueError: the environment variable JUDGE_KEY holds no key"
 
 
 def test_a_server_that_is_not_there_is_a_failure(server: Server) -> None:
-    [failure] = scores(data("http://127.0.0.1:9", {"retries": 0}), ["!"]).failures
+    [failure] = scored(data("http://127.0.0.1:9", {"retries": 0}), ["!"]).failures
     assert failure.reason.startswith("raised ValueError: the judge at http://127.0.0.1:9 cannot be reached: ")
 
 

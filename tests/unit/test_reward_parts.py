@@ -64,12 +64,12 @@ def config(reward: Any = PARTS, **train: Any) -> Config:
     return parse_config({"name": "x", "data": section, "train": train})
 
 
-def scored(section: DataConfig, responses: list[str]) -> Scores:
+def scored(section: DataConfig, responses: list[str], answer: str = "42") -> Scores:
     pool = RewardPool(section)
     try:
         scoring = pool.begin(section)
         for number, response in enumerate(responses):
-            scoring.submit(number, Prompt(number, "Q", [1], "42"), response)
+            scoring.submit(number, Prompt(number, "Q", [1], answer), response)
         return scoring.wait()
     finally:
         pool.close()

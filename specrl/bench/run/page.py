@@ -12,16 +12,15 @@ from specrl.report.plots import band_charts
 
 HOW = """
 Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
-with the same seeds. Cells take a step each in turn, in another order in every round; while one works, the others wait.
+with the same seeds. {order}
 All ratios are against **{baseline}** with the same seed, per response token, and above 1 where the cell is faster:
 *generation* and *step* (without validations) are medians over the counted steps, with the least and the greatest ratio
 of any step; *end to end* is the whole training, with the start of its ranks, all steps and their validations. The
 pretraining of a drafter comes before it. *decoding steps* are engine iterations of the rank that needed the most, per
 token, over the baseline's; *same* is the share of responses with the baseline's tokens.
 """
-APART = """
-Here each cell was trained after the other, so that counts can be compared, and times cannot.
-"""
+IN_TURN = "Cells take a step each in turn, in another order in every round; while one works, the others wait."
+APART = "They were trained one after the other, so that counts can be compared, and times cannot."
 NAMES = {"cell": "cell", "seed": "seed"}
 SPEED = {
     "generation": "generation",
@@ -35,14 +34,18 @@ ON_GPUS = {
     "iterations": "iterations_per_token",
     "drafted": "drafted_per_token",
     "passes": "passes_per_token",
+    "stored accepted": "replay_accepted",
+    "recent accepted": "recent_accepted",
     **{f"{gpus} GPUs": f"step_{gpus}_gpus_by_epoch" for gpus in GPUS},
 }
 SCALED = """
 ## On GPUs
 
-Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, and *passes*
-of the drafter. Where the baseline does not draft, the step of Qwen3-8B on H100 GPUs is projected from them, epoch by
-epoch: how many times as fast it is as the baseline's. These are no measurements; `specrl project` has the assumptions.
+Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, padding
+included, and *passes* of the drafter; then the share of the tokens drafted from *stored* and from *recent* text that
+was accepted. Where the baseline does not draft, the step of Qwen3-8B on H100 GPUs is projected from the counts, epoch
+by epoch: how many times as fast it is as the baseline's. These are no measurements; `specrl project` has the
+assumptions.
 """
 LEARNED = {
     "mean reward": "reward_mean",
@@ -73,8 +76,10 @@ SECONDS = {
 def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None = None) -> None:
     """Write rows and page, with the errors of `failed` cells by label."""
     sections = [
-        HOW.format(baseline=next(row["cell"] for row in rows if row["is_baseline"])),
-        *([] if any("step_ratio" in row for row in rows) else [APART]),
+        HOW.format(
+            baseline=next(row["cell"] for row in rows if row["is_baseline"]),
+            order=IN_TURN if any("step_ratio" in row for row in rows) else APART,
+        ),
         table(rows, NAMES | SPEED),
         SCALED + "\n" + table(rows, NAMES | ON_GPUS),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),

@@ -26,6 +26,8 @@ MEANS = {
     "acceptance_length": "spec/acceptance_length",
 }
 """Columns that are means over all steps that have the metric."""
+TEXTS = ("replay", "recent")
+"""The sources of drafts from text, as `spec/SOURCE_draft_tokens` names them."""
 Metrics = Mapping[str, float]
 
 
@@ -74,6 +76,15 @@ class Results:
         passes = sum(metrics["spec/decode_steps"] * min(most, metrics.get("spec/k", most)) for metrics in own)
         return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes / tokens)
 
+    def accepted(self, source: str) -> float | None:
+        """The share of the tokens drafted from a source of text, in the counted steps, that was accepted."""
+        counted = self.metrics[self.warm_up :]
+        drafted, accepted = (
+            sum(metrics.get(f"spec/{source}_{kind}_tokens", 0.0) for metrics in counted)
+            for kind in ("draft", "accepted")
+        )
+        return accepted / drafted if drafted else None
+
     def mean(self, metric: str) -> float | None:
         found = [metrics[metric] for metrics in self.metrics if metric in metrics]
         return fmean(found) if found else None
@@ -110,6 +121,7 @@ class Results:
             "iterations_per_token": counts.iterations,
             "drafted_per_token": counts.drafted,
             "passes_per_token": counts.passes,
+            **{f"{name}_accepted": self.accepted(name) for name in TEXTS},
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
             "start_s": self.training.start_s or None,  # of one that was trained by an earlier command

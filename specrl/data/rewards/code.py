@@ -128,15 +128,20 @@ def _passes(code: str, test: str, wanted: str | None, deadline: float, parameter
     """Whether code raises nothing in a test, or prints what is wanted."""
     proof = secrets.token_hex(16)
     try:
-        Path(_SOLUTION).write_text(code, errors="replace")
+        _write(_SOLUTION, code)
         if wanted is not None:
             printed = _printed(["", _SOLUTION], test, deadline, parameters)
             return printed is not None and _lines(printed) == _lines(wanted)
-        Path(_TEST).write_text(test, errors="replace")
+        _write(_TEST, test)
         printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
         return printed is not None and printed.endswith(f"{proof}\n")
     except OSError:  # earlier tests may have taken all processes or the disk, or made a folder of the file
         return False
+
+
+def _write(name: str, text: str) -> None:
+    Path(name).unlink(missing_ok=True)  # an earlier test may have made a pipe of it, at which writing would wait
+    Path(name).write_text(text, errors="replace")
 
 
 def _lines(text: str) -> list[str]:

@@ -121,10 +121,9 @@ class Policy:
         self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
         self.lora = config.lora if trainable else None
-        self._trained = self._weights
+        own = self.lora and weights.add_adapters(self.model, self._weights, self.lora, seed)
+        self._trained = own or self._weights
         """The parameters that are trained, and stored in checkpoints: the adapters where there are any."""
-        if self.lora is not None:
-            self._trained = weights.add_adapters(self.model, self._weights, self.lora, seed)
         self._reference = [p.detach().clone() for p in self._trained_parameters()] if keep_reference else None
         self._reference_is_active = False
         self.stores_reference = stores_reference
