@@ -268,7 +268,7 @@ class Trainer:
         version = record.step + 1
         self.recorder.write_rollouts(record.step, rollouts)
         if self.is_due(version) or is_best:
-            self.recorder.log_record(record)
+            self.recorder.log_early(record)
             self.recorder.write(record)
             self.save(version)
         else:

@@ -26,7 +26,7 @@ from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans
-from specrl.tracking import LoggedSteps, Tracker
+from specrl.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -133,17 +133,12 @@ class StepRecorder:
     def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:
         self.rollouts_dir, self.steps_dir = rollouts_dir, steps_dir
         self._ranks, self._tracker = ranks, tracker
-        self._earlier = LoggedSteps(steps_dir.parent / "logged_steps.json")
-        """The steps that an earlier start of the stage has logged. They are exact when they are run again."""
         self._background = ThreadPoolExecutor(1, "rollouts")
         self._merging: Future[None] | None = None
-        self._logged: int | None = None
-        """The last step whose metrics this start has logged."""
 
     def drop_from(self, first_step: int) -> None:
         """Remove what incomplete steps from `first_step` on have left; MLflow keeps their metrics (collective)."""
         if self._ranks.is_first:
-            self._earlier.extend(int(path.stem.partition("=")[2]) for path in self.steps_dir.glob("step=*.json"))
             for path in [*self.rollouts_dir.glob("step=*"), *self.steps_dir.glob("step=*")]:
                 if int(path.stem.partition("=")[2]) >= first_step:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -162,16 +157,10 @@ class StepRecorder:
             write_json(step_path(self.steps_dir, record.step), asdict(record))
             write_text(self._picture(record.step), gantt(record.ranks))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step to MLflow, at once, so that a kill loses none of them."""
-        self._tracker.log_metrics(metrics, step)
-        self._tracker.flush()
-
-    def log_record(self, record: StepRecord) -> None:
-        """Log a step's metrics without the late ones, unless that was done. A step with a record has been logged."""
-        if record.step != self._logged and record.step > self._earlier.last:
-            self.log(record.step, {name: value for name, value in record.metrics.items() if name not in LATE})
-        self._logged = record.step
+    def log_early(self, record: StepRecord) -> None:
+        """Log a step's metrics without the late ones, so that a kill loses none of them."""
+        early = {name: value for name, value in record.metrics.items() if name not in LATE}
+        self._tracker.log_new_metrics(early, record.step)
 
     def report(self, record: StepRecord, generated: StepRollouts) -> None:
         """Record what went wrong in a step as events of the stage on the first rank."""
@@ -203,13 +192,11 @@ class StepRecorder:
             for rank, own in zip(record.ranks, spans, strict=True)
         ]
         record = replace(record, metrics=record.metrics | timing_metrics(timer.seconds), ranks=ranks)
-        self.log_record(record)
+        self._tracker.log_new_metrics(record.metrics, record.step)
         self.write(record)
         if self._ranks.is_first:
             self._tracker.log_artifact(self._picture(record.step), "gantt")
             self._merge(record.step, is_last=record.step + 1 == num_steps)
-        if record.step > self._earlier.last:
-            self.log(record.step, {name: record.metrics[name] for name in LATE if name in record.metrics})
         text = "reward {reward/mean:.3f}, acceptance length {spec/acceptance_length:.2f}, {timing/step_s:.1f} s"
         message = "; ".join([text.format(**record.metrics), *record.events])
         progress.update(record.step + 1, num_steps, message=message, unit="step", phase="RL")

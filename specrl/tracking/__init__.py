@@ -5,7 +5,6 @@ training goes on while MLflow is away. In a job, rank 0 logs. MLflow takes secon
 it import it.
 """
 
-from specrl.tracking.logged import LoggedSteps
 from specrl.tracking.runs import finish_parent_run, log_cell, log_to_run, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import SCORE_TAG, registered_version
 from specrl.tracking.store import RUN_ID_FILE, table_address, tracking_uri
@@ -14,7 +13,6 @@ from specrl.tracking.tracker import Tracker
 __all__ = [
     "RUN_ID_FILE",
     "SCORE_TAG",
-    "LoggedSteps",
     "Tracker",
     "finish_parent_run",
     "log_cell",

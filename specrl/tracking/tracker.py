@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ class Tracker:
         headlines = {name: value for name, value in metrics.items() if is_headline(name)}
         if headlines and self._parent_id is not None:
             self._log_metrics(self._parent_id, headlines, step)
+
+    def log_new_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log what a step has measured, at once, without what this start of the stage or an earlier one has logged.
+
+        A step that is run again measures the same again.
+        """
+        if new := {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}:
+            self.log_metrics(new, step)
+            self.flush()
+            self._last_steps |= dict.fromkeys(new, step)
+
+    @cached_property
+    def _last_steps(self) -> dict[str, int]:
+        last: dict[str, int] = {}
+        for entry in self._log.entries() if self._log is not None else ():
+            if entry.kind == "metrics" and entry.values["run"] is None:
+                last |= {name: max(entry.values["step"], last.get(name, -1)) for name in entry.values["metrics"]}
+        return last
 
     def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log results of the whole pipeline run, to the parent run and the stage's own."""

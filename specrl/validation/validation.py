@@ -11,7 +11,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
-from specrl.tracking import LoggedSteps, Tracker
+from specrl.tracking import Tracker
 from specrl.validation.answering import FOLDER, LastAnswers, answer, held_out_sets
 from specrl.validation.stopping import best_of
 
@@ -39,14 +39,12 @@ class Validation:
         self._sets = held_out_sets(config, source) if self._every else []
         self._last = LastAnswers(engine, stage_dir / FOLDER, ranks.rank)
         self.curve: list[SetScore] = []
-        self._earlier = LoggedSteps(stage_dir / "logged_scores.json")  # whose scores an earlier start has logged
 
     def restore(self, step: int) -> None:
         """Read the scores of earlier starts of the stage; forget those of policies after `step`, which is run again."""
         curve, folder = [], self._stage_dir / CURVE_FOLDER
         if self._ranks.is_first:
             paths = {int(path.stem.partition("=")[2]): path for path in folder.glob("step=*.json")}
-            self._earlier.extend(paths)
             for version, path in paths.items():
                 if version > step:
                     path.unlink()
@@ -66,10 +64,8 @@ class Validation:
             for chosen in self._sets
         ]
         self._engine.reset_prefix_cache()
-        if step > self._earlier.last:
-            for score in scores:
-                self._tracker.log_metrics(score.metrics(), step)
-            self._tracker.flush()
+        for score in scores:
+            self._tracker.log_new_metrics(score.metrics(), step)
         if self._ranks.is_first:
             write_scores(self._stage_dir, step, scores)
         self.curve += scores

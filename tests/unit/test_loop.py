@@ -22,6 +22,7 @@ from specrl.stages.train import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
 from specrl.tracking import Tracker
+from specrl.tracking.log import Log
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState
 from tests.unit.test_checkpoint import ToyPolicy, flip
@@ -31,13 +32,8 @@ LATE = {"timing/step_s": 1.0, "timing/checkpoint_s": 0.25}
 REPORTED: dict[str, float] = {"reward/mean": 0.5, "spec/acceptance_length": 2.0}
 
 
-class Collecting(Tracker):
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        self.logged.append((step, dict(metrics)))
+def logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(entry.values["step"], dict(entry.values["metrics"])) for entry in Log(folder).entries()]
 
 
 def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, events: Sequence[str] = ()) -> StepRecord:
@@ -46,28 +42,31 @@ def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, ev
     return StepRecord(step, {**metrics, **LATE}, SpeculationStats(), timelines, list(events))
 
 
-def run_steps(stage_dir: Path, steps: range, first_step: int, progress: Progress) -> list[tuple[int, list[str]]]:
+def run_steps(stage_dir: Path, steps: range, first_step: int, progress: Progress) -> list[tuple[int, str]]:
     """A start of the stage that goes on from `first_step`; the steps and the names that it logs."""
-    tracker = Collecting()
-    recorder = StepRecorder(ALONE, tracker, stage_dir / "rollouts", stage_dir / "steps")
+    before = len(logged(stage_dir))
+    recorder = StepRecorder(ALONE, Tracker(Log(stage_dir)), stage_dir / "rollouts", stage_dir / "steps")
     recorder.drop_from(first_step)
     for step in steps:
         record, timer = record_of(step, REPORTED, ["collapsed"]), Timer()
         recorder.report(record, cast(Any, SimpleNamespace(failures=FailureTally())))
         if step % 2:
-            recorder.log_record(record)  # as a step with a checkpoint does
+            recorder.log_early(record)  # as a step with a checkpoint does
             recorder.write(record)
         recorder.finish(record, timer, 4, progress)
-    return [(step, sorted(metrics)) for step, metrics in tracker.logged]
+    return [(step, name) for step, metrics in logged(stage_dir)[before:] for name in sorted(metrics)]
 
 
 def test_what_is_run_again_is_not_logged_again(tmp_path: Path) -> None:
-    both = [sorted(REPORTED), sorted(LATE)]
+    names = sorted([*REPORTED, *LATE])
     with Progress(tmp_path, enabled=False) as progress:
-        assert run_steps(tmp_path, range(3), 0, progress) == [(step, part) for step in range(3) for part in both]
+        found = run_steps(tmp_path, range(3), 0, progress)
+        assert sorted(found) == [(step, name) for step in range(3) for name in names]
         record_event(tmp_path, "restart", "killed", 2)
         assert run_steps(tmp_path, range(1, 2), 1, progress) == []
-        assert run_steps(tmp_path, range(1, 4), 1, progress) == [(3, part) for part in both]
+        assert run_steps(tmp_path, range(1, 4), 1, progress) == [
+            (3, name) for name in [*sorted(REPORTED), *sorted(LATE)]
+        ]
     events = [(event.kind, event.step) for event in read_events(tmp_path)]
     assert events == [("drafter", 0), ("restart", 2), ("drafter", 1), ("drafter", 2), ("drafter", 3)]
 
@@ -76,7 +75,7 @@ def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> N
     said: list[float] = []
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(num_steps=2, trace_steps=())),
-        recorder=SimpleNamespace(log=lambda *_: None, steps_dir=Path("none")),
+        recorder=SimpleNamespace(steps_dir=Path("none")),
         refit_engine=lambda version: SimpleNamespace(timing=dict),
         is_last=lambda version: version == 2,
         ranks=ALONE,
@@ -175,8 +174,7 @@ def test_the_drafter_is_probed_before_a_checkpoint_and_every_few_steps() -> None
 def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, is_best: bool, is_due: bool) -> None:
     """Once there is a checkpoint nobody runs the step again, nor writes its record."""
     found: list[int] = []
-    tracker = Collecting()
-    recorder = StepRecorder(ALONE, tracker, tmp_path / "rollouts", tmp_path / "steps")
+    recorder = StepRecorder(ALONE, Tracker(Log(tmp_path)), tmp_path / "rollouts", tmp_path / "steps")
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(checkpoint_every=2)),
         is_last=lambda version: version == 3,
@@ -187,7 +185,7 @@ def test_a_step_has_its_record_before_its_checkpoint(tmp_path: Path, step: int, 
     trainer.is_due = lambda version: Trainer.is_due(cast(Any, trainer), version)
     Trainer.store(cast(Any, trainer), record_of(step), [], is_best=is_best)
     assert found == ([step] if is_due else [])
-    assert tracker.logged == ([(step, {"reward/mean": 0.5})] if is_due else [])
+    assert logged(tmp_path) == ([(step, {"reward/mean": 0.5})] if is_due else [])
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from specrl.lineage.record import RunRecord, write_record
 from specrl.tracking import runs
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.runs import unended
+from specrl.tracking.tracker import Tracker
 
 
 def kinds(folder: Path) -> list[str]:
@@ -65,6 +66,23 @@ def test_what_has_arrived_is_not_sent_again_while_the_disk_is_full(tmp_path: Pat
     log.append("end")
     sent.note(list(sent.waiting()))
     assert Sent(log).is_complete()
+
+
+def test_what_a_step_has_measured_is_logged_once_however_often_it_is_run(tmp_path: Path) -> None:
+    def logged() -> list[tuple[int, list[str]]]:
+        found = [entry.values for entry in Log(tmp_path).entries()]
+        return [(values["step"], sorted(values["metrics"])) for values in found if values["run"] is None]
+
+    tracker = Tracker(Log(tmp_path), parent_id="parent")
+    tracker.log_new_metrics({"reward/mean": 0.5}, 0)
+    tracker.log_new_metrics({"reward/mean": 0.5, "timing/step_s": 2.0}, 0)
+    assert logged() == [(0, ["reward/mean"]), (0, ["timing/step_s"])]
+    tracker.log_new_metrics({"reward/mean": 0.5}, 1)  # here it was killed
+    again = Tracker(Log(tmp_path), parent_id="parent")
+    for step in range(3):
+        again.log_new_metrics({"reward/mean": 0.5, "timing/step_s": 3.0}, step)
+    assert logged()[2:] == [(1, ["reward/mean"]), (1, ["timing/step_s"]), (2, ["reward/mean", "timing/step_s"])]
+    assert sum(entry.values["run"] == "parent" for entry in Log(tmp_path).entries()) == 3
 
 
 @pytest.mark.parametrize("torn", ['{"kind": "me', '{"kind": "metrics", "time_ms": 1}', "{}\n", "\0\0\0"])
