@@ -62,7 +62,7 @@ def main(context: StageContext) -> None:
             )
             if drafter_dir is not None and acceptance_length is not None:
                 publish(context, trained, result, drafter_dir)
-                tracker.log_run_metrics({"export/vllm_acceptance_length": acceptance_length})
+                tracker.log_metrics({"export/vllm_acceptance_length": acceptance_length})
             register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
             write_result(context.stage_dir, result.model_copy(update={"seconds": time.monotonic() - started}))
 

@@ -109,7 +109,7 @@ def check_exactness(
     requests = exactness_requests(engine, prompts, rewards, config)
     with logs.phase("exactness"):
         measured = measure_exactness(engine, requests, engine.longest_k)
-    tracker.log_run_metrics(exactness_metrics(measured))
+    tracker.log_metrics(exactness_metrics(measured))
     tracker.flush()
     check(measured)
     progress.update(1, 1, phase="exactness")
@@ -165,4 +165,4 @@ def log(tracker: Tracker, result: ValidateResult, shares: Mapping[str, float]) -
     for pair in result.speed:
         sources = pair.token_share.items()
         metrics |= {f"validate/{source}_token_share_batch_{pair.batch}": share for source, share in sources}
-    tracker.log_run_metrics(metrics)
+    tracker.log_metrics(metrics)

@@ -18,7 +18,7 @@ from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
 from specrl.tracking.flavour import TOKENIZER, is_policy, mlmodel, tokenizer_files
 from specrl.tracking.log import Entry, Log, Sent
-from specrl.tracking.store import RUN_ID_FILE, exists, experiment_id
+from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
@@ -57,10 +57,14 @@ class MlflowSender:
                 raise
             raise RefusedError(str(error).partition("\n")[0]) from error
 
-    def _run_id(self, entry: Entry) -> str:
-        return self._parent(entry.values.get("run")) or self._id_path.read_text().strip()
+    @property
+    def _run_id(self) -> str:
+        return self._id_path.read_text().strip()
 
-    def _parent(self, named: str | None) -> str | None:
+    @property
+    def _parent(self) -> str | None:
+        """The pipeline's run: the one in whose folder the log's first entry names it, or what was made in its place."""
+        named: str | None = next(self._log.entries()).values.get("parent")
         path = self._config.run_dir / RUN_ID_FILE
         return path.read_text().strip() if named and path.exists() else named
 
@@ -72,11 +76,13 @@ class MlflowSender:
             for entry in entries
             for name, value in entry.values["metrics"].items()
         ]
-        for start in range(0, len(metrics), BATCH_METRICS):
-            self._client.log_batch(self._run_id(entries[0]), metrics=metrics[start : start + BATCH_METRICS])
+        results = [metric for metric in metrics if OF_THE_RUN.fullmatch(metric.key)] if self._parent else []
+        for run_id, values in ((self._run_id, metrics), (self._parent, results)):
+            for start in range(0, len(values), BATCH_METRICS):
+                self._client.log_batch(run_id, metrics=values[start : start + BATCH_METRICS])
 
     def start(self, entry: Entry) -> None:
-        parent, tags = self._parent(entry.values["parent"]), dict(entry.values["tags"])
+        parent, tags = self._parent, dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
         run_id = self._find(entry)
         if run_id is None:
@@ -91,7 +97,7 @@ class MlflowSender:
         if noted is not None:
             return noted if exists(self._client, noted) else None
         asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
-        found = self._client.search_runs([self._experiment(self._parent(entry.values["parent"]))], asked, max_results=1)
+        found = self._client.search_runs([self._experiment(self._parent)], asked, max_results=1)
         return str(found[0].info.run_id) if found else None
 
     def _experiment(self, parent: str | None) -> str:
@@ -100,13 +106,13 @@ class MlflowSender:
         return experiment_id(self._client, self._config)
 
     def end(self, entry: Entry) -> None:
-        self._client.set_terminated(self._run_id(entry), entry.values["status"], entry.time_ms)
+        self._client.set_terminated(self._run_id, entry.values["status"], entry.time_ms)
 
     def params(self, entry: Entry) -> None:
         """Log those parameters that the run does not have yet: MLflow never changes one."""
         from mlflow.entities import Param
 
-        run_id = self._run_id(entry)
+        run_id = self._run_id
         known = self._client.get_run(run_id).data.params
         params = entry.values["params"]
         new = [Param(name, value[:PARAM_LENGTH]) for name, value in params.items() if name not in known]
@@ -114,7 +120,7 @@ class MlflowSender:
             self._client.log_batch(run_id, params=new[first : first + BATCH_PARAMS])
 
     def tags(self, entry: Entry) -> None:
-        self._set_tags(self._run_id(entry), entry.values["tags"])
+        self._set_tags(self._run_id, entry.values["tags"])
 
     def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -127,7 +133,7 @@ class MlflowSender:
         self._upload(entry, entry.values["folder"])
 
     def _upload(self, entry: Entry, folder: str | None, without: str = "") -> None:
-        path, run_id = self._find_file(entry.values["path"]), self._run_id(entry)
+        path, run_id = self._find_file(entry.values["path"]), self._run_id
         if path.is_file():
             self._client.log_artifact(run_id, str(path), folder)
             return
@@ -166,10 +172,10 @@ class MlflowSender:
             source = resolve_dataset_source(str(path))
         dataset = MetaDataset(source, entry.values["name"], digest)
         tags = [InputTag("mlflow.data.context", entry.values["context"])]
-        self._client.log_inputs(self._run_id(entry), [DatasetInput(dataset._to_mlflow_entity(), tags)])
+        self._client.log_inputs(self._run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
     def _register(self, entry: Entry) -> dict[str, str]:
-        name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id(entry)
+        name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id
         self._upload(entry, folder, entry.values["without"])
         self._upload_flavour(entry, folder)
         if not self._client.search_registered_models(f"name = '{name}'"):
@@ -185,7 +191,7 @@ class MlflowSender:
         return {name: numbers[0]}
 
     def _upload_flavour(self, entry: Entry, folder: str) -> None:
-        path, run_id = self._find_file(entry.values["path"]), self._run_id(entry)
+        path, run_id = self._find_file(entry.values["path"]), self._run_id
         if not is_policy(path):
             return
         for file in tokenizer_files(path):

@@ -44,10 +44,12 @@ HEADLINES = (
     "speedup/end_to_end",
     "spec/acceptance_length",
 )
-"""What a run is judged by, in the order of the saved view's columns. The parent run has them too."""
+"""What a run is judged by, in the order of the saved view's columns."""
 BENCHMARKS = "-bench"  # suffix of the experiment of benchmarks' cells
-SCORES = re.compile(r"validation/[^/]+/(accuracy|avg_at_k|pass_at_k)")
-"""On held-out sets during training; the parent run has them too."""
+OF_THE_RUN = re.compile(
+    r"(validate|speedup|export)/.+|reward/mean|spec/acceptance_length|validation/[^/]+/(accuracy|avg_at_k|pass_at_k)"
+)
+"""The metrics of stages that the pipeline's run has too: results, and what a training is watched by."""
 
 
 class DeletedError(ConfigError):
@@ -175,10 +177,6 @@ def _describe(client: Any, experiment: Any) -> None:
     for name, value in wanted.items():
         if name not in experiment.tags:
             client.set_experiment_tag(experiment.experiment_id, name, value)
-
-
-def is_headline(name: str) -> bool:
-    return name in HEADLINES or SCORES.fullmatch(name) is not None
 
 
 def saved_view() -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Syncing:
             self._sent.note(entries)
 
     def _batches(self) -> Iterator[list[Entry]]:
-        """Yield what is sent together: one entry, or metrics that follow one another for the same run."""
+        """Yield what is sent together: one entry, or metrics that follow one another."""
         missing, again = self._sent.now.missing, self._retries
         self._retries = False
         yield from ([entry] for entry in self._sent.retried() if again or not missing[entry.begin])
@@ -162,8 +162,7 @@ class Syncing:
             total = 0
             for entry in self._sent.waiting():
                 total += len(entry.values["metrics"]) if entry.kind == "metrics" else 0
-                is_same = entry.kind == first.kind == "metrics" and entry.values["run"] == first.values["run"]
-                if batch and (not is_same or total > BATCH_METRICS):
+                if batch and (not entry.kind == first.kind == "metrics" or total > BATCH_METRICS):
                     break
                 batch.append(entry)
             yield batch

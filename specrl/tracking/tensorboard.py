@@ -21,8 +21,7 @@ class EventFiles:
         """Write what has been logged since the last call; an OSError leaves it for the next one."""
         self._sent.refresh()
         entries = list(self._sent.waiting())
-        # The metrics of other runs are those that a stage logs to the pipeline's run too.
-        if own := [entry for entry in entries if entry.kind == "metrics" and entry.values["run"] is None]:
+        if own := [entry for entry in entries if entry.kind == "metrics"]:
             from tensorboardX.proto.event_pb2 import Event
             from tensorboardX.proto.summary_pb2 import Summary
 

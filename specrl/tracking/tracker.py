@@ -13,7 +13,6 @@ from typing import Any
 from specrl.artifacts import write_text
 from specrl.metrics import find_metric
 from specrl.tracking.log import Log
-from specrl.tracking.store import is_headline
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +39,10 @@ class Tracker:
         self._append("end", status=status)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics that `specrl.metrics` defines; those of `is_headline` to the pipeline's run too."""
-        self._log_metrics(None, metrics, step)
-        headlines = {name: value for name, value in metrics.items() if is_headline(name)}
-        if headlines and self._parent_id is not None:
-            self._log_metrics(self._parent_id, headlines, step)
+        """Log metrics that `specrl.metrics` defines."""
+        unknown = [name for name in metrics if find_metric(name) is None]
+        assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
+        self._append("metrics", metrics={name: float(value) for name, value in metrics.items()}, step=step)
 
     def log_new_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log what a step has measured, at once, without what this start of the stage or an earlier one has logged.
@@ -60,20 +58,9 @@ class Tracker:
     def _last_steps(self) -> dict[str, int]:
         last: dict[str, int] = {}
         for entry in self._log.entries() if self._log is not None else ():
-            if entry.kind == "metrics" and entry.values["run"] is None:
+            if entry.kind == "metrics":
                 last |= {name: max(entry.values["step"], last.get(name, -1)) for name in entry.values["metrics"]}
         return last
-
-    def log_run_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log results of the whole pipeline run, to the parent run and the stage's own."""
-        self._log_metrics(None, metrics, 0)
-        if self._parent_id is not None:
-            self._log_metrics(self._parent_id, metrics, 0)
-
-    def _log_metrics(self, run: str | None, metrics: Mapping[str, float], step: int) -> None:
-        check_names(metrics)
-        values = {name: float(value) for name, value in metrics.items()}
-        self._append("metrics", run=run, metrics=values, step=step)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
@@ -161,8 +148,3 @@ class Tracker:
 def relative(path: Path, folder: Path) -> str:
     """A path as entries name it, from the folder of their run, which may be moved."""
     return os.path.relpath(path.absolute(), folder.absolute())
-
-
-def check_names(metrics: Mapping[str, float]) -> None:
-    unknown = [name for name in metrics if find_metric(name) is None]
-    assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"

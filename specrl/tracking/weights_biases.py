@@ -218,9 +218,9 @@ def _id_of(log: Log) -> str:
 
 
 def log_entry(run: Any, log: Log, entry: Entry) -> None:
-    """Send what W&B shows of an entry; metrics of another run are those that a stage logs to the pipeline's run too."""
+    """Send what W&B shows of an entry."""
     values = entry.values
-    if entry.kind == "metrics" and values["run"] is None:
+    if entry.kind == "metrics":
         run.log({"step": values["step"], "_timestamp": entry.time_ms / 1000, **values["metrics"]}, step=entry.begin)
     elif entry.kind == "params":
         run.config.update(values["params"], allow_val_change=True)
