@@ -16,7 +16,6 @@ from prefect.flows import Flow
 
 from flows.server import PASSWORD, USER
 from specrl.report.html import write_report
-from specrl.report.results import find_stages
 from specrl.report.summary import SUMMARY_FILE, write_summary
 from specrl.tracking import log_to_run
 from tasks.display import make_reporter
@@ -45,7 +44,7 @@ def pipeline(run_dir: str) -> None:
         trained = train(run, policy, drafter, scales)
         validated = validate(run, policy, drafter, trained)
         export(run, policy, trained, validated)
-    write_summary(run.config.run_dir, find_stages(run.config.run_dir), run.mlflow_run_id or None)
+    write_summary(run.config.run_dir, run.mlflow_run_id or None)
     write_report(run.config.run_dir)
 
 

@@ -22,7 +22,7 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
 from specrl.processes import LOOPBACK
-from specrl.report.results import CONFIG_FILE, find_stages, is_run, readable_config
+from specrl.report.results import CONFIG_FILE, is_run, readable_config
 from specrl.report.tables import print_line, print_table, printable
 
 Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
@@ -79,11 +79,11 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
     The tables say what the run reached, where the time went and where its files are. With --json, it is summary.json,
     as far as the run has got.
     """
-    from specrl.report.summary import build_summary, render_summary
+    from specrl.report.summary import Results, build_summary, render_summary
 
     run_dir = find_run_to_read(name, runs_dir)
     if as_json:
-        print_json(build_summary(run_dir, find_stages(run_dir), None))
+        print_json(build_summary(Results.read(run_dir), None))
     else:
         render_summary(run_dir, Console(soft_wrap=True))
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
-from pathlib import Path
 
-from specrl.artifacts import SetScore, read_curve
+from specrl.artifacts import SetScore
 from specrl.report.plots import band_charts
-
-
-def curve_of(stages: Mapping[str, Path]) -> list[SetScore]:
-    """The scores of all policy versions that a run has validated so far, in the order of steps."""
-    return read_curve(stages["train"]) if "train" in stages else []
 
 
 def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specrl.artifacts import ExportResult
 from specrl.config import Config
 from specrl.export.card import data_name
-from specrl.report.results import find_stages, finished, read_config
-from specrl.report.summary import exported, result_rows
+from specrl.report.results import read_config
+from specrl.report.summary import Results, exported, result_rows
 
 FIRST = ("accuracy, held out", "reward, training", "acceptance length")  # these results come first, beside the speedups
 
 
 def describe(run_dir: Path) -> str:
     """What a run is, what it has reached so far, and where to look further."""
-    config = read_config(run_dir)
-    lines = [headline(config), ""]
-    try:
-        rows = result_rows(run_dir)
-    except ValueError as error:  # results of another version of specrl, which must not hide why a run has ended
-        return "\n".join([*lines, str(error)])
+    config, found = read_config(run_dir), Results.read(run_dir)
+    lines, rows = [headline(config), ""], result_rows(found)
     short = {what: result.partition(" (")[0] for what, result in rows if what in FIRST or what.startswith("speedup")}
     shown = [f"{what} {result}" for what, result in short.items()]
     if shown:  # MLflow's page shows three lines until it is asked for more
@@ -28,11 +23,10 @@ def describe(run_dir: Path) -> str:
     if rows:
         lines += ["| what | result |", "|---|---|", *(f"| {what} | {_cell(result)} |" for what, result in rows), ""]
     lines += ["Stages are the runs nested below this one. Among the artifacts: `summary.json`, `report.html`, `logs/`."]
-    stages = find_stages(run_dir)
-    if (export := finished(stages, "export", ExportResult)) is not None:
-        names = [f"{config.name}-policy", *([f"{config.name}-drafter"] if export.drafter_dir else [])]
+    if found.export is not None:
+        names = [f"{config.name}-policy", *([f"{config.name}-drafter"] if found.export.drafter_dir else [])]
         lines += ["", f"Registered models: {', '.join(f'[{name}](#/models/{name})' for name in names)}."]
-    if (serving := exported(run_dir, stages)) is not None:
+    if (serving := exported(found)) is not None:
         lines += ["", "    " + serving[1]]
     return "\n".join([*lines, "", f"Folder: `{run_dir}`"])
 

@@ -13,14 +13,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from jinja2 import Environment, FileSystemLoader
 
-from specrl.artifacts import TrainResult, ValidateResult, write_text
+from specrl.artifacts import write_text
 from specrl.lineage.history import changes_by_step
-from specrl.report.curve import curve_chart, curve_of
+from specrl.report.curve import curve_chart
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart, share_bar
-from specrl.report.results import find_stages, finished, read_config
 from specrl.report.samples import clipped, page_samples
-from specrl.report.summary import build_summary, event_table, exported, headlines, summary_tables
+from specrl.report.summary import Results, build_summary, event_table, exported, headlines, summary_tables
 from specrl.schemas import ROLLOUT_SCHEMA
 from specrl.timeline import timeline_from
 
@@ -37,18 +36,18 @@ class Chart:
 
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
-    config, stages = read_config(run_dir), find_stages(run_dir)
-    summary = build_summary(run_dir, stages, None)
-    results, *tables = summary_tables(run_dir, stages, summary)
-    charts = [*_rollout_charts(stages), *_result_charts(stages)]
+    found = Results.read(run_dir)
+    summary = build_summary(found, None)
+    results, *tables = summary_tables(found, summary)
+    charts = [*_rollout_charts(found.stages), *_result_charts(found)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters |= {"clipped": clipped, "embedded": embedded}
     page = templates.get_template(TEMPLATE).render(
-        name=config.name,
+        name=found.config.name,
         headlines=headlines(summary),
         results=results,
         tables=[table for table in (*tables, event_table(summary)) if table.rows],
-        serving=exported(run_dir, stages),
+        serving=exported(found),
         charts=charts,
         steps=page_samples(run_dir),
     )
@@ -72,19 +71,18 @@ def _rollout_charts(stages: Mapping[str, Path]) -> list[Chart]:
     ]
 
 
-def _result_charts(stages: Mapping[str, Path]) -> list[Chart]:
-    train, validation = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
+def _result_charts(found: Results) -> list[Chart]:
     charts = []
-    if train:
-        bar = share_bar(train.timing_share, "share of the step's time, %")
+    if found.train:
+        bar = share_bar(found.train.timing_share, "share of the step's time, %")
         charts.append(Chart("Where a step's time goes", bar))
-    if curve := curve_of(stages):
-        charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(curve)))
-    if "train" in stages:
-        charts += _bubble_charts(stages["train"] / "steps")
-    if validation and validation.speed:
-        batches = [float(pair.batch) for pair in validation.speed]
-        speedups = [pair.speedup for pair in validation.speed]
+    if found.curve:
+        charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(found.curve)))
+    if "train" in found.stages:
+        charts += _bubble_charts(found.stages["train"] / "steps")
+    if found.validate and found.validate.speed:
+        batches = [float(pair.batch) for pair in found.validate.speed]
+        speedups = [pair.speedup for pair in found.validate.speed]
         line = line_chart(batches, speedups, "running batch", "tokens per second, of plain")
         charts.append(Chart("Speculative against plain generation, matched pairs", line))
     return charts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from specrl.artifacts import (
     SetScore,
     TrainResult,
     ValidateResult,
+    read_curve,
     write_json,
 )
 from specrl.config import STAGES, Config
@@ -26,15 +27,8 @@ from specrl.events import SIGNAL, read_events
 from specrl.export.card import serve_command
 from specrl.lifetime.segments import read_segments
 from specrl.lineage.history import CHANGES
-from specrl.report.curve import curve_of, curve_rows
-from specrl.report.results import (
-    find_stages,
-    finished_steps,
-    job_id_of,
-    readable,
-    readable_config,
-    seconds_of,
-)
+from specrl.report.curve import curve_rows
+from specrl.report.results import find_stages, finished_steps, job_id_of, readable, readable_config, seconds_of
 from specrl.report.tables import print_line, print_table
 from specrl.tracking import registered_version
 
@@ -44,41 +38,72 @@ SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "fro
 POSITIONS_SHOWN = 8  # draft positions; the summary has all
 
 
-def write_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str | None) -> Path:
-    """Write `summary.json` and return its path. A section whose stage has not finished is null."""
+@dataclass(frozen=True)
+class Results:
+    """What a run, perhaps somebody else's, has reached; None where a stage has not finished or is not understood."""
+
+    run_dir: Path
+    config: Config
+    stages: dict[str, Path]
+    prepare: PrepareResult | None
+    train: TrainResult | None
+    validate: ValidateResult | None
+    export: ExportResult | None
+    curve: list[SetScore]
+    """The scores of all policy versions that were validated so far, in the order of steps."""
+    events: list[dict[str, Any]]
+    """What happened in the stages, in its order: the fields of an `Event`, and the name of the `stage`."""
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Results:
+        stages = find_stages(run_dir)
+        events = [{"stage": stage, **asdict(event)} for stage in stages for event in read_events(stages[stage])]
+        return cls(
+            run_dir,
+            readable_config(run_dir),
+            stages,
+            readable(stages, "prepare", PrepareResult),
+            readable(stages, "train", TrainResult),
+            readable(stages, "validate", ValidateResult),
+            readable(stages, "export", ExportResult),
+            read_curve(stages["train"]) if "train" in stages else [],
+            sorted(events, key=lambda event: event["time"]),
+        )
+
+
+def write_summary(run_dir: Path, mlflow_run_id: str | None) -> Path:
+    """Write `summary.json` and return its path."""
     path = run_dir / SUMMARY_FILE
-    write_json(path, build_summary(run_dir, stages, mlflow_run_id))
+    write_json(path, build_summary(Results.read(run_dir), mlflow_run_id))
     return path
 
 
-def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str | None) -> dict[str, Any]:
+def build_summary(found: Results, mlflow_run_id: str | None) -> dict[str, Any]:
     """The contents of `summary.json`. Other tools read it, so that the names below must stay.
+
+    A section whose stage has not finished is null.
 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
     those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
     would come next, and draft from the text that it would find.
     """
-    config = readable_config(run_dir)
-    prepare = readable(stages, "prepare", PrepareResult)
-    train = readable(stages, "train", TrainResult)
-    validation = readable(stages, "validate", ValidateResult)
-    export = readable(stages, "export", ExportResult)
+    config, stages, train, export = found.config, found.stages, found.train, found.export
     return {
         "run": config.name,
         "mlflow_run_id": mlflow_run_id,
         "stages": {
-            stage: {"key": folder.name, "seconds": seconds_of(folder), "job_id": job_id_of(run_dir, folder.name)}
+            stage: {"key": folder.name, "seconds": seconds_of(folder), "job_id": job_id_of(found.run_dir, folder.name)}
             for stage, folder in stages.items()
         },
-        "validation": _validation(validation, curve_of(stages)),
-        "speculation": validation and _speculation(config, validation),
+        "validation": _validation(found.validate, found.curve),
+        "speculation": found.validate and _speculation(config, found.validate),
         "segments": {
             stage: {"number": len(segments), "reasons": [segment.reason for segment in segments]}
             for stage, segments in ((stage, read_segments(folder)) for stage, folder in stages.items())
         },
-        "data": prepare and _pick(prepare, "prompts_seen", "prompts_overlong"),
-        "events": _events(stages),
+        "data": found.prepare and _pick(found.prepare, "prompts_seen", "prompts_overlong"),
+        "events": found.events,
         "best": train and train.best and train.best.model_dump(mode="json", exclude={"drafter_dir"}),
         "train": train
         and _pick(
@@ -100,11 +125,6 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
             "model_version": registered_version(stages["export"], f"{config.name}-drafter"),
         },
     }
-
-
-def _events(stages: Mapping[str, Path]) -> list[dict[str, Any]]:
-    found = [{"stage": name, **asdict(event)} for name, stage in stages.items() for event in read_events(stage)]
-    return sorted(found, key=lambda event: event["time"])
 
 
 def _pick(result: PrepareResult | TrainResult | ValidateResult | ExportResult, *names: str) -> dict[str, Any]:
@@ -136,11 +156,10 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print the results of a run, which may be somebody else's, from those stages that have finished."""
-    console = console or Console()
-    stages = find_stages(run_dir)
-    for table in summary_tables(run_dir, stages, build_summary(run_dir, stages, None)):
+    console, found = console or Console(), Results.read(run_dir)
+    for table in summary_tables(found, build_summary(found, None)):
         print_table(console, *table)
-    if (serving := exported(run_dir, stages)) is not None:
+    if (serving := exported(found)) is not None:
         drafter_dir, command = serving
         print_line(console, f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}")
 
@@ -153,11 +172,10 @@ class SummaryTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def summary_tables(run_dir: Path, stages: Mapping[str, Path], summary: Mapping[str, Any]) -> list[SummaryTable]:
+def summary_tables(found: Results, summary: Mapping[str, Any]) -> list[SummaryTable]:
     """What a run has reached, and where its time went."""
-    results = _results(run_dir, stages, summary["events"])
     tables = [
-        SummaryTable(f"Run {summary['run']}", ("what", "result"), results),
+        SummaryTable(f"Run {summary['run']}", ("what", "result"), result_rows(found)),
         SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary)),
     ]
     if summary["train"]:
@@ -189,36 +207,30 @@ def headlines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def exported(run_dir: Path, stages: Mapping[str, Path]) -> tuple[str, str] | None:
+def exported(found: Results) -> tuple[str, str] | None:
     """The folder of the exported drafter, and the command that serves it with its policy."""
-    export, config = readable(stages, "export", ExportResult), readable_config(run_dir)
+    export, config, inside = found.export, found.config, found.run_dir.resolve()
     if not (export and export.drafter_dir):
         return None
-    if not all(path.resolve().is_relative_to(run_dir.resolve()) for path in (export.drafter_dir, export.policy_dir)):
+    if not all(path.resolve().is_relative_to(inside) for path in (export.drafter_dir, export.policy_dir)):
         return None
     command = serve_command(export.policy_dir, export.drafter_dir, config.speculation.k, config)
     return str(export.drafter_dir), command
 
 
-def result_rows(run_dir: Path) -> list[tuple[str, str]]:
+def result_rows(found: Results) -> list[tuple[str, str]]:
     """What a run has reached, each with what it is, from those stages that have finished."""
-    stages = find_stages(run_dir)
-    return _results(run_dir, stages, _events(stages))
-
-
-def _results(run_dir: Path, stages: Mapping[str, Path], events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    config, train = readable_config(run_dir), readable(stages, "train", TrainResult)
-    validation, export = readable(stages, "validate", ValidateResult), readable(stages, "export", ExportResult)
-    rows = [] if validation is None else _accuracy_rows(validation)
-    rows += curve_rows(curve_of(stages))
-    if train is not None:
-        rows += _train_rows(train)
+    config, stages, events, export = found.config, found.stages, found.events, found.export
+    rows = [] if found.validate is None else _accuracy_rows(found.validate)
+    rows += curve_rows(found.curve)
+    if found.train is not None:
+        rows += _train_rows(found.train)
     elif steps := finished_steps(stages):
         rows.append(("training", f"{steps} of {config.train.num_steps} steps"))
     rows += [(f"from step {event['step']} on", event["text"]) for event in events if event["kind"] in CHANGES]
     rows += [(f"step {event['step']}", event["text"]) for event in events if event["kind"] == SIGNAL]
-    if validation is not None and config.speculation.method != "none":
-        rows += _speculation_rows(config, validation)
+    if found.validate is not None and config.speculation.method != "none":
+        rows += _speculation_rows(config, found.validate)
     if export is not None and export.vllm_acceptance_length is not None:
         rows.append(("acceptance length, exported drafter", f"{export.vllm_acceptance_length:.2f}"))
     unfinished = [stage for stage in STAGES if stage not in stages or not seconds_of(stages[stage])]

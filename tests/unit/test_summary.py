@@ -160,7 +160,7 @@ def shown(run_dir: Path) -> str:
 def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     run_dir, stages = make_run(tmp_path)
     record_event(stages["train"], "settings", "policy.lr = 1e-05 -> 2e-05", 3)
-    summary = json.loads(write_summary(run_dir, stages, "abc").read_text())
+    summary = json.loads(write_summary(run_dir, "abc").read_text())
     [event] = summary.pop("events")
     assert [event[name] for name in ("stage", "step", "kind", "text")] == [
         *("train", 3, "settings", "policy.lr = 1e-05 -> 2e-05")
@@ -202,14 +202,13 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
 
 
 def test_the_curve_of_validation_is_shown_while_the_policy_is_trained(tmp_path: Path) -> None:
-    run_dir, stages = make_run(tmp_path, STAGES[:3])
+    run_dir, _ = make_run(tmp_path, STAGES[:3])
     for step, rewards in ((0, [[0.0, 0.0], [1.0, 0.0]]), (4, [[1.0, 1.0], [1.0, 0.0]])):
         lengths = np.ones((2, 2), np.int64)
         found = score_set(step, "sums", SetResponses(np.array(rewards), lengths, lengths < 0), [1, 2], 1.0, 2.0, 1.0)
         write_scores(run_dir / "stages" / TRAIN_KEY, step, [found])
     assert "25.0% -> 75.0% at step 4 (50.0% to 100.0%; best 75.0% at step 4), pass@2 50.0% -> 100.0%" in shown(run_dir)
-    stages["train"] = run_dir / "stages" / TRAIN_KEY
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    summary = json.loads(write_summary(run_dir, None).read_text())
     assert summary["validation"]["accuracy_after"] is None
     first, last = summary["validation"]["curve"]
     assert sorted(first) == ["accuracy", "avg_at_k", "ci", "pass_at_k", "set", "step"]
@@ -257,7 +256,7 @@ def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp
     assert "of all tokens, 45% pre-generated, 10% the drafter's, 2% my source" in found
     assert "text that step 8 would find" in found
     assert "1 pre-generated response (9 tokens) for its 128, 50 recent rollouts (700 tokens)" in found
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    summary = json.loads(write_summary(run_dir, None).read_text())
     assert summary["speculation"]["token_share"] == {"1": shares}
     assert summary["speculation"]["text"]["num_stored"] == 1
 
@@ -268,7 +267,7 @@ def test_job_ids_and_seconds_come_from_the_folder(tmp_path: Path) -> None:
     write_json(run_dir / "jobs" / f"{stages['export'].name}.json", {"job_id": "7"})
     exported = read_result(stages["export"], ExportResult)
     write_result(stages["export"], exported.model_copy(update={"seconds": 99.0}))
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    summary = json.loads(write_summary(run_dir, None).read_text())
     assert summary["stages"]["train"]["job_id"] == "42"
     assert (summary["stages"]["export"]["seconds"], summary["stages"]["export"]["job_id"]) == (99.0, "7")
 
@@ -278,15 +277,15 @@ def test_the_jobs_of_a_stage_are_counted_with_their_reasons(tmp_path: Path) -> N
     for reason in ("preempted", "hang", "finished"):
         number = begin_segment(stages["train"], "42", "node1").number
         add_to_segment(stages["train"], number, reason=reason)
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    summary = json.loads(write_summary(run_dir, None).read_text())
     assert summary["segments"]["train"] == {"number": 3, "reasons": ["preempted", "hang", "finished"]}
     assert summary["segments"]["export"] == {"number": 0, "reasons": []}
     assert "(3 times: preempted, hang, finished)" in shown(run_dir)
 
 
 def test_the_table_shows_what_a_run_reached(tmp_path: Path) -> None:
-    run_dir, stages = make_run(tmp_path)
-    write_summary(run_dir, stages, None)
+    run_dir, _ = make_run(tmp_path)
+    write_summary(run_dir, None)
     text = shown(run_dir)
     assert "\x1b" not in text
     for part in (
@@ -324,13 +323,13 @@ def test_the_serve_command_is_one_line_that_a_shell_reads_back(tmp_path: Path) -
 
 @pytest.mark.parametrize("count", range(len(STAGES)))
 def test_a_run_in_progress_is_shown_as_far_as_it_got(tmp_path: Path, count: int) -> None:
-    run_dir, stages = make_run(tmp_path, STAGES[:count])
+    run_dir, _ = make_run(tmp_path, STAGES[:count])
     for step in range(3):
         write_rollouts(rollout_path(run_dir / "stages" / TRAIN_KEY / "rollouts", step, 0), [])
     text = shown(run_dir)
     assert ", ".join(STAGES[count:]) in text
     assert ("3 of 8 steps" in text) == (count <= STAGES.index("train"))
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
+    summary = json.loads(write_summary(run_dir, None).read_text())
     assert (summary["train"] is None) == (count <= STAGES.index("train"))
     assert shown(run_dir)
     assert write_report(run_dir).exists()
