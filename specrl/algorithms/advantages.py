@@ -50,7 +50,7 @@ def group_advantages(
         weights: The weight of each part.
     """
     members, function = _members(rewards, groups), ADVANTAGES.function(advantage)
-    if ADVANTAGES.takes_parts(advantage):
+    if ADVANTAGES.find(advantage.name).of_parts:
         columns = [_members(part, groups) for part in parts or [rewards]]
         found = function([[column[group] for column in columns] for group in members], weights if parts else [1.0])
     else:

@@ -126,33 +126,18 @@ class Registry:
 
     def function(self, algorithm: Algorithm) -> Callable[..., Any]:
         """The chosen function with its options bound."""
-        found, options = self._find(algorithm.name), self._options(algorithm.name, algorithm.options)
+        found, options = self.find(algorithm.name), self._options(algorithm.name, algorithm.options)
         return lambda *arguments: found.function(*arguments, options)
 
-    def metrics_of(self, algorithm: Algorithm) -> tuple[str, ...] | None:
-        """The names of all metrics that the chosen function returns; None if it does not say.
-
-        Raises:
-            ValueError: There is no such function.
-        """
-        return self._find(algorithm.name).metrics
-
-    def takes_parts(self, algorithm: Algorithm) -> bool:
-        """Whether the chosen function takes the parts of rewards.
-
-        Raises:
-            ValueError: There is no such function.
-        """
-        return self._find(algorithm.name).of_parts
-
     def _options(self, name: str, values: dict[str, Any]) -> Options:
-        model = self._find(name).options
+        model = self.find(name).options
         try:
             return model.model_validate(values)
         except ValidationError as error:
             raise ValueError(explain(error, model, tuple(self.key.split(".")))) from None
 
-    def _find(self, name: str) -> Registered:
+    def find(self, name: str) -> Registered:
+        """The row of a name or an import path; a ValueError where there is none."""
         if ":" in name:
             function = import_function(self.key, name)
             for registered in self._by_name.values():

@@ -147,7 +147,7 @@ def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[Unused]:
     if metric in METRICS and metric.endswith("_I"):
         line = f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
         yield Unused(("train.stop_when.metric",), line)
-    names = LOSSES.metrics_of(train.loss) if find_metric(metric) is POLICY else None
+    names = LOSSES.find(train.loss.name).metrics if find_metric(metric) is POLICY else None
     if names is not None and metric.removeprefix("policy/") not in names:
         near = suggest_metric(metric, [f"policy/{name}" for name in names])
         line = f'train.stop_when.metric = "{metric}": neither specrl/metrics.py nor train.loss = {train.loss.name} has '

@@ -97,7 +97,7 @@ class RolloutBatch:
     def with_signal(self, config: Config) -> NDArray[np.int64]:
         """The prompts whose responses differ in reward, or in a part of it where `train.advantage` takes parts."""
         columns = [self.rewards]
-        if self.reward_parts and ADVANTAGES.takes_parts(config.train.advantage):
+        if self.reward_parts and ADVANTAGES.find(config.train.advantage.name).of_parts:
             weighted = zip(config.data.part_weights, self.reward_parts.values(), strict=True)
             columns = [column for weight, column in weighted if weight]
         groups = [groups_with_signal(column.tolist(), self.prompt_ids.tolist()) for column in columns]

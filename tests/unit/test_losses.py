@@ -150,7 +150,7 @@ def test_a_loss_returns_the_metrics_that_it_names(name: str) -> None:
     chosen = LOSSES.choose(name)
     values = torch.zeros(1, 3)
     _, metrics = LOSSES.function(chosen)(LossInputs(values, values, values, MASK))
-    assert tuple(metrics) == LOSSES.metrics_of(chosen)
+    assert tuple(metrics) == LOSSES.find(chosen.name).metrics
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
