@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +160,9 @@ def to_table(rollouts: list[Rollout]) -> pa.Table:
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_map(kind):
         values = [None if row is None else list(row.items()) for row in values]
-    if not pa.types.is_list(kind):
-        return pa.array(values, kind)
-    numbers = kind.value_type.to_pandas_dtype()
-    rows = [np.asarray([] if row is None else row, numbers) for row in values]
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    missing = pa.array([row is None for row in values], pa.bool_())
-    flat = np.concatenate([np.empty(0, numbers), *rows])
-    return pa.ListArray.from_arrays(offsets, flat, type=kind, mask=missing)
+    elif pa.types.is_list(kind):  # arrays are copied whole, without an object for each number
+        values = [None if row is None else np.asarray(row, kind.value_type.to_pandas_dtype()) for row in values]
+    return pa.array(values, kind)
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
@@ -188,13 +182,8 @@ def from_table(table: pa.Table) -> list[Rollout]:
 
 
 def _arrays(column: pa.ChunkedArray) -> list[Any]:
-    found: list[Any] = []
-    for chunk in column.chunks:
-        offsets, kind = chunk.offsets.to_pylist(), "f" if pa.types.is_floating(chunk.type.value_type) else "i"
-        values = chunk.values.to_numpy(zero_copy_only=False)
-        bounds = zip(chunk.is_valid().to_pylist(), pairwise(offsets), strict=True)
-        found += [as_array(kind, values[start:end]) if there else None for there, (start, end) in bounds]
-    return found
+    kind = "f" if pa.types.is_floating(column.type.value_type) else "i"
+    return [None if row is None else as_array(kind, row) for row in column.to_numpy()]
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
