@@ -299,10 +299,8 @@ class PrecisionConfig(Section):
     """Whether a device without FP8 emulates it (`any`) or is refused (`native`)."""
     scales: Literal["fp32", "power_of_two"] = "fp32"
     """Whether a block's scale may be any float32 number, or is rounded up to a power of two."""
-    bf16_first_layers: NonNegativeInt = 0
-    """Number of first transformer layers that stay in BF16, whatever the calibration finds."""
-    bf16_last_layers: NonNegativeInt = 0
-    """Number of last transformer layers that stay in BF16, whatever the calibration finds."""
+    bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """Number of first and of last transformer layers that stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005
     """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048

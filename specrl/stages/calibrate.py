@@ -43,9 +43,7 @@ def main(context: StageContext) -> None:
             )
         data = calibration_data(rollouts, config, policy.dp_rank, policy.dp_size, policy.pad_multiple)
         num_layers = policy.hf_config.num_hidden_layers
-        edges = edge_layers(
-            policy.family, num_layers, config.precision.bf16_first_layers, config.precision.bf16_last_layers
-        )
+        edges = edge_layers(policy.family, num_layers, *config.precision.bf16_edges)
         with logs.phase("calibration"):
             found = calibrate(
                 policy,
