@@ -348,10 +348,10 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a text file and flush it to disk.
+def append_line(path: Path, line: str, *, flush: bool = True) -> None:
+    """Append a line to a text file and, with `flush`, wait until it is on disk.
 
-    A line that a kill cut short stays a line of its own, which `read_lines` leaves out.
+    A line that a kill or a full disk cut short stays a line of its own, which readers leave out.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -359,7 +359,8 @@ def append_line(path: Path, line: str) -> None:
         newline = "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""
         file.write(f"{newline}{line}\n".encode())
         file.flush()
-        os.fsync(file.fileno())
+        if flush:
+            os.fsync(file.fileno())
 
 
 def read_file(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from specrl.artifacts import read_file, write_text
+from specrl.artifacts import append_line, read_file, write_text
 
 FOLDER = "tracking"
 ENTRIES_FILE, FILES_FOLDER = "log.jsonl", "files"
@@ -47,29 +47,12 @@ class Log:
         self.folder = folder / FOLDER
         self.path = self.folder / ENTRIES_FILE
         self._lock = threading.Lock()
-        self._repaired = False
 
     def append(self, kind: str, **values: Any) -> None:
-        """Append an entry; where the disk does not take it (an OSError), the log is as it was before."""
-        line = json.dumps({"kind": kind, "time_ms": int(time.time() * 1000), **values}, default=str) + "\n"
+        """Append an entry; an OSError where the disk does not take it."""
+        line = json.dumps({"kind": kind, "time_ms": int(time.time() * 1000), **values}, default=str)
         with self._lock:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                self._write(file, line.encode())
-            finally:
-                os.close(file)
-
-    def _write(self, file: int, data: bytes) -> None:
-        size = os.fstat(file).st_size
-        if not self._repaired and size and os.pread(file, 1, size - 1) != b"\n":
-            os.write(file, b"\n")  # ends the line that a killed process has left incomplete, which nobody will read
-            size += 1
-        self._repaired = True
-        written = os.write(file, data)
-        if written < len(data):
-            os.ftruncate(file, size)
-            raise OSError(f"only {written} of {len(data)} bytes were written")
+            append_line(self.path, line, flush=False)
 
     def entries(self, position: int = 0) -> Iterator[Entry]:
         """Yield the complete entries from a position on; a line that is no entry is skipped."""
