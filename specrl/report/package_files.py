@@ -10,25 +10,16 @@ import re
 import sys
 import sysconfig
 from collections import defaultdict
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
 NEVER_IMPORTED = {"build_backend.py"}  # flashinfer-python and torch-c-dlpack-ext ship the script that built them
 
 
-@dataclass(frozen=True)
-class Collision:
-    """A path that several packages own with different contents: the one installed last decides what runs."""
+def collisions(site_packages: Path) -> dict[tuple[str, ...], list[str]]:
+    """The paths that packages, such as `cuda-python 12.6.2`, own with different contents, by their RECORD files.
 
-    path: str
-    owners: tuple[str, ...]  # such as `cuda-python 12.6.2`
-
-
-def collisions(site_packages: Path) -> list[Collision]:
-    """The paths that packages own with different contents, by their RECORD files.
-
-    Equal copies do no harm: mlflow and mlflow-skinny share theirs.
+    The one installed last decides what runs. Equal copies do no harm: mlflow and mlflow-skinny share theirs.
     """
     hashes: dict[str, dict[str, str]] = defaultdict(dict)
     for package in distributions(path=[str(site_packages)]):
@@ -36,11 +27,11 @@ def collisions(site_packages: Path) -> list[Collision]:
         for path, content_hash, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):
             if content_hash and path not in NEVER_IMPORTED:
                 hashes[path][name] = content_hash
-    return [
-        Collision(path, tuple(sorted(owners)))
-        for path, owners in sorted(hashes.items())
-        if len(set(owners.values())) > 1
-    ]
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for path, owners in sorted(hashes.items()):
+        if len(set(owners.values())) > 1:
+            found[tuple(sorted(owners))].append(path)
+    return found
 
 
 def wrong_torch(site_packages: Path) -> str | None:
@@ -60,13 +51,10 @@ def wrong_torch(site_packages: Path) -> str | None:
 def problems(site_packages: Path) -> list[str]:
     """A line for torch's build and one for each set of packages that collide."""
     build = wrong_torch(site_packages)
-    paths: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for collision in collisions(site_packages):
-        paths[collision.owners].append(collision.path)
     collided = [
         f"{' and '.join(owners)} own {len(shared)} paths with different contents, such as {', '.join(shared[:3])}: "
         "pin one of them differently in requirements/, then make lock"
-        for owners, shared in paths.items()
+        for owners, shared in collisions(site_packages).items()
     ]
     return [build, *collided] if build else collided
 

@@ -21,7 +21,7 @@ from specrl.data.rewards import functions as rewards
 from specrl.data.rewards.environments import Turn, make_environment, play
 from specrl.data.rewards.functions import make_rewards
 from specrl.keys import run_keys
-from specrl.tracking.tracker import check_names
+from specrl.tracking import Tracker
 from tests.contributing import write_files
 
 
@@ -59,7 +59,7 @@ def objective(config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     loss, metrics = policy_loss(logprobs, torch.zeros(1, 3), torch.tensor([[True, True, False]]), targets, config.train)
     loss.backward()
     assert logprobs.grad is not None
-    check_names({f"policy/{name}": 0.0 for name in metrics})
+    Tracker().log_metrics({f"policy/{name}": 0.0 for name in metrics})
     return logprobs.grad, metrics
 
 
