@@ -17,7 +17,7 @@ from slurm.access import check_access
 from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
-from specrl.checks.file_systems import shared_database
+from specrl.checks.file_systems import existing, shared_database
 from specrl.checks.gpu import cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError
 from specrl.data.formats.places import files_of
@@ -201,9 +201,7 @@ def check_algorithms(config: Config) -> list[str]:
 
 def check_disk(config: Config) -> list[str]:
     """Check that the runs folder can be written and has room for the run, or for what is missing of it."""
-    folder = config.runs_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing(config.runs_dir)
     if not os.access(folder, os.W_OK):
         return [f"runs_dir: {folder} cannot be written; --set runs_dir=FOLDER puts runs elsewhere"]
     occupied = size_of(config.run_dir) if config.run_dir.exists() else 0

@@ -20,16 +20,19 @@ SERVER = "tracking.uri = the address of an MLflow server (mlflow server --backen
 
 def file_system(path: Path) -> str:
     """The type of the file system on which a path lies or would be made, such as ext4; empty where nobody says."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    place, best = place.resolve(), ("", "")
+    place, best = existing(path).resolve(), ("", "")
     for line in MOUNTS.read_text().splitlines() if MOUNTS.exists() else ():
         fields, _, kind = line.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if place.is_relative_to(point) and len(point) >= len(best[0]):
             best = point, kind.split()[0]
     return best[1]
+
+
+def existing(path: Path) -> Path:
+    """A path or, where nothing is there yet, the innermost folder above it that is."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def is_shared(path: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from specrl.checks import Check
-from specrl.checks.file_systems import file_system, has_locks, is_shared
+from specrl.checks.file_systems import existing, file_system, has_locks, is_shared
 from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.data.rewards import sandbox
 
@@ -59,7 +59,7 @@ def check_memory() -> Check:
 
 def check_disk(runs_dir: Path) -> Check:
     """A full disk would stop a run half-way."""
-    folder = _existing(runs_dir)
+    folder = existing(runs_dir)
     if not os.access(folder, os.W_OK):
         return Check("disk", "fail", f"{folder} cannot be written", "--set runs_dir=FOLDER puts the runs elsewhere")
     free = shutil.disk_usage(folder).free / GIB
@@ -71,19 +71,12 @@ def check_disk(runs_dir: Path) -> Check:
 
 def check_locks(runs_dir: Path) -> Check:
     """Check that a flow can hold a run in the file system that the runs lie on."""
-    folder = _existing(runs_dir)
+    folder = existing(runs_dir)
     kind = file_system(folder) or "unknown"
     if not os.access(folder, os.W_OK) or has_locks(folder):
         return Check("file system", "ok", f"{kind}, which several hosts share" if is_shared(folder) else kind)
     fix = "mount it with flock, or --set runs_dir=FOLDER; else two flows can work on one run"
     return Check("file system", "fail", f"{kind} without locks", fix)
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def check_sandbox() -> Check:

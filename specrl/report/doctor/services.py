@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specrl.checks import Check
-from specrl.checks.file_systems import file_system, is_shared, prefect_home, shared_database
+from specrl.checks.file_systems import existing, file_system, is_shared, prefect_home, shared_database
 from specrl.processes import slurm_environment
 from specrl.tracking.store import why_silent
 
@@ -104,9 +104,7 @@ def check_prefect_home(runs_dir: Path) -> Check:
     if is_shared(home):
         found = f"{home} lies on {file_system(home)}, where several hosts damage its database"
         return Check("Prefect", "warn", found, "unset PREFECT_HOME, or name a folder of this machine")
-    folder = home
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing(home)
     if folder.is_dir() and os.access(folder, os.W_OK):
         return Check("Prefect", "ok", str(home))
     return Check("Prefect", "fail", f"{home} cannot be written", "export PREFECT_HOME=FOLDER with another folder")
