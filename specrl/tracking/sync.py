@@ -1,5 +1,4 @@
-"""Send what a run and its stages have logged to MLflow, and write it for TensorBoard: from the flow, `specrl sync`, and
-a thread of a stage.
+"""Send what a run and its stages have logged to MLflow: from the flow, `specrl sync`, and a thread of a stage.
 
 A file `sent-TRACKER.json` beside each log says what has arrived, so that every call sends what is missing and no more.
 What one log cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
@@ -7,7 +6,6 @@ What one log cannot send keeps no other waiting, and a file that cannot be uploa
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -21,7 +19,6 @@ from specrl.config import Config
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.sender import BATCH_METRICS, MlflowSender, RefusedError
 from specrl.tracking.store import connect, tracking_uri
-from specrl.tracking.tensorboard import EventFiles
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,6 @@ class Syncing:
 
     def __init__(self, config: Config, log: Log) -> None:
         self._config, self._sent = config, Sent(log)
-        self._event_files = EventFiles(config.run_dir, log)
         self._sender: MlflowSender | None = None
         self._retries = True
         """Whether what has been refused before is still to be tried again, which each `Syncing` does once."""
@@ -92,8 +88,6 @@ class Syncing:
             folder.mkdir(parents=True, exist_ok=True)
             # Two senders of one log would send everything twice: a job, and `specrl sync` at the same time.
             with FileLock(folder / LOCK_FILE, timeout=0):
-                with contextlib.suppress(OSError):  # a full disk, of which the tracker that fills the log warns
-                    self._event_files.write()
                 self._send_all()
         except Timeout:
             self._away(f"another process sends {self._sent.log.path}")

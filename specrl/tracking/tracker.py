@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from specrl.artifacts import write_text
 from specrl.metrics import find_metric
 from specrl.tracking.log import Log
+from specrl.tracking.tensorboard import EventFile
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Tracker:
     def __init__(self, log: Log | None = None, parent_id: str | None = None, max_model_gib: float = 0.0) -> None:
         """Log to `log`, or nowhere. `parent_id` is the pipeline's run; up to `max_model_gib`, models have weights."""
         self._log, self._parent_id, self._max_model_gib = log, parent_id, max_model_gib
+        self._events = None if log is None else EventFile(log)
         self._lost = 0
 
     def start(self, name: str, tags: Mapping[str, str]) -> None:
@@ -42,7 +45,11 @@ class Tracker:
         """Log metrics that `specrl.metrics` defines."""
         unknown = [name for name in metrics if find_metric(name) is None]
         assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
-        self._append("metrics", metrics={name: float(value) for name, value in metrics.items()}, step=step)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append("metrics", metrics=values, step=step)
+        if self._events is not None:
+            with suppress(OSError):  # a full disk, of which `_append` warns
+                self._events.write(values, step)
 
     def log_new_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log what a step has measured, at once, without what this start of the stage or an earlier one has logged.

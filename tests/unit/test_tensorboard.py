@@ -12,7 +12,6 @@ from tensorboardX.proto.event_pb2 import Event
 from specrl.config import Config
 from specrl.tracking.log import Log, Sent
 from specrl.tracking.sync import Syncing
-from specrl.tracking.tensorboard import EventFiles
 from specrl.tracking.tracker import Tracker
 
 
@@ -29,18 +28,13 @@ def scalars(folder: Path) -> list[tuple[str, int, float]]:
     return sorted(found, key=lambda metric: metric[1])
 
 
-def test_each_metric_is_written_once_however_often_and_from_how_many_processes(tmp_path: Path) -> None:
+def test_each_metric_is_written_once_in_a_file_of_the_process_that_logs_it(tmp_path: Path) -> None:
     log = Log(tmp_path / "stages" / "train-1")
-    tracker, files = Tracker(log, parent_id="parent"), EventFiles(tmp_path, log)
+    tracker = Tracker(log, parent_id="parent")
     tracker.start("train", {})
     tracker.log_metrics({"reward/mean": 0.25, "timing/step_s": 4.0}, step=3)
-    files.write()
     tracker.log_metrics({"reward/mean": math.inf}, step=4)
-    files.write()
-    files.write()
-    EventFiles(tmp_path, log).write()
-    tracker.log_metrics({"timing/step_s": 2.0}, step=5)
-    EventFiles(tmp_path, log).write()
+    Tracker(log, parent_id="parent").log_metrics({"timing/step_s": 2.0}, step=5)
     expected = [("reward/mean", 3, 0.25), ("timing/step_s", 3, 4.0), ("reward/mean", 4, math.inf)]
     assert scalars(tmp_path / "tensorboard" / "train-1") == [*expected, ("timing/step_s", 5, 2.0)]
     assert len(list((tmp_path / "tensorboard" / "train-1").iterdir())) == 2
