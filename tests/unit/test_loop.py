@@ -33,7 +33,8 @@ REPORTED: dict[str, float] = {"reward/mean": 0.5, "spec/acceptance_length": 2.0}
 
 
 def logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(entry.values["step"], dict(entry.values["metrics"])) for entry in Log(folder).entries()]
+    found = [entry.values for entry in Log(folder).entries() if entry.kind == "metrics"]
+    return [(values["step"], values["metrics"]) for values in found]
 
 
 def record_of(step: int, metrics: Mapping[str, float] = {"reward/mean": 0.5}, events: Sequence[str] = ()) -> StepRecord:
