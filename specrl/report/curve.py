@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import nan
 
 from specrl.artifacts import SetScore
-from specrl.report.plots import band_charts
+from specrl.report.plots import line_chart
 
 
 def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
@@ -34,7 +34,7 @@ def curve_rows(curve: Sequence[SetScore]) -> list[tuple[str, str]]:
 def curve_chart(curve: Sequence[SetScore]) -> str:
     """Draw the accuracy of each set over the RL steps, with its confidence interval as a band."""
     series = {
-        name: [(float(score.step), score.accuracy, *score.ci["accuracy"]) for score in scores]
+        name: [(score.step, score.accuracy, *score.ci["accuracy"]) for score in scores]
         for name, scores in by_set(curve).items()
     }
-    return band_charts(series, "RL step", "accuracy")
+    return line_chart(series, "RL step", "accuracy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +63,10 @@ def _rollout_charts(stages: Mapping[str, Path]) -> list[Chart]:
     steps, rewards, lengths = read_columns(stages["train"] / "rollouts")
     if not len(steps):
         return []
-    numbers = np.unique(steps)
-    means = [float(rewards[steps == number].mean()) for number in numbers]
+    means = [(float(step), float(rewards[steps == step].mean())) for step in np.unique(steps)]
     marks = {float(step): "; ".join(texts) for step, texts in changes_by_step(stages["train"]).items()}
     return [
-        Chart("Reward", line_chart([float(number) for number in numbers], means, "RL step", "mean reward", marks)),
+        Chart("Reward", line_chart({"": means}, "RL step", "mean reward", marks)),
         Chart("Response lengths", histogram(lengths.tolist(), 40, "response length, tokens", "responses")),
     ]
 
@@ -81,9 +81,8 @@ def _result_charts(found: Results) -> list[Chart]:
     if "train" in found.stages:
         charts += _bubble_charts(found.stages["train"] / "steps")
     if found.validate and found.validate.speed:
-        batches = [float(pair.batch) for pair in found.validate.speed]
-        speedups = [pair.speedup for pair in found.validate.speed]
-        line = line_chart(batches, speedups, "running batch", "tokens per second, of plain")
+        speedups = [(pair.batch, pair.speedup) for pair in found.validate.speed]
+        line = line_chart({"": speedups}, "running batch", "tokens per second, of plain")
         charts.append(Chart("Speculative against plain generation, matched pairs", line))
     return charts
 
@@ -101,10 +100,9 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
         )
         for index, name in shown.items()
     ]
-    metrics = [record["metrics"] for record in records]
-    shares = [row["bubble/used_s"] / row["bubble/idle_s"] if row["bubble/idle_s"] else 0.0 for row in metrics]
-    steps = [float(record["step"]) for record in records]
-    line = line_chart(steps, shares, "RL step", "seconds used, of seconds idle")
+    metrics = {record["step"]: record["metrics"] for record in records}
+    shares = [(step, row["bubble/used_s"] / (row["bubble/idle_s"] or math.inf)) for step, row in metrics.items()]
+    line = line_chart({"": shares}, "RL step", "seconds used, of seconds idle")
     return [*pictures, Chart("Waiting put to use", line)]
 
 

@@ -36,36 +36,31 @@ PIXELS_PER_INCH = 72
 
 
 def line_chart(
-    x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, marks: Mapping[float, str] | None = None
+    series: Mapping[str, Sequence[tuple[float, ...]]],
+    x_label: str,
+    y_label: str,
+    marks: Mapping[float, str] | None = None,
 ) -> str:
-    """Draw one line with a dot at each point, and a vertical line at each mark, with its words in the legend."""
+    """Draw a line for each name, and a vertical line at each mark, with its words in the legend; "" is not named.
+
+    Points are (x, y), or (x, y, low, high) with a band from low to high behind the line.
+    """
     marks = marks or {}
 
     def paint(axes: Any) -> None:
-        axes.plot(x, y, color=COLOURS[0], marker=MARKERS[0])
+        for index, (name, points) in enumerate(series.items()):
+            x, y, *band = zip(*points, strict=True)
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            if band:
+                axes.fill_between(x, *band, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(x, y, label=name, color=colour, marker=marker)
         for index, (place, words) in enumerate(marks.items()):
             axes.axvline(place, color="#888888", linestyle=MARK_STYLES[index % len(MARK_STYLES)], label=words)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        _begin_at_zero(axes)
-        axes.xaxis.get_major_locator().set_params(integer=all(value == int(value) for value in x))
+        axes.set(xlabel=x_label, ylabel=y_label, ylim=(min(0.0, axes.dataLim.y0), None))
+        whole = all(point[0] == int(point[0]) for points in series.values() for point in points)
+        axes.xaxis.get_major_locator().set_params(integer=whole)
 
-    return draw(paint, SIZE, names=list(marks.values()))
-
-
-def band_charts(series: Mapping[str, Sequence[tuple[float, float, float, float]]], x_label: str, y_label: str) -> str:
-    """Draw a line of (x, y, low, high) points for each name, with the band from low to high behind it."""
-
-    def paint(axes: Any) -> None:
-        for index, (name, points) in enumerate(series.items()):
-            x, y, low, high = zip(*points, strict=True)
-            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(x, y, label=name, color=colour, marker=marker)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        _begin_at_zero(axes)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-
-    return draw(paint, SIZE, names=list(series))
+    return draw(paint, SIZE, names=[*filter(None, series), *marks.values()])
 
 
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
@@ -139,7 +134,3 @@ def embedded(svg: str) -> str:
 
 def _title(text: str | None) -> str:
     return "" if text is None else f"<title>{escape(text)}</title>"
-
-
-def _begin_at_zero(axes: Any) -> None:
-    axes.set(ylim=(min(0.0, axes.dataLim.y0), None))

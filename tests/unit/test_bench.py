@@ -173,7 +173,7 @@ def test_every_kind_of_picture_is_xml_with_one_name_space() -> None:
     bubble = Bubble(0, 100.0, 101.0)
     charts = (
         gantt([RankTimeline(bubble, rank_spans(bubble, []))]),
-        line_chart([1, 4], [1.0, 2.0], "x", "y", {2.0: "a < b"}),
+        line_chart({"": [(1, 1.0), (4, 2.0)]}, "x", "y", {2.0: "a < b"}),
     )
     for svg in charts:
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"

@@ -8,7 +8,7 @@ from specrl.artifacts import write_text
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, table, write_results
 from specrl.projection.simulator.measured import GPUS
-from specrl.report.plots import band_charts
+from specrl.report.plots import line_chart
 
 HOW = """
 Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
@@ -103,5 +103,5 @@ def _curves(job: BenchJob, rows: Rows) -> list[str]:
     if not curves:
         return []
     picture = job.page.with_name(f"{job.page.stem}-accuracy.svg")
-    write_text(picture, band_charts(curves, "RL step", "accuracy"))
+    write_text(picture, line_chart(curves, "RL step", "accuracy"))
     return [f"![Accuracy on held-out prompts by RL step, with its 95 % intervals]({picture.name})"]
