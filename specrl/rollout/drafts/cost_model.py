@@ -62,7 +62,7 @@ class Acceptance:
         self.own_share = 0.0
         """The share of the requests of the present generation for which there is text of their own seed."""
         agreements = np.array([OWN_SEED, *SIZES, *SIZES])
-        self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), GUESSED_ACCEPTANCE)
+        self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
     def learn(self, counts: Counts) -> None:
         """Learn from the counters of a generation."""

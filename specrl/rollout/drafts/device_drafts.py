@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrl.rollout.drafts.text_index import (
+    CONTINUED,
     DRAFTERS,
     END,
     LONGEST,
@@ -26,7 +27,8 @@ from specrl.rollout.drafts.text_index import (
 )
 
 CANDIDATES = 4
-"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
+"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's, which text
+continues."""
 KINDS = NOTHING + 1
 FACTS = 5
 PROMPT, NUMBER, LIMIT, OWN_START, OWN_END = range(FACTS)
@@ -84,7 +86,7 @@ class DeviceDrafts:
         self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
-        """Whether there is a drafter, in iterations without its drafts too."""
+        """Whether a drafter might have drafts, in iterations without them too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -149,13 +151,15 @@ class DeviceDrafts:
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         if drafter is not None:
-            candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
+            candidates[:, -1] = self._continued(drafter, last, facts[:, PROMPT], length)
         # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
         # iteration before vLLM learns that it has ended: nothing is predicted for it.
         has_ended = (last[:, :1] == self.stop_tokens).any(1)
         room = torch.where(has_ended, 0, facts[:, LIMIT] - lengths - 1)
         candidates = torch.where(self._column < room[:, None, None], candidates, END)
-        kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
+        passes = 0 if drafter is None else drafter.shape[1]
+        is_continued = (candidates[:, -1:, passes:] != END).any(2)
+        kinds = torch.cat((found.kinds, torch.where(is_continued, CONTINUED, DRAFTERS)), 1)
         kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
         chosen = self.expected[max(length, 1)][kinds].argmax(1)
 
@@ -165,9 +169,17 @@ class DeviceDrafts:
         if self.offers(drafter):
             self.offered.index_add_(0, kind, (~has_ended).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
-        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int()
+        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int() + (kind == CONTINUED).int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)
+
+    def _continued(self, drafter: Tensor, last: Tensor, prompts: Tensor, length: int) -> Tensor:
+        passes = drafter.shape[1]
+        behind = torch.cat((drafter.flip(1), last), 1)[:, :LONGEST]
+        found = self.index.find_by_last(behind, prompts)
+        best = self.expected[max(length - passes, 1)][found.kinds].argmax(1, keepdim=True)
+        text = self.index.ahead(found.places.gather(1, best)[:, 0], self.k - passes)
+        return until_end(torch.cat((drafter, text), 1))
 
     def offers(self, drafter: Tensor | None) -> bool:
         """Whether an iteration counts in `Counts.offered`: a drafter that made no drafts might have had some."""
