@@ -180,7 +180,11 @@ _DEFINITIONS = (
     Metric("validate/differences_per_1000_tokens", "", "First tokens that speculation changes in sampled responses."),
     Metric("validate/greedy_differences_per_1000_tokens", "", "The same in greedy responses."),
     Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
-    Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
+    Metric(
+        "validate/cdf_noise",
+        "",
+        "Largest movement of a CDF step between two batches of plain decoding; 0 if no token differs.",
+    ),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric(
         "speedup/generation_estimate",
