@@ -183,7 +183,7 @@ _DEFINITIONS = (
     Metric(
         "validate/cdf_noise",
         "",
-        "Largest movement of a CDF step between two batches of plain decoding; 0 if no token differs.",
+        "Largest movement of a CDF step between batches of plain decoding, where tokens differ.",
     ),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric(
