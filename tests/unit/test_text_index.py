@@ -13,7 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
-from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, SOURCES, Text, TextIndex
+from specrl.rollout.drafts.text_index import (
+    ANY_PROMPT,
+    DRAFTERS,
+    END,
+    LONGEST,
+    NOTHING,
+    SOURCES,
+    STORED,
+    Text,
+    TextIndex,
+)
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
 from tests.text_drafting import Ask, Run, candidates, continued, follow, laid_out, last_tokens, own_text
 
@@ -111,9 +121,9 @@ def test_text_goes_on_behind_the_drafters_tokens(
 ) -> None:
     drafts = DeviceDrafts(1, K)
     drafts.index = TextIndex(texts)
-    worth = np.random.default_rng(seed).permutation(NOTHING).astype(float)
+    worth = np.random.default_rng(seed).permutation(NOTHING) / 100
     worth[DRAFTERS:] = 20
-    drafts.expect(np.tile(worth, (K + 1, 1)), recalls=True)
+    drafts.expect(np.outer(range(K + 1), worth), recalls=True)
     tokens = torch.tensor([[9, 9, *output]], dtype=torch.int32)
     asked = laid_out([(0, 1, 0, 8, 2, 2 + len(output), 99, 1)], tokens, drafts.index)
     wanted = continued(texts, output, Ask(0, 8), drafter, K, worth.tolist())
@@ -130,9 +140,19 @@ def test_recent_text_goes_on_behind_the_drafters_tokens_only_where_it_may_be_dra
     drafts.index = TextIndex([Text([5, 6, 7, 8, 9])])
     tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
     for recalls, draft in ((True, [6, 7, 8, 9, 5]), (False, [6, 7, 5, 5, 5])):
-        drafts.expect(np.ones((K + 1, NOTHING)), recalls)
+        drafts.expect(np.outer(range(K + 1), np.ones(NOTHING)), recalls)
         asked = laid_out([(0, 1, 0, 8, 2, 3, 60, 1)], tokens, drafts.index)
         assert drafts.choose(*asked, torch.tensor([[6, 7]]), K).tolist() == [draft]
+
+
+def test_what_text_behind_the_drafters_tokens_is_worth_counts_only_where_all_of_these_are_right() -> None:
+    drafts = DeviceDrafts(1, K)
+    expected = np.outer(range(K + 1), np.full(NOTHING, 0.5))
+    expected[:, DRAFTERS] = [0, 0.9, 1.5, 1.5, 1.5, 1.5]  # both of its tokens are right in six of ten drafts
+    drafts.expect(expected, recalls=True)
+    assert drafts.behind[K, 2, STORED] == pytest.approx(1.5 + 0.6 * 1.5)
+    assert drafts.behind[K, 2, NOTHING] == pytest.approx(1.5)
+    assert drafts.behind[2, 2, STORED] == pytest.approx(1.5)
 
 
 def test_no_other_text_goes_before_that_of_the_own_seed() -> None:

@@ -47,7 +47,7 @@ class TritonDrafts(DeviceDrafts):
         drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
-        decides = self.expected, max(length, 1)
+        decides = self.expected, self.behind, max(length, 1)
         noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter))
         chosen = self.sources, self.lengths, drafts, self.k
         stops = self.stop_tokens, len(self.stop_tokens)
@@ -123,6 +123,7 @@ def find_drafts(
     drafter_stride,
     passes,
     expected,
+    worth_behind,
     draft_length,
     made_at,
     predictions,
@@ -141,7 +142,7 @@ def find_drafts(
     """Find all candidates of a request, write them down to be compared, and choose one."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
-    facts += slot * FACTS
+    facts, drafter = facts + slot * FACTS, drafter + request * drafter_stride
     prompt = tl.load(facts)
     length, first = tl.load(lengths + slot).to(tl.int64), tl.load(prompt_lengths + slot).to(tl.int64)
     back = tl.arange(0, LONGEST)
@@ -154,10 +155,9 @@ def find_drafts(
     owner, first_kind = tl.where(candidate == 1, prompt, ANY_PROMPT), tl.where(candidate == 1, STORED, RECENT_TEXT)
     searched = keys, places, num_keys, key_steps, hashing, last_of_size
     found, kind = _by_last(*searched, last, owner, first_kind, none)
-    drafter += request * drafter_stride
-    worth = expected + tl.maximum(draft_length - passes, 1) * KINDS
-    response = all_tokens + slot * stride
-    after = _continuing(searched, owner, first_kind, drafter, passes, response, length, first, worth, none)
+    asked = drafter, passes, all_tokens + slot * stride, length, first
+    behind = worth_behind + (draft_length * (k + 1) + passes) * KINDS
+    after, worth_after = _continuing(searched, owner, first_kind, *asked, behind, none)
 
     is_drafters = candidate == CANDIDATES - 1
     found = tl.where(candidate == 0, own, tl.where(is_drafters, after - passes, found))
@@ -178,7 +178,8 @@ def find_drafts(
     tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
     kind = tl.where(is_drafters & (ends > passes), CONTINUED, kind)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
-    chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
+    worth = tl.where(kind == CONTINUED, worth_after, tl.load(expected + draft_length * KINDS + kind))
+    chosen = tl.argmax(worth, 0)
 
     tl.store(made_at + 2 * slot, tl.load(facts + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
@@ -206,7 +207,7 @@ def _own_place(text, facts, length, last, none):
 
 @triton.jit
 def _continuing(searched, owner, first_kind, drafter, passes, response, length, first, worth, none):
-    """The place of the text that goes on behind the drafter's tokens, which are searched for as if they had come."""
+    """The place of the text behind the drafter's tokens, searched for as if they had come, and what both are worth."""
     back, candidate = tl.arange(0, LONGEST), tl.arange(0, CANDIDATES)
     earlier = length - 1 - back + passes
     is_earlier = (back >= passes) & (earlier >= first)
@@ -214,8 +215,9 @@ def _continuing(searched, owner, first_kind, drafter, passes, response, length, 
     behind = tl.where(back < passes, behind, tl.load(response + earlier, mask=is_earlier, other=END).to(tl.int64))
     found, kind = _by_last(*searched, behind, owner, first_kind, none)
     is_text = (candidate > 0) & (candidate < CANDIDATES - 1)
-    best = tl.argmax(tl.where(is_text, tl.load(worth + kind), -3.0), 0)
-    return tl.where(passes > 0, tl.sum(tl.where(candidate == best, found, 0)), none)
+    worth = tl.where(is_text, tl.load(worth + kind), float("-inf"))
+    place = tl.sum(tl.where(candidate == tl.argmax(worth, 0), found, 0))
+    return tl.where(passes > 0, place, none), tl.max(worth, 0)
 
 
 @triton.jit
