@@ -18,7 +18,7 @@ from specrl.models.buckets import BUCKET_BYTES
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
-from specrl.projection.refit import Layout, vocabulary_bytes
+from specrl.projection.refit import vocabulary_bytes
 
 GIB = 2**30
 FP32 = 4
@@ -74,11 +74,6 @@ class Rank:
     def longest_micro_batch(self) -> int:
         # A sequence above the limit is a micro-batch by itself.
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
-
-    @property
-    def layout(self) -> Layout:
-        policy = self.config.policy
-        return Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel)
 
     @property
     def route_bytes(self) -> int:
@@ -145,9 +140,9 @@ class Rank:
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
-    count, layout = rank.policy_parameters, rank.layout
-    experts = f", EP {layout.expert_parallel}" if layout.expert_parallel > 1 else ""
-    shard = f"(TP {layout.tensor_parallel}, PP {layout.pipeline_parallel}{experts})"
+    count, policy = rank.policy_parameters, config.policy
+    experts = f", EP {policy.expert_parallel}" if policy.expert_parallel > 1 else ""
+    shard = f"(TP {policy.tensor_parallel}, PP {policy.pipeline_parallel}{experts})"
     items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters {shard} x {size} B")]
     if trainable:
         trained = rank.adapter_parameters or count
@@ -171,7 +166,8 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 def adapter_items(rank: Rank) -> list[MemoryItem]:
     """Count adapters and the sums with them, of one layer or all, and what the largest sum and its gradient take."""
-    shape, count, size, parts = rank.shape, rank.adapter_parameters, rank.dtype_bytes, rank.layout.tensor_parallel
+    shape, count, size = rank.shape, rank.adapter_parameters, rank.dtype_bytes
+    parts = rank.config.policy.tensor_parallel
     layers = 1 if rank.config.policy.recompute else rank.layers
     merged = (layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size) / parts
     return [
@@ -409,16 +405,16 @@ def refit_item(rank: Rank) -> MemoryItem:
     vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
     its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters.
     """
-    shape, layout, size = rank.shape, rank.layout, rank.dtype_bytes
-    vocabulary = vocabulary_bytes(shape, layout, size)
-    if max(layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel) == 1:
+    shape, policy, size = rank.shape, rank.config.policy, rank.dtype_bytes
+    vocabulary = vocabulary_bytes(shape, policy, size)
+    if max(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel) == 1:
         return _item("refit buffer", vocabulary, "tensors on their way", "refit")
     attention = shape.hidden_size * (shape.query_size + 2 * shape.kv_size)
     mlp = shape.expert_parameters_per_layer or 2 * shape.hidden_size * shape.intermediate_size
     module = max(attention, mlp) * size
     waiting = module + module / rank.config.engine.tensor_parallel + min(module, BUCKET_BYTES)
     how = f"tensors on their way, or a module of {module / GIB:.2f} GiB that the engine waits for"
-    return _item("refit buffer", max(vocabulary * (1 + 1 / layout.tensor_parallel), waiting), how, "refit")
+    return _item("refit buffer", max(vocabulary * (1 + 1 / policy.tensor_parallel), waiting), how, "refit")
 
 
 def policy_state_bytes(config: Config) -> int:

@@ -77,8 +77,8 @@ def _transfer(
 
 def _weights(rank: Rank) -> Iterator[Transfer]:
     """List gradients and new weights, of policy and drafter, and the policy's way into the engine."""
-    config, layout, size = rank.config, rank.layout, rank.dtype_bytes
-    tensor, expert, ranks = layout.tensor_parallel, layout.expert_parallel, config.resources_of("train").ranks
+    config, policy, size = rank.config, rank.config.policy, rank.dtype_bytes
+    tensor, expert, ranks = policy.tensor_parallel, policy.expert_parallel, config.resources_of("train").ranks
     for name, count, group, stride in (
         ("gradients and new weights", rank.adapter_parameters or rank.shared_parameters, rank.data_parallel, tensor),
         ("the same of experts", rank.expert_parameters, rank.expert_data_parallel, expert),
@@ -86,7 +86,7 @@ def _weights(rank: Rank) -> Iterator[Transfer]:
         how = f"{count / 1e9:.2f} G parameters x ({FP32} + {size}) B, {group} data-parallel ranks"
         received = config.train.updates_per_step * count * (FP32 + size) * (group - 1) / group
         yield _transfer(rank, name, received, how, group, stride)
-    cost, stages = refit_cost(rank.shape, layout, element_size=size), layout.pipeline_parallel
+    cost, stages = refit_cost(rank.shape, policy, element_size=size), policy.pipeline_parallel
     how, stride = f"{rank.shape.parameters / 1e9:.2f} G parameters x {size} B", tensor * rank.data_parallel
     parts, whole = f"{how}, in parts, of the other stages", f"{how}, made whole"
     yield _transfer(rank, "refit over pipeline stages", cost.stage_bytes, parts, stages, stride)
@@ -105,8 +105,8 @@ def _activations(rank: Rank) -> Iterator[Transfer]:
     repeats the forward pass. Experts get the tokens that chose them and send them back, in both passes. The engine has
     two all-reduces for each layer and computed token.
     """
-    shape, config, layout = rank.shape, rank.config, rank.layout
-    tensor, stages, experts = layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel
+    shape, config, policy = rank.shape, rank.config, rank.config.policy
+    tensor, stages, experts = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
     all_tokens = config.train.prompts_per_step * config.train.samples_per_prompt * MEAN_FILL * config.model.max_length
     tokens, numbers = all_tokens / rank.data_parallel, shape.hidden_size * rank.dtype_bytes
     passes, chosen = 3 if config.policy.recompute else 2, shape.experts_per_token / tensor

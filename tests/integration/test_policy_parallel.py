@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specrl.config import PolicyConfig
 from specrl.models.families import family_of_model, head_dim
 from specrl.models.shapes import ModelShape
-from specrl.projection.refit import Layout, refit_cost
+from specrl.projection.refit import refit_cost
 from tests.checkpoints import whole_state
 from tests.forks import run_module
 from tests.integration import policy_worker as worker
@@ -124,7 +125,8 @@ def check_traffic(rank: dict[str, Any], family: str, layout: tuple[int, int]) ->
         hf.tie_word_embeddings,
         max_positions=256,
     )
-    cost = refit_cost(shape, Layout(*layout), element_size=4, stage=rank["stage"])
+    policy = PolicyConfig(tensor_parallel=layout[0], pipeline_parallel=layout[1])
+    cost = refit_cost(shape, policy, element_size=4, stage=rank["stage"])
     found = rank["traffic"]
     assert (found["stage_bytes"], found["rank_bytes"]) == (cost.stage_bytes, cost.rank_bytes)
     assert found["peak_bytes"] <= 4 * shape.parameters_per_layer

@@ -10,19 +10,19 @@ import pytest
 import start_up_worker as worker
 from safetensors.torch import load_file
 
-from specrl.config import ModelConfig, TinyModelConfig
+from specrl.config import ModelConfig, PolicyConfig, TinyModelConfig
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.tiny import write_tiny_model
 from specrl.precision.recipe import Recipe, write_recipe
-from specrl.projection.refit import Layout, refit_cost
+from specrl.projection.refit import refit_cost
 
 TINY = TinyModelConfig(family="qwen3_moe", hidden_size=64, num_heads=4, num_kv_heads=2)
 MODEL = ModelConfig(source="tiny", dtype="float32", tiny=TINY)
-LAYOUT = Layout(**worker.LAYOUT)
+LAYOUT = PolicyConfig(**worker.LAYOUT)
 
 
-def rank_groups(ranks: int, layout: Layout) -> Iterator[tuple[int, ...]]:
+def rank_groups(ranks: int, layout: PolicyConfig) -> Iterator[tuple[int, ...]]:
     """Yield the ranks of each group that Megatron makes for rank 0, once for each purpose of ours.
 
     Ranks count through tensor-parallel ranks first, then through data-parallel ranks, then through stages.

@@ -9,7 +9,6 @@ from typing import get_args
 from specrl.config import Config, ConfigError
 from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape
-from specrl.projection.refit import Layout
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
 from specrl.projection.simulator.step import (
@@ -77,7 +76,7 @@ def model_of(
         workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
-        layout=Layout(policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel),
+        policy=policy,
     )
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from specrl.config import PolicyConfig
 from specrl.models.shapes import KNOWN_SHAPES
-from specrl.projection.refit import Layout
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import Speculation, StepModel, StepTime
@@ -51,7 +51,8 @@ def qwen3_8b(lengths: Lengths) -> StepModel:
 def qwen3_235b() -> StepModel:
     engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
     workload = Workload(256, 16, Lengths(3000, 0.8, 32768))
-    return StepModel(engine, 512, workload, logprob_passes=LOGPROB_PASSES, layout=Layout(4, 2, 32))
+    policy = PolicyConfig(tensor_parallel=4, pipeline_parallel=2, expert_parallel=32)
+    return StepModel(engine, 512, workload, logprob_passes=LOGPROB_PASSES, policy=policy)
 
 
 ZERO, THINK = qwen3_8b(Lengths(1950, 0.8, 8192)), qwen3_8b(Lengths(1750, 0.9, 12288))

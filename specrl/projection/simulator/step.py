@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from specrl.config import PolicyConfig
 from specrl.config.rollout import BubbleUse
-from specrl.projection.refit import Layout, refit_cost
+from specrl.projection.refit import refit_cost
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, simulate
 from specrl.projection.simulator.workload import Workload, dealt
@@ -57,7 +58,7 @@ class StepModel:
     workload: Workload
     most_running: int = 1024  # responses of an engine at once
     logprob_passes: int = 0  # of the trainer, forward, beside the update
-    layout: Layout = field(default_factory=Layout)  # of the trainer, for the refit
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
     other_s: float = 2.0  # for rewards, data and logging
     seed: int = 0
 
@@ -85,6 +86,6 @@ class StepModel:
         tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
         mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
         forward = 2 * shape.active_parameters * tokens / (self.gpus * hardware.bf16_flops * mfu)
-        cost = refit_cost(shape, self.layout)
+        cost = refit_cost(shape, self.policy)
         refit = cost.seconds(between_stages=hardware.network_bandwidth, inside=hardware.link_bandwidth)
         return self.logprob_passes * forward, 3 * forward, refit
