@@ -35,7 +35,9 @@ def read_pins(lock: Path) -> dict[str, str]:
 def check_packages(lock: Path) -> Check:
     """Compare the installed packages with their locked versions; local parts of versions (`+cpu`) do not count."""
     pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    installed = {canonicalize_name(package.metadata["Name"]): package.version for package in distributions()}
+    installed: dict[str, str] = {
+        canonicalize_name(package.metadata["Name"]): package.version for package in distributions()
+    }
     if missing := [name for name in pins if name not in installed]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
     other = [name for name, pin in pins.items() if installed[name].partition("+")[0] != pin.partition("+")[0]]
