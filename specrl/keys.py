@@ -143,16 +143,8 @@ def code_digest(package: Path) -> str:
 
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:
-    """The first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
-    return contents_digest({name: file_digest(path) for path, name in files})
-
-
-def contents_digest(contents: Mapping[str, str]) -> str:
-    """What `files_digest` does, given the digest of each file by its name."""
-    total = hashlib.sha256()
-    for name, content in sorted(contents.items()):
-        total.update(f"{name}\0{content}\n".encode())
-    return total.hexdigest()[:12]
+    """A digest of the (path, name) pairs' names and contents, in any order."""
+    return digest({name: file_digest(path) for path, name in files})
 
 
 def file_digest(path: Path) -> str:
