@@ -58,11 +58,7 @@ class StepParts:
     refit: RefitReport
 
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Everything that a step is judged by, under the names in `specrl.metrics`.
-
-        Args:
-            seconds: The wall times so far on this rank, by part.
-        """
+        """Everything that a step is judged by, with the wall times so far on this rank, by part."""
         rollouts = self.generated.rollouts
         rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()
         lengths = rollouts.response_lengths.tolist()
@@ -107,14 +103,9 @@ class StepRecord:
     def of(
         cls, step: int, parts: StepParts, others: Mapping[str, float], events: list[str], timer: Timer
     ) -> StepRecord:
-        """Assemble a step's record, with the times measured so far.
+        """Assemble a step's record with the times so far, and further metrics under their MLflow names.
 
-        Until `StepRecorder.finish` has gathered them, the parts of every rank after its generation are taken to be this
-        rank's.
-
-        Args:
-            others: Further metrics under their MLflow names.
-            events: See `StepRecord.events`.
+        Until `StepRecorder.finish` gathers them, what each rank did after its generation is taken to be this one's.
         """
         return cls(
             step=step,
@@ -267,11 +258,7 @@ def recorded_metrics(paths: Iterable[Path]) -> list[dict[str, float]]:
 
 
 def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[float]]:
-    """The wall times of the last steps that have a record, at most `number` of them, in seconds.
-
-    Returns:
-        The times of the steps without their validations, and those of the validations.
-    """
+    """The seconds of the last steps that have a record, without their validations, and those of the validations."""
     metrics = recorded_metrics(sorted(steps_dir.glob("step=*.json"))[-number:])
     validations = [float(values.get("timing/validation_s", 0.0)) for values in metrics]
     steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
