@@ -31,7 +31,7 @@ from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
-from specrl.lineage.record import newest_step
+from specrl.lineage.record import saved_steps
 from specrl.loop import Trainer
 from specrl.metrics import OF_PARTS
 from specrl.precision import native
@@ -94,7 +94,7 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
     changes = changes_by_step(context.stage_dir)
     words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
     tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
-    if newest_step(context.stage_dir) is not None:  # an earlier job has logged them
+    if saved_steps(context.stage_dir):  # an earlier job has logged them
         return
     for step, texts in changes.items():
         tracker.log_metrics({"settings/changes": len(texts)}, step)
