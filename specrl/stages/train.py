@@ -31,7 +31,6 @@ from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
-from specrl.lineage.record import saved_steps
 from specrl.loop import Trainer
 from specrl.metrics import OF_PARTS
 from specrl.precision import native
@@ -94,10 +93,6 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
     changes = changes_by_step(context.stage_dir)
     words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
     tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
-    if saved_steps(context.stage_dir):  # an earlier job has logged them
-        return
-    for step, texts in changes.items():
-        tracker.log_metrics({"settings/changes": len(texts)}, step)
 
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
