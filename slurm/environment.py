@@ -5,6 +5,7 @@ The code is a copy in the run's folder, so that editing sources does not change 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -54,9 +55,10 @@ def present_code() -> str:
 
 
 def snapshot_code(run_dir: Path) -> Path:
-    """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
+    """Copy the packages to `run_dir/code/DIGEST`, unless they are there, for the flow that holds the run."""
     target = run_dir / CODE_DIR / present_code()
-    if _is_whole(target):
+    with contextlib.suppress(DistrustError):
+        check_code(target, target.name)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".copying-", dir=target.parent))
@@ -68,20 +70,9 @@ def snapshot_code(run_dir: Path) -> Path:
             path.chmod(path.stat().st_mode & ~0o022)
         shutil.rmtree(target, ignore_errors=True)  # what is there has been changed, or is cut short
         temporary.rename(target)
-    except OSError:
-        if not _is_whole(target):  # else another flow was faster
-            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _is_whole(code: Path) -> bool:
-    try:
-        check_code(code, code.name)
-    except DistrustError:
-        return False
-    return True
 
 
 def _files(root: Path) -> Iterator[str]:
