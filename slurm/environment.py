@@ -21,7 +21,7 @@ from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, ConfigError, Resources
 from specrl.config.text import is_control
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import node_folder
+from specrl.processes import OF_CLUSTER, OF_RANKS, SLURMS, node_folder
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -44,6 +44,7 @@ FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
+OF_JOBS = (*SLURMS, "SLURMD_", "SUBMITIT_", "PREFECT_")  # how the variables of a job and of a flow begin
 ENVIRONMENT_FILE = "cluster.environment_file"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST_BYTES = 2**20
@@ -100,8 +101,9 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process that a job gets: all but Prefect's, such as its server's password."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    """The variables of this process that a job gets: not those of a job that this is, nor Prefect's password."""
+    own = {name for name in os.environ if name.startswith(OF_JOBS) or name in OF_RANKS}
+    return {name: value for name, value in os.environ.items() if name not in own or name in OF_CLUSTER}
 
 
 def prepare_rank(request: StageRequest, backend: Backend) -> None:

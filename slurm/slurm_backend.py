@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import submitit
-from submitit.core.utils import FailedJobError
-from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import (
     Failure,
@@ -37,20 +32,20 @@ from slurm.commands import (
     PRESENT_SECONDS,
     as_flags,
     ask,
+    batch_script,
     describe,
     forget,
     listed,
-    parameters,
-    python_command,
     sbatch_options,
 )
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
+from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
-from specrl.processes import OF_CLUSTER, port_of
+from specrl.processes import port_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +72,7 @@ REASONS: dict[str, Reason] = {
     "DEADLINE": "failed",
     "OUT_OF_MEMORY": "out of memory",
 }
+SUBMIT_SECONDS = 120  # how long sbatch may take, which itself tries again where Slurm is busy
 TRANSIENT = (
     "Socket timed out",
     "Unable to contact slurm controller",
@@ -88,19 +84,20 @@ TRANSIENT = (
     "Transport endpoint is not connected",
     "Slurm backup controller in standby mode",
     "Slurm temporarily unable to accept job",
+    f"took more than {SUBMIT_SECONDS} s",
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
+SUBMITTED = re.compile(r"job (\d+)")
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
 """What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
 NODE_SECONDS = 24 * 3600  # how long a node that has failed is left out
 RANK_COMMAND_SECONDS = 5  # how long a command may take for a rank, whose job may be about to end
-LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is written
 ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster: its nodes are this machine, and have no addresses
 
 
@@ -274,7 +271,7 @@ def _expected_start(config: Config, stage: StageName) -> str:
     try:
         said = ask("sbatch", "--test-only", *flags, "--wrap=true", seconds=RANK_COMMAND_SECONDS)
     except (JobError, SilentSchedulerError) as error:
-        return f"; {_reason(str(error))}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
+        return f"; {error}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
     at = STARTS_AT.search(said)
     return f"; expected start: {time.strftime('%Y-%m-%d %H:%M', time.localtime(int(at[1])))}" if at else ""
 
@@ -290,14 +287,13 @@ def _fits(request: StageRequest, without: list[str]) -> bool:
 
 
 def _sbatch(request: StageRequest, environment: dict[str, str], without: list[str]) -> str:
-    executor = _StageExecutor(request)
-    executor.update_parameters(**parameters(request, environment, without))
+    script = request.key.folder / "submission.sh"
+    write_text(script, batch_script(request, environment, without))
     forget()
     try:
-        with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-            return executor.start().job_id
-    except FailedJobError as error:
-        reason = _reason(str(error))
+        said = ask("sbatch", str(script), seconds=SUBMIT_SECONDS, environment=inherited())
+    except SilentSchedulerError as error:
+        reason = str(error).removeprefix("sbatch: ")
         if FULL in reason:
             raise FullQueueError(reason) from error
         if any(words in reason for words in TRANSIENT):
@@ -305,6 +301,9 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
         raise JobError(f"Slurm refuses the job: {reason}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
+    if (found := SUBMITTED.search(said)) is None:
+        raise SilentSchedulerError(f"sbatch does not say which job it has submitted: {said.strip()}")
+    return found[1]
 
 
 def failed_nodes(run_dir: Path) -> dict[str, str]:
@@ -324,37 +323,6 @@ def failed_nodes(run_dir: Path) -> dict[str, str]:
     return found
 
 
-class _StageExecutor(submitit.SlurmExecutor):
-    def __init__(self, request: StageRequest) -> None:
-        super().__init__(request.key.folder)
-        self.request = request
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        # In the names of logs % begins one of Slurm's patterns, and %% stands for one; submitit reads %t there as well.
-        text, folder = _make_sbatch_string(command, LOGS, **self.parameters), str(self.folder).replace("%", "%%")
-        for name in ("%j_0_log.out", "%j_%t_log.out"):
-            text = text.replace(f"{LOGS}/{name}", shlex.quote(f"{folder}/{name}"))
-        return text
-
-    def start(self) -> submitit.Job[None]:
-        """Submit the job, without the pickle that submitit would write for it."""
-        return self._submit_command(self._submitit_command_str)
-
-    @property
-    def _submitit_command_str(self) -> str:
-        command = python_command(self.request.context.config, self.request.context.stage)
-        return shlex.join([*command, *self.request.arguments])
-
-
-@contextlib.contextmanager
-def _outside_jobs() -> Iterator[None]:
-    """Hide the variables of the job in which the flow itself may run, and those of Prefect, but stay on the cluster."""
-    cluster = {name: os.environ[name] for name in OF_CLUSTER if name in os.environ}
-    with submitit.helpers.clean_env(extra_names=sorted(set(os.environ) - set(inherited()))):
-        os.environ.update(cluster)
-        yield
-
-
 def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> list[str]:
     try:
         lines = ask("sacct", "-nPX", *options, "-j", job_id, "-o", "State", seconds=seconds).splitlines()
@@ -365,8 +333,3 @@ def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> 
 
 def _write_record(key: JobKey, job_id: str) -> None:
     Record("slurm", job_id, None, "", time.time()).write(key.record_path)
-
-
-def _reason(text: str) -> str:
-    lines = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-1:]
-    return "; ".join(line.removeprefix("sbatch: error: ").strip() for line in lines)

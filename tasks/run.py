@@ -103,7 +103,7 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
     return folder
 
 
-_submitting = threading.Lock()  # while a job is looked for or submitted: submitit changes this process's environment
+_submitting = threading.Lock()  # while a job is looked for or submitted: who cancels all of a run's jobs waits for it
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
