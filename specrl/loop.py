@@ -23,7 +23,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import StepParts, StepRecord, StepRecorder, recent_seconds, recorded_metrics, step_path
+from specrl.step_record import StepParts, StepRecord, StepRecorder
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, TrainState, load_newest
@@ -113,7 +113,7 @@ class Trainer:
         if self.is_last(step):  # an earlier job was ended after its last step
             return step
         traces = self.recorder.steps_dir.parent / "traces"
-        self.lifetime.begin_steps(step, *recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
+        self.lifetime.begin_steps(step, *self.recorder.recent_seconds(RECENT_STEPS))
         while not self.is_last(step):
             self.lifetime.saved(self.checkpoints.seconds)
             validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
@@ -173,12 +173,12 @@ class Trainer:
         """Record an event where nothing has been learned for some steps."""
         if not self.ranks.is_first:
             return
-        folder, step = self.recorder.steps_dir, record.step
-        earlier = recorded_metrics(step_path(folder, number) for number in range(max(0, step - PATIENCE), step))
-        first = recorded_metrics([step_path(folder, 0)]) if step else [record.metrics]
-        for line in lost_signals([*earlier, record.metrics], first[0] if first else record.metrics, self.config):
+        step, past = record.step, self.recorder.metrics
+        earlier = [past[number] for number in range(step - PATIENCE, step) if number in past]
+        first = past[0] if step and 0 in past else record.metrics
+        for line in lost_signals([*earlier, record.metrics], first, self.config):
             logger.warning("%s", line)
-            record_event(folder.parent, SIGNAL, line, step)
+            record_event(self.recorder.steps_dir.parent, SIGNAL, line, step)
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
