@@ -25,7 +25,6 @@ from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
-OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")  # the options that submitit reads itself, and writes
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
 TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
@@ -124,16 +123,14 @@ def python_command(config: Config, stage: StageName) -> list[str]:
 def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
     """What submitit calls the options of sbatch and srun, for a job that leaves out some nodes."""
     config, stage = request.context.config, request.context.stage
-    options = sbatch_options(config, stage, without)
     # They follow `cluster.setup`, which may load modules that set the same variables.
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {
         "job_name": request.key.job_name,
-        **{name.replace("-", "_"): options[name] for name in OF_SUBMITIT},
         "setup": [*request.key.cluster.setup, *exports],
         "teardown": AGAIN,
         "srun_args": srun_options(config, stage),
-        "additional_parameters": {name: value for name, value in options.items() if name not in OF_SUBMITIT},
+        "additional_parameters": sbatch_options(config, stage, without),
         "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse
         "signal_delay_s": warning_seconds(request.resources),
         "stderr_to_stdout": True,
