@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -22,7 +21,6 @@ from slurm.backend import (
     JobError,
     JobKey,
     JobPlace,
-    Record,
     SilentSchedulerError,
     StageRequest,
     State,
@@ -177,13 +175,6 @@ class SlurmBackend:
         ids = [job.job_id for job in jobs if job.word not in SUCCEEDED | FAILED]
         if not ids:
             return None
-        record = Record.read(key.record_path)
-        if record is None or record.job_id != ids[0]:
-            try:
-                _write_record(key, ids[0])
-            except OSError as error:  # who only looks may not be able to write
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise
         return SlurmJob(ids[0], key.folder, attached=True, ask_seconds=key.cluster.ask_seconds)
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
@@ -194,7 +185,6 @@ class SlurmBackend:
         for node, how in failed.items():
             text = f"{node} is left out of job {job_id}: {how} in the last 24 hours"
             record_event(request.context.stage_dir, "node", text)
-        _write_record(request.key, job_id)
         return SlurmJob(job_id, request.key.folder, attached=False, ask_seconds=request.key.cluster.ask_seconds)
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -329,7 +319,3 @@ def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> 
     except SilentSchedulerError:
         return []
     return [line.split()[0] for line in lines if line.strip()]  # "CANCELLED by 1000" is one answer
-
-
-def _write_record(key: JobKey, job_id: str) -> None:
-    Record("slurm", job_id, None, "", time.time()).write(key.record_path)
