@@ -10,6 +10,7 @@ import typer
 from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from flows.origin import find_origin
+from slurm.access import restrict
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, finished, read_config
@@ -18,6 +19,7 @@ FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (f
 policy, a Hugging Face folder of a checkpoint's policy."""
 Format = Annotated[str, option(FORMS, "FORMAT", "--format")]
 To = Annotated[Path, option("The new folder; it must be empty if it exists.", "FOLDER", "--to")]
+PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will name it.", "NAME")]
 QUANTIZE = "Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
 Quantize = Annotated[str | None, option(QUANTIZE, "int8|fp8")]
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
@@ -29,6 +31,7 @@ def export(
     name: RunOrCheckpoint,
     form: Format,
     to: To,
+    policy: PolicyName = None,
     runs_dir: RunsDir = Path("runs"),
     quantize: Quantize = None,
 ) -> None:
@@ -41,9 +44,9 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to {to}: it exists and is not an empty folder")
     if form != POLICY:
-        _export_drafter(name, form, to, runs_dir, quantize)
-    elif quantize is not None:
-        raise ConfigError("--quantize is for drafters; leave it out with --format policy")
+        _export_drafter(name, form, to, policy, runs_dir, quantize)
+    elif policy is not None or quantize is not None:
+        raise ConfigError("--policy and --quantize are for drafters; leave them out with --format policy")
     else:
         _export_policy(name, to, runs_dir)
 
@@ -71,7 +74,7 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
     print(f"policy of {origin.start.run} after step {origin.start.step}: {to.absolute()}")
 
 
-def _export_drafter(name: str, form: str, to: Path, runs_dir: Path, quantize: str | None) -> None:
+def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path, quantize: str | None) -> None:
     run_dir = find_own_run(name, runs_dir)
     from specrl.export.card import CARD_FILE, ExportedDrafter, model_card
     from specrl.export.formats import find_format
@@ -86,14 +89,15 @@ def _export_drafter(name: str, form: str, to: Path, runs_dir: Path, quantize: st
     trained, validated = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
     if exported is None or trained is None or validated is None:
         raise ConfigError(f"run {run_dir.name} has not finished; specrl resume {run_dir.name} brings it to its end")
-    config = read_config(run_dir)
+    config, served = read_config(run_dir), policy or str(exported.policy_dir)
+    restrict(config.cluster)
     if exported.drafter_dir is None:
         raise ConfigError(f'run {run_dir.name} has no drafter: its speculation.method is "{config.speculation.method}"')
     if exported.drafter_dir == exported.policy_dir:
         raise ConfigError(
             f"run {run_dir.name} drafts with a layer of its policy, in whose folder it is: {exported.policy_dir}"
         )
-    drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, str(exported.policy_dir), config.speculation.k)
+    drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, served, config.speculation.k)
     try:
         if scheme is None:
             chosen.write(drafter, to)
