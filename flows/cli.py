@@ -17,6 +17,7 @@ from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from specrl.config import ConfigError
 from specrl.processes import name_user, reach_loopback
 from specrl.report.tables import printable
+from tasks.detached import EXIT_STOPPED
 
 app = typer.Typer(
     name="specrl",
@@ -41,7 +42,6 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the errors of a disk that is full, o
 RESUMABLE = ("run", "resume")  # the commands whose work `specrl resume` goes on with
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 
 

@@ -90,14 +90,22 @@ class PrefectServer:
         if self.process is None:
             return
         deadline = time.monotonic() + START_SECONDS
-        while not _answers(f"{self.url}/health"):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"Prefect's server did not start; see {self.log}")
+        while self.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                self._lock.release()
+                return
             time.sleep(0.1)
-        self._lock.release()
+        raise ServerError(f"Prefect's server did not start; see {self.log}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end()
+        if self.process is not None:
+            self._lock.release()
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            self.process.kill()
+            self.process.wait()
+            del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
         from httpx import TransportError  # by Prefect's client, which is slow to import
 
         if isinstance(error, TransportError):
@@ -105,18 +113,6 @@ class PrefectServer:
                 f"Prefect's server at {self.url} does not answer any more ({error}); what was submitted goes on, and "
                 "specrl resume RUN finds it"
             ) from error
-
-    def _end(self) -> None:
-        if self.process is None:
-            return
-        self._lock.release()
-        self.process.terminate()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
 
 
 def mark_crashed_flows(run_dir: Path) -> None:
@@ -151,13 +147,6 @@ def serve(port: int, parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
-
-
-def _answers(url: str) -> bool:
-    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError), directly.open(url, timeout=2) as response:
-        return bool(response.status == 200)
-    return False
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import JobError, SilentSchedulerError, StageRequest
 from slurm.supervisor import AGAIN_CODE, warning_seconds
@@ -24,10 +25,10 @@ from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
-OF_SUBMITIT = ("nodes", "ntasks-per-node", "time")  # the options that submitit reads itself, and writes
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
 TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
+LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
 COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
 PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
@@ -120,22 +121,31 @@ def python_command(config: Config, stage: StageName) -> list[str]:
 
 
 def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters of submitit's SlurmExecutor for a job that leaves out some nodes."""
+    """What submitit calls the options of sbatch and srun, for a job that leaves out some nodes."""
     config, stage = request.context.config, request.context.stage
-    options = sbatch_options(config, stage, without)
     # They follow `cluster.setup`, which may load modules that set the same variables.
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {
         "job_name": request.key.job_name,
-        **{name.replace("-", "_"): options[name] for name in OF_SUBMITIT},
         "setup": [*request.key.cluster.setup, *exports],
         "teardown": AGAIN,
         "srun_args": srun_options(config, stage),
-        "additional_parameters": {name: value for name, value in options.items() if name not in OF_SUBMITIT},
+        "additional_parameters": sbatch_options(config, stage, without),
         "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse
         "signal_delay_s": warning_seconds(request.resources),
         "stderr_to_stdout": True,
     }
+
+
+def batch_script(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> str:
+    """The script of a job, as submitit renders it."""
+    words = [*python_command(request.context.config, request.context.stage), *request.arguments]
+    text = _make_sbatch_string(shlex.join(words), LOGS, **parameters(request, environment, without))
+    # In the names of logs % begins one of Slurm's patterns, and %% stands for one; submitit reads %t there as well.
+    folder = str(request.key.folder).replace("%", "%%")
+    for name in ("%j_0_log.out", "%j_%t_log.out"):
+        text = text.replace(f"{LOGS}/{name}", shlex.quote(f"{folder}/{name}"))
+    return text
 
 
 def describe(config: Config, stage: StageName) -> str:
@@ -195,12 +205,11 @@ def _read(path: Path, max_age: float) -> str | None:
         return None
 
 
-def ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
-    """The output of a command of Slurm's, in a neutral environment; a SilentSchedulerError if it fails or is slow."""
+def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[str, str] | None = None) -> str:
+    """The output of a command of Slurm's, by default in a neutral environment; a SilentSchedulerError if it fails."""
+    variables = slurm_environment() if environment is None else environment
     try:
-        done = subprocess.run(
-            command, env=slurm_environment(), capture_output=True, text=True, timeout=seconds, check=False
-        )
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError as error:
         if command[0] == "sacct":
             raise SilentSchedulerError("no sacct") from error
@@ -208,6 +217,8 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     except subprocess.TimeoutExpired as error:
         raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
     if done.returncode:
-        said = done.stderr.strip().removeprefix(f"{command[0]}: error: ")
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if "error:" in line] or lines[-1:]
+        said = "; ".join(line.removeprefix(f"{command[0]}: error: ").strip() for line in errors)
         raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
     return done.stdout + (done.stderr if "--test-only" in command else "")  # where sbatch prints its answer

@@ -5,6 +5,7 @@ The code is a copy in the run's folder, so that editing sources does not change 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from specrl.checks.gpu import own_cuda_home
 from specrl.config import Config, ConfigError, Resources
 from specrl.config.text import is_control
 from specrl.lineage.record import CODE_DIR
-from specrl.processes import node_folder
+from specrl.processes import OF_CLUSTER, OF_RANKS, SLURMS, node_folder
 
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -43,6 +44,7 @@ FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
+OF_JOBS = (*SLURMS, "SLURMD_", "SUBMITIT_", "PREFECT_")  # how the variables of a job and of a flow begin
 ENVIRONMENT_FILE = "cluster.environment_file"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST_BYTES = 2**20
@@ -54,9 +56,10 @@ def present_code() -> str:
 
 
 def snapshot_code(run_dir: Path) -> Path:
-    """Copy the packages to `run_dir/code/DIGEST`, unless they are there already, and return that folder."""
+    """Copy the packages to `run_dir/code/DIGEST`, unless they are there, for the flow that holds the run."""
     target = run_dir / CODE_DIR / present_code()
-    if _is_whole(target):
+    with contextlib.suppress(DistrustError):
+        check_code(target, target.name)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".copying-", dir=target.parent))
@@ -68,20 +71,9 @@ def snapshot_code(run_dir: Path) -> Path:
             path.chmod(path.stat().st_mode & ~0o022)
         shutil.rmtree(target, ignore_errors=True)  # what is there has been changed, or is cut short
         temporary.rename(target)
-    except OSError:
-        if not _is_whole(target):  # else another flow was faster
-            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _is_whole(code: Path) -> bool:
-    try:
-        check_code(code, code.name)
-    except DistrustError:
-        return False
-    return True
 
 
 def _files(root: Path) -> Iterator[str]:
@@ -109,8 +101,9 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process that a job gets: all but Prefect's, such as its server's password."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    """The variables of this process that a job gets: not those of a job that this is, nor Prefect's password."""
+    own = {name for name in os.environ if name.startswith(OF_JOBS) or name in OF_RANKS}
+    return {name: value for name, value in os.environ.items() if name not in own or name in OF_CLUSTER}
 
 
 def prepare_rank(request: StageRequest, backend: Backend) -> None:

@@ -18,7 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import submitit
 from filelock import FileLock, Timeout
 
 from slurm.backend import Failure, JobError, JobKey, JobPlace, Record, StageRequest, State
@@ -242,7 +241,7 @@ class LocalBackend:
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
         devices = visible_devices(request)
         with contextlib.ExitStack() as unless_known:  # without a record, nobody who cancels the run would find the job
-            with interrupts_held(), submitit.helpers.clean_env():
+            with interrupts_held():
                 controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
                 unless_known.callback(_kill, controller.pid)  # an interrupt that was held comes as the block ends
             job = self._wait_for(controller, request)

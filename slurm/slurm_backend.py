@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import submitit
-from submitit.core.utils import FailedJobError
-from submitit.slurm.slurm import _make_sbatch_string
 
 from slurm.backend import (
     Failure,
@@ -27,7 +21,6 @@ from slurm.backend import (
     JobError,
     JobKey,
     JobPlace,
-    Record,
     SilentSchedulerError,
     StageRequest,
     State,
@@ -37,20 +30,20 @@ from slurm.commands import (
     PRESENT_SECONDS,
     as_flags,
     ask,
+    batch_script,
     describe,
     forget,
     listed,
-    parameters,
-    python_command,
     sbatch_options,
 )
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
+from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
-from specrl.processes import OF_CLUSTER, port_of
+from specrl.processes import port_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +70,7 @@ REASONS: dict[str, Reason] = {
     "DEADLINE": "failed",
     "OUT_OF_MEMORY": "out of memory",
 }
+SUBMIT_SECONDS = 120  # how long sbatch may take, which itself tries again where Slurm is busy
 TRANSIENT = (
     "Socket timed out",
     "Unable to contact slurm controller",
@@ -88,19 +82,20 @@ TRANSIENT = (
     "Transport endpoint is not connected",
     "Slurm backup controller in standby mode",
     "Slurm temporarily unable to accept job",
+    f"took more than {SUBMIT_SECONDS} s",
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
+SUBMITTED = re.compile(r"job (\d+)")
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
 """What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
 NODE_SECONDS = 24 * 3600  # how long a node that has failed is left out
 RANK_COMMAND_SECONDS = 5  # how long a command may take for a rank, whose job may be about to end
-LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is written
 ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster: its nodes are this machine, and have no addresses
 
 
@@ -180,13 +175,6 @@ class SlurmBackend:
         ids = [job.job_id for job in jobs if job.word not in SUCCEEDED | FAILED]
         if not ids:
             return None
-        record = Record.read(key.record_path)
-        if record is None or record.job_id != ids[0]:
-            try:
-                _write_record(key, ids[0])
-            except OSError as error:  # who only looks may not be able to write
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise
         return SlurmJob(ids[0], key.folder, attached=True, ask_seconds=key.cluster.ask_seconds)
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> SlurmJob:
@@ -197,7 +185,6 @@ class SlurmBackend:
         for node, how in failed.items():
             text = f"{node} is left out of job {job_id}: {how} in the last 24 hours"
             record_event(request.context.stage_dir, "node", text)
-        _write_record(request.key, job_id)
         return SlurmJob(job_id, request.key.folder, attached=False, ask_seconds=request.key.cluster.ask_seconds)
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -274,7 +261,7 @@ def _expected_start(config: Config, stage: StageName) -> str:
     try:
         said = ask("sbatch", "--test-only", *flags, "--wrap=true", seconds=RANK_COMMAND_SECONDS)
     except (JobError, SilentSchedulerError) as error:
-        return f"; {_reason(str(error))}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
+        return f"; {error}" if shutil.which("sbatch") else ""  # a dry run needs no Slurm
     at = STARTS_AT.search(said)
     return f"; expected start: {time.strftime('%Y-%m-%d %H:%M', time.localtime(int(at[1])))}" if at else ""
 
@@ -290,14 +277,13 @@ def _fits(request: StageRequest, without: list[str]) -> bool:
 
 
 def _sbatch(request: StageRequest, environment: dict[str, str], without: list[str]) -> str:
-    executor = _StageExecutor(request)
-    executor.update_parameters(**parameters(request, environment, without))
+    script = request.key.folder / "submission.sh"
+    write_text(script, batch_script(request, environment, without))
     forget()
     try:
-        with _outside_jobs(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
-            return executor.start().job_id
-    except FailedJobError as error:
-        reason = _reason(str(error))
+        said = ask("sbatch", str(script), seconds=SUBMIT_SECONDS, environment=inherited())
+    except SilentSchedulerError as error:
+        reason = str(error).removeprefix("sbatch: ")
         if FULL in reason:
             raise FullQueueError(reason) from error
         if any(words in reason for words in TRANSIENT):
@@ -305,6 +291,9 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
         raise JobError(f"Slurm refuses the job: {reason}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
+    if (found := SUBMITTED.search(said)) is None:
+        raise SilentSchedulerError(f"sbatch does not say which job it has submitted: {said.strip()}")
+    return found[1]
 
 
 def failed_nodes(run_dir: Path) -> dict[str, str]:
@@ -324,49 +313,9 @@ def failed_nodes(run_dir: Path) -> dict[str, str]:
     return found
 
 
-class _StageExecutor(submitit.SlurmExecutor):
-    def __init__(self, request: StageRequest) -> None:
-        super().__init__(request.key.folder)
-        self.request = request
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        # In the names of logs % begins one of Slurm's patterns, and %% stands for one; submitit reads %t there as well.
-        text, folder = _make_sbatch_string(command, LOGS, **self.parameters), str(self.folder).replace("%", "%%")
-        for name in ("%j_0_log.out", "%j_%t_log.out"):
-            text = text.replace(f"{LOGS}/{name}", shlex.quote(f"{folder}/{name}"))
-        return text
-
-    def start(self) -> submitit.Job[None]:
-        """Submit the job, without the pickle that submitit would write for it."""
-        return self._submit_command(self._submitit_command_str)
-
-    @property
-    def _submitit_command_str(self) -> str:
-        command = python_command(self.request.context.config, self.request.context.stage)
-        return shlex.join([*command, *self.request.arguments])
-
-
-@contextlib.contextmanager
-def _outside_jobs() -> Iterator[None]:
-    """Hide the variables of the job in which the flow itself may run, and those of Prefect, but stay on the cluster."""
-    cluster = {name: os.environ[name] for name in OF_CLUSTER if name in os.environ}
-    with submitit.helpers.clean_env(extra_names=sorted(set(os.environ) - set(inherited()))):
-        os.environ.update(cluster)
-        yield
-
-
 def _accounted(job_id: str, *options: str, seconds: float = COMMAND_SECONDS) -> list[str]:
     try:
         lines = ask("sacct", "-nPX", *options, "-j", job_id, "-o", "State", seconds=seconds).splitlines()
     except SilentSchedulerError:
         return []
     return [line.split()[0] for line in lines if line.strip()]  # "CANCELLED by 1000" is one answer
-
-
-def _write_record(key: JobKey, job_id: str) -> None:
-    Record("slurm", job_id, None, "", time.time()).write(key.record_path)
-
-
-def _reason(text: str) -> str:
-    lines = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-1:]
-    return "; ".join(line.removeprefix("sbatch: error: ").strip() for line in lines)

@@ -20,6 +20,7 @@ from slurm.backend import (
     Job,
     JobError,
     JobKey,
+    Record,
     SilentSchedulerError,
     StageRequest,
     StoppedError,
@@ -52,19 +53,27 @@ def attach_or_submit(context: StageContext, entry: str, code: Path, **variables:
     while True:
         try:
             if (job := find(request.key)) is not None:
-                return job
+                return _named(request.key, job)
             if request.result_path.exists():  # the job ended while it was looked for
                 return None
             context.stage_dir.mkdir(parents=True, exist_ok=True)
             request.key.folder.mkdir(parents=True, exist_ok=True)
             context.save(request.key.context_path)
             environment = {**job_environment(code, context.config), **variables}
-            return backend_of(request.key.cluster).submit(request, environment)
+            return _named(request.key, backend_of(request.key.cluster).submit(request, environment))
         except (SilentSchedulerError, OSError) as error:
             if isinstance(error, OSError) and not is_passing(error):
                 raise
             # The job may be queued all the same: it is looked for first.
             _wait_after(error, request, time.monotonic() - begun)
+
+
+def _named(key: JobKey, job: Job | None) -> Job | None:
+    """The job, which the run's folder names from now on; the controller of a local one has done that itself."""
+    record = Record.read(key.record_path)
+    if job is not None and (record is None or record.job_id != job.job_id):
+        Record(job.backend, job.job_id, None, "", time.time()).write(key.record_path)
+    return job
 
 
 def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None:

@@ -365,11 +365,7 @@ def append_line(path: Path, line: str, *, flush: bool = True) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The contents of a file of a run, which may be somebody else's.
-
-    Raises:
-        ValueError: It is a link, no file (such as a pipe, from which one would read for ever), or too large.
-    """
+    """The contents of a file of a run, which may be somebody else's; a ValueError for a link, a pipe or a huge one."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -419,11 +415,7 @@ ResultType = TypeVar("ResultType", bound=Artifact)
 
 
 def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
-    """The result of a finished stage.
-
-    Raises:
-        ValueError: The stage has not finished, or its result was written by another version of specrl.
-    """
+    """The result of a stage; a ValueError if it has not finished, or is of another version of specrl."""
     path = stage_dir / RESULT_FILE
     if not path.exists():
         raise ValueError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")

@@ -59,12 +59,12 @@ def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str],
     assert set(inputs) == set(INPUTS[stage]), f"{stage} reads {INPUTS[stage]}, got keys of {tuple(inputs)}"
     files = named_files(config, stage)
     places = {*data_places(config), *_model_places(config)} & files.keys()  # where a file lies does not count
-    settings = {key: value for key, value in flat_settings(config) if _reads(config, stage, key) and key not in places}
-    settings["first set"] = config.validate_.first_set if _reads(config, stage, "validate.sets") else None
+    settings = {key: value for key, value in flat_settings(config) if reads(config, stage, key) and key not in places}
+    settings["first set"] = config.validate_.first_set if reads(config, stage, "validate.sets") else None
     return f"{stage}-{digest([stage, dict(inputs), settings, files, code, start])}"
 
 
-def _reads(config: Config, stage: StageName, key: str) -> bool:
+def reads(config: Config, stage: StageName, key: str) -> bool:
     """Whether the result of a stage depends on a setting itself; of `source`, later stages read what `prepare` made."""
     section, _, name = key.partition(".")
     if key in ("model.source", "drafter.source") or key.startswith("model.tiny"):
@@ -107,10 +107,10 @@ def named_files(config: Config, stage: StageName | None = None) -> dict[str, str
     paths["environment.name"] = (import_source(config.environment.name or ""),)
     for name, chosen in config.validate_.sets.items():
         paths[f"validate.sets.{name}.reward"] = reward_sources(chosen.reward)
-    asked = {key: places for key, places in paths.items() if stage is None or _reads(config, stage, key)}
+    asked = {key: places for key, places in paths.items() if stage is None or reads(config, stage, key)}
     digests = {key: content for key, places in asked.items() if (content := _content(*places)) is not None}
     for key, source in _model_places(config).items():
-        if stage is None or _reads(config, stage, key):
+        if stage is None or reads(config, stage, key):
             found = model_fingerprint(source)
             digests |= {key: digest(found)} if isinstance(found, list) else {}
     return digests
@@ -143,16 +143,8 @@ def code_digest(package: Path) -> str:
 
 
 def files_digest(files: Iterable[tuple[Path, str]]) -> str:
-    """The first 12 hex digits of the SHA-256 over the (path, name) pairs' names and contents, in any order."""
-    return contents_digest({name: file_digest(path) for path, name in files})
-
-
-def contents_digest(contents: Mapping[str, str]) -> str:
-    """What `files_digest` does, given the digest of each file by its name."""
-    total = hashlib.sha256()
-    for name, content in sorted(contents.items()):
-        total.update(f"{name}\0{content}\n".encode())
-    return total.hexdigest()[:12]
+    """A digest of the (path, name) pairs' names and contents, in any order."""
+    return digest({name: file_digest(path) for path, name in files})
 
 
 def file_digest(path: Path) -> str:

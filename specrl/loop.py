@@ -23,7 +23,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit, RefitReport
 from specrl.schemas import Rollout
-from specrl.step_record import StepParts, StepRecord, StepRecorder, recent_seconds, recorded_metrics, step_path
+from specrl.step_record import StepParts, StepRecord, StepRecorder
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, TrainState, load_newest
@@ -67,12 +67,9 @@ class Trainer:
     """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
 
     def restore(self) -> int:
-        """Continue from the newest checkpoint, of this stage or of the one that it continues, or from the start.
+        """Continue from the newest checkpoint, or from the start, and return the first step to run.
 
-        What incomplete steps after the checkpoint have left behind is dropped.
-
-        Returns:
-            The first step to run.
+        The checkpoint is of this stage or of the one that it continues; what later steps have left is dropped.
         """
         with logs.phase("loading of the checkpoint"):
             found = self.checkpoints.restore(self.drafter)
@@ -95,12 +92,9 @@ class Trainer:
         return first_step
 
     def start_from(self, start: Continuation) -> Restored | None:
-        """Load policy, optimizer and drafter from the checkpoint of another stage.
+        """Load the checkpoint of another stage, and return what else it held if the steps go on counting from it.
 
-        Where steps count on and it is damaged, the newest whole one before it serves.
-
-        Returns:
-            What else it held, if the steps go on counting from it; None if they count from 0.
+        Where they do and it is damaged, the newest whole one before it serves.
         """
         found = load_newest(start.checkpoint_dirs, self.policy, self.drafter if start.has_drafter else None)
         if start.counts_on:
@@ -109,16 +103,9 @@ class Trainer:
         return None
 
     def run(self, first_step: int, progress: Progress) -> int:
-        """Run the steps from `first_step` on. After a kill, the next start redoes the steps since the last checkpoint.
+        """Run the steps from `first_step` on, and return the number of steps that the policy has been trained for.
 
-        Args:
-            first_step: The step that `restore` returned.
-
-        Returns:
-            The number of steps that the policy has been trained for: `train.num_steps`, unless training ended early.
-
-        Raises:
-            LeftJobError: The next step does not fit into the time left, or somebody wants the job to end.
+        A LeftJobError says that the next step does not fit into the time left, or that somebody wants the job to end.
         """
         with logs.phase("first refit"):
             self.refit_engine(version=first_step)
@@ -126,7 +113,7 @@ class Trainer:
         if self.is_last(step):  # an earlier job was ended after its last step
             return step
         traces = self.recorder.steps_dir.parent / "traces"
-        self.lifetime.begin_steps(step, *recent_seconds(self.recorder.steps_dir, RECENT_STEPS))
+        self.lifetime.begin_steps(step, *self.recorder.recent_seconds(RECENT_STEPS))
         while not self.is_last(step):
             self.lifetime.saved(self.checkpoints.seconds)
             validates = any(self.validation.is_due(version, last=self.is_last(version)) for version in (step, step + 1))
@@ -141,11 +128,7 @@ class Trainer:
         return step
 
     def leave(self, step: int, stop: Stop) -> NoReturn:
-        """Leave the job before this step, with a checkpoint from which another job begins with it.
-
-        Raises:
-            LeftJobError: Always.
-        """
+        """Leave the job before this step, by a LeftJobError, with a checkpoint from which another job begins."""
         logger.info("leaving before step %d: %s (%s)", step, stop.reason, stop.text)
         if step not in (self.lifetime.first_step, self.checkpoints.newest):
             self.save(step)
@@ -190,12 +173,12 @@ class Trainer:
         """Record an event where nothing has been learned for some steps."""
         if not self.ranks.is_first:
             return
-        folder, step = self.recorder.steps_dir, record.step
-        earlier = recorded_metrics(step_path(folder, number) for number in range(max(0, step - PATIENCE), step))
-        first = recorded_metrics([step_path(folder, 0)]) if step else [record.metrics]
-        for line in lost_signals([*earlier, record.metrics], first[0] if first else record.metrics, self.config):
+        step, past = record.step, self.recorder.metrics
+        earlier = [past[number] for number in range(step - PATIENCE, step) if number in past]
+        first = past[0] if step and 0 in past else record.metrics
+        for line in lost_signals([*earlier, record.metrics], first, self.config):
             logger.warning("%s", line)
-            record_event(folder.parent, SIGNAL, line, step)
+            record_event(self.recorder.steps_dir.parent, SIGNAL, line, step)
 
     def update_policy(self, step: int, rollouts: RolloutBatch) -> PolicyUpdate:
         """Train the policy on the step's rollouts, and record features for the drafter to learn from."""
@@ -222,8 +205,7 @@ class Trainer:
     def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
         """Load policy and drafter into the engine and check them.
 
-        The drafter is probed every `refit.probe_every` steps and before a checkpoint: `save` makes up for one that is
-        not foreseen.
+        The drafter is probed every so many steps and before a checkpoint; `save` makes up for one that is not foreseen.
         """
         probe = version % self.config.refit.probe_every == 0 or self.may_save(version)
         return self.refit.load(version, kv_scales, probe=probe)
@@ -238,10 +220,9 @@ class Trainer:
         return version % self.config.train.checkpoint_every == 0 or self.is_last(version)
 
     def validate(self, version: int, timer: Timer) -> bool:
-        """Let the engine, which holds policy version `version`, answer the held-out sets if that is due.
+        """Let the engine, which holds this version, answer the held-out sets if that is due.
 
-        Returns:
-            Whether it is the best version so far, and its checkpoint has not been begun yet.
+        The result is whether it is the best version so far, and its checkpoint has not been begun yet.
         """
         if not self.validation.is_due(version, last=self.is_last(version)):
             return False
@@ -259,11 +240,8 @@ class Trainer:
     def store(self, record: StepRecord, rollouts: list[Rollout], *, is_best: bool) -> None:
         """Write the rollouts of this rank and begin, when one is due, a checkpoint from which the next step can start.
 
-        One is due every `train.checkpoint_every` steps, after the last step, and for the best policy so far.
-
-        The record goes to disk and to MLflow before the checkpoint, with the times measured so far: after the
-        checkpoint nobody runs this step again, so a kill before the record is finished would leave the step without
-        any.
+        The record goes to disk and to MLflow before it, with the times so far: after the checkpoint nobody runs this
+        step again, and a kill before the record is finished would leave the step without any.
         """
         version = record.step + 1
         self.recorder.write_rollouts(record.step, rollouts)

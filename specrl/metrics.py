@@ -36,7 +36,6 @@ _DEFINITIONS = (
     Metric("timing/logprob_s", "s", "The log-prob passes of timing/policy_update_s: several updates, or a KL penalty."),
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
-    Metric("settings/changes", "", "Settings and changes of the code with which training went on from this step."),
     Metric(
         "timing/validation_s",
         "s",

@@ -41,6 +41,8 @@ SLURMS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL
 """How the variables begin by which users and jobs tell Slurm's commands what to do and what to print."""
 OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Those that say which Slurm it is, and who asks it."""
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables of a job's rank, which another job that is started from it must not take for its own."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""

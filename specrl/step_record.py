@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,11 +57,7 @@ class StepParts:
     refit: RefitReport
 
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Everything that a step is judged by, under the names in `specrl.metrics`.
-
-        Args:
-            seconds: The wall times so far on this rank, by part.
-        """
+        """Everything that a step is judged by, with the wall times so far on this rank, by part."""
         rollouts = self.generated.rollouts
         rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()
         lengths = rollouts.response_lengths.tolist()
@@ -106,14 +101,9 @@ class StepRecord:
     def of(
         cls, step: int, parts: StepParts, others: Mapping[str, float], events: list[str], timer: Timer
     ) -> StepRecord:
-        """Assemble a step's record, with the times measured so far.
+        """Assemble a step's record with the times so far, and further metrics under their MLflow names.
 
-        Until `StepRecorder.finish` has gathered them, the parts of every rank after its generation are taken to be this
-        rank's.
-
-        Args:
-            others: Further metrics under their MLflow names.
-            events: See `StepRecord.events`.
+        Until `StepRecorder.finish` gathers them, what each rank did after its generation is taken to be this one's.
         """
         return cls(
             step=step,
@@ -133,6 +123,8 @@ class StepRecorder:
     def __init__(self, ranks: Ranks, tracker: Tracker, rollouts_dir: Path, steps_dir: Path) -> None:
         self.rollouts_dir, self.steps_dir = rollouts_dir, steps_dir
         self._ranks, self._tracker = ranks, tracker
+        self.metrics: dict[int, dict[str, float]] = {}
+        """The metrics of this rank's steps and, on the first rank, of those with a record when the stage started."""
         self._background = ThreadPoolExecutor(1, "rollouts")
         self._merging: Future[None] | None = None
 
@@ -145,6 +137,7 @@ class StepRecorder:
             for path in self.rollouts_dir.glob(f"step=*/{MERGED}"):
                 merge_ranks(path.parent)
             drop_events(self.steps_dir.parent, OF_STEPS, first_step)
+            self.metrics = {record.step: record.metrics for record in read_steps(self.steps_dir)}
         self._ranks.barrier()
 
     def write_rollouts(self, step: int, rollouts: list[Rollout]) -> None:
@@ -153,8 +146,9 @@ class StepRecorder:
 
     def write(self, record: StepRecord) -> None:
         """Write the record and its picture on the first rank; a record of the same step is replaced."""
+        self.metrics[record.step] = record.metrics
         if self._ranks.is_first:
-            write_json(step_path(self.steps_dir, record.step), asdict(record))
+            write_json(self.steps_dir / f"step={record.step:06d}.json", asdict(record))
             write_text(self._picture(record.step), gantt(record.ranks))
 
     def log_early(self, record: StepRecord) -> None:
@@ -205,9 +199,15 @@ class StepRecorder:
         """The values of a metric in all records, each with the number of RL steps done then (collective)."""
         if metric is None:
             return []
-        records = read_steps(self.steps_dir) if self._ranks.is_first else []
-        found = [(record.step + 1, {metric: record.metrics[metric]}) for record in records if metric in record.metrics]
+        found = [(step + 1, {metric: values[metric]}) for step, values in self.metrics.items() if metric in values]
         return self._ranks.gather(found)[0]
+
+    def recent_seconds(self, number: int) -> tuple[list[float], list[float]]:
+        """The seconds of the last steps that this rank knows of, without their validations, and of the validations."""
+        metrics = [self.metrics[step] for step in sorted(self.metrics)[-number:]]
+        validations = [values.get("timing/validation_s", 0.0) for values in metrics]
+        steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
+        return steps, [seconds for seconds in validations if seconds]
 
     def _picture(self, step: int) -> Path:
         return self.steps_dir / f"step={step:06d}.svg"
@@ -239,28 +239,6 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
 def read_steps(steps_dir: Path) -> list[StepRecord]:
     """Read the records of all steps, in their order."""
     return [_RECORD.validate_json(path.read_bytes()) for path in sorted(steps_dir.glob("step=*.json"))]
-
-
-def step_path(steps_dir: Path, step: int) -> Path:
-    """The file of a step's record."""
-    return steps_dir / f"step={step:06d}.json"
-
-
-def recorded_metrics(paths: Iterable[Path]) -> list[dict[str, float]]:
-    """The metrics in those records that exist."""
-    return [json.loads(path.read_text())["metrics"] for path in paths if path.exists()]
-
-
-def recent_seconds(steps_dir: Path, number: int) -> tuple[list[float], list[float]]:
-    """The wall times of the last steps that have a record, at most `number` of them, in seconds.
-
-    Returns:
-        The times of the steps without their validations, and those of the validations.
-    """
-    metrics = recorded_metrics(sorted(steps_dir.glob("step=*.json"))[-number:])
-    validations = [float(values.get("timing/validation_s", 0.0)) for values in metrics]
-    steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
-    return steps, [seconds for seconds in validations if seconds]
 
 
 def mean_of(records: list[StepRecord], prefix: str) -> dict[str, float]:

@@ -27,14 +27,6 @@ from tasks.display import Reporter
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A stage that has finished."""
-
-    stage: StageName
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Run:
     """The run on which this flow works."""
 
@@ -72,11 +64,14 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
     return record
 
 
-def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None = None) -> Finished:
-    """Finish a stage: skip it if it has finished, or else attach to its job or submit one, and wait for the job."""
-    assert {done.stage for done in inputs} == set(INPUTS[stage])
+def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
+    """Finish a stage after those that it reads, and return its folder.
+
+    It is skipped if it has finished; or else this attaches to its job or submits one, and waits for the job.
+    """
     run_dir = run.config.run_dir
-    folder = run_dir / "stages" / run.record.stage_keys[stage]
+    folders = {name: run_dir / "stages" / key for name, key in run.record.stage_keys.items()}
+    folder = folders[stage]
     if stage == "train":  # its rollouts can be read while it runs
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         point_to(run_dir / "rollouts", folder / "rollouts")
@@ -88,7 +83,7 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
             stage=stage,
             key=folder.name,
             stage_dir=folder,
-            inputs={done.stage: done.folder for done in inputs},
+            inputs={name: folders[name] for name in INPUTS[stage]},
             mlflow_run_id=run.mlflow_run_id,
             continues=start and start.in_run(run_dir),
             device_bytes=device_bytes(run.config, stage),
@@ -105,10 +100,10 @@ def run_stage(run: Run, stage: StageName, *inputs: Finished, entry: str | None =
     seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
     submitted = Record.read(JobKey(run.config, folder.name).record_path)
     run.reporter.finished(stage, seconds, submitted.job_id if submitted else None, before=cached)
-    return Finished(stage, folder)
+    return folder
 
 
-_submitting = threading.Lock()  # while a job is looked for or submitted: submitit changes this process's environment
+_submitting = threading.Lock()  # while a job is looked for or submitted: who cancels all of a run's jobs waits for it
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
@@ -159,15 +154,10 @@ def forget_stop(run_dir: Path) -> None:
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
-def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
+def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
     """Cancel all jobs of a run, `say` what became of each, and let no thread of this process submit another one."""
+    config = readable_config(run_dir)
     write_text(run_dir / STOP_FILE, "")
     with _submitting:  # the job that another thread is submitting is among those that are cancelled
-        cancel_jobs(run_dir, say)
-
-
-def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run, as far as their schedulers can be told to, and `say` what became of each."""
-    config = readable_config(run_dir)
-    for key, job in live_jobs(config).items():
-        say(_cancel(job, run_dir / "stages" / key, config))
+        for key, job in live_jobs(config).items():
+            say(_cancel(job, run_dir / "stages" / key, config))

@@ -1,20 +1,21 @@
-"""One task for each stage, under the stage's name: it finishes the stage, whose inputs are other finished stages."""
+"""One task for each stage, under the stage's name: it finishes the stage after those that it reads."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from specrl.config import STAGES, StageName
-from tasks.run import Finished, Run, run_stage
+from tasks.run import Run, run_stage
 
 
 def _task_of(stage: StageName) -> Any:
     @task(name=stage, task_run_name=stage, cache_policy=NO_CACHE)
-    def finish(run: Run, *inputs: Finished) -> Finished:
-        return run_stage(run, stage, *inputs)
+    def finish(run: Run, *_inputs: Path) -> Path:  # by the inputs, Prefect draws which task follows which
+        return run_stage(run, stage)
 
     return finish
 

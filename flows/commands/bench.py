@@ -29,8 +29,7 @@ from specrl.bench.options import (
     numbers,
     whole_numbers,
 )
-from specrl.bench.subject import find_subject
-from specrl.config import Config, ConfigError
+from specrl.config import ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
@@ -60,45 +59,34 @@ Repeats = Annotated[int, option("Rounds; each measures everything once.", least=
 group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each writes a page with tables, and rows.")
 
 
-class Bench:
-    """A benchmark as it is asked for: what it measures, and where the results go."""
+def describe(name: str, run: str | None, runs_dir: Path, page: Path | None, sets: Sequence[str] = ()) -> BenchJob:
+    """Say what a benchmark measures and where its results go; one without a run keeps them in RUNS_DIR/bench."""
+    run_dir = find_own_run(run, runs_dir) if run is not None else None
+    if run_dir is None and sets:
+        raise ConfigError(f"--set {sets[0]}: bench {name} measures no run whose setting this could be")
+    folder = ((run_dir or runs_dir) / "bench").absolute()
+    page = (page or folder / f"{name}.md").absolute()
+    if is_run(page.parent):
+        raise ConfigError(
+            f"--page {page}: the rows lie beside the page, and could replace a file of the run; "
+            f"take {page.parent / 'bench' / page.name}"
+        )
+    return BenchJob(name, {}, shlex.join(["specrl", *sys.argv[1:]]), folder / name, page, run_dir, tuple(sets))
 
-    def __init__(self, name: str, run: str | None, runs_dir: Path, page: Path | None, sets: Sequence[str] = ()) -> None:
-        """Find the run; a benchmark without one keeps its results in RUNS_DIR/bench."""
-        self.name, self.changes = name, tuple(sets)
-        self.run_dir = find_own_run(run, runs_dir) if run is not None else None
-        if self.run_dir is None and sets:
-            raise ConfigError(f"--set {sets[0]}: bench {name} measures no run whose setting this could be")
-        self.folder = ((self.run_dir or runs_dir) / "bench").absolute()
-        self.page = (page or self.folder / f"{name}.md").absolute()
-        if is_run(self.page.parent):
-            raise ConfigError(
-                f"--page {page}: the rows lie beside the page, and could replace a file of the run; "
-                f"take {self.page.parent / 'bench' / self.page.name}"
-            )
 
-    @property
-    def config(self) -> Config:
-        """The configuration of the run, with the changes."""
-        assert self.run_dir is not None
-        return find_subject(self.run_dir, self.changes).config
+def measure(job: BenchJob, options: Any, label: str = "job", minutes: int | None = None) -> None:
+    """Run the benchmark here, wait for it, `minutes` at most, and report; a JobError if it failed."""
+    resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
+    run_here(replace(job, options=asdict(options)), resources, label, minutes)
+    report(job)
 
-    def job(self, options: Any) -> BenchJob:
-        """Describe the work of the benchmark's process."""
-        command, folder = shlex.join(["specrl", *sys.argv[1:]]), self.folder / self.name
-        return BenchJob(self.name, asdict(options), command, folder, self.page, self.run_dir, self.changes)
 
-    def measure(self, options: Any, label: str = "job", minutes: int | None = None) -> None:
-        """Run the benchmark here, wait for it, `minutes` at most, and report; a JobError if it failed."""
-        run_here(self.job(options), self.config.resources_of("validate") if self.run_dir else None, label, minutes)
-        self.report()
-
-    def report(self) -> None:
-        """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
-        print(f"page: {self.page}")
-        if self.run_dir is not None:
-            paths = (self.page, self.page.with_suffix(".json"))
-            log_to_run(self.config, {}, {f"bench/{self.name}/{path.name}": path.read_text() for path in paths})
+def report(job: BenchJob) -> None:
+    """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
+    print(f"page: {job.page}")
+    if job.run_dir is not None:
+        files = {f"bench/{job.name}/{path.name}": path.read_text() for path in (job.page, job.json_path)}
+        log_to_run(job.subject.config, {}, files)
 
 
 @group.command("run")
@@ -125,33 +113,33 @@ def bench_run(
     of_jobs = [text for text in overrides or [] if text.startswith(OF_JOBS)]
     if of_jobs and cluster is None:
         raise ConfigError(f"--set {of_jobs[0]} is for jobs: give --cluster, too")
-    bench = Bench("run", run, runs_dir, page, [text for text in overrides or [] if text not in of_jobs])
+    job = describe("run", run, runs_dir, page, [text for text in overrides or [] if text not in of_jobs])
     options = RunOptions(parse_cells(vary or [], cell or []), steps, warm_up, together, validate_every)
     if len(options.cells) < 2:
         raise ConfigError("bench run: nothing to compare; give --vary or --cell, such as --vary speculation.k=1,3,5")
-    configs = [config_of(bench.config, one, warm_up + steps, validate_every) for one in options.cells]
+    config = job.subject.config
+    configs = [config_of(config, one, warm_up + steps, validate_every) for one in options.cells]
     if cluster is None:
-        bench.measure(options)
+        measure(job, options)
     else:
         size = Size.of_two([one.resources_of("train") for one in configs])
         overrides = [f'stage_resources.bench.backend="{cluster}"', *of_jobs]
-        measure_apart(bench, options, size, overrides, 1 if cluster == "local" else at_once)
-    if not bench.changes:  # or else the speedups are not those of the run
-        rows = json.loads(bench.job(options).json_path.read_text())
-        log_to_run(bench.config, speedups(rows, options.cells, bench.config), {})
+        measure_apart(job, options, size, overrides, 1 if cluster == "local" else at_once)
+    if not job.changes:  # or else the speedups are not those of the run
+        log_to_run(config, speedups(json.loads(job.json_path.read_text()), options.cells, config), {})
 
 
-def measure_apart(bench: Bench, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:
+def measure_apart(job: BenchJob, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:
     """Measure each cell beside its baseline in a job of its own, and write one page; a JobError if some failed."""
     from specrl.bench.run.page import write_run_page  # imports Arrow, which the command line does without
 
-    folder, pairs = bench.folder / "cells", replace(options, together=2).groups
-    jobs = [(pair[-1].label, bench.job(replace(options, cells=pair))) for pair in pairs]
-    cells = [make_cell(label, job, folder, bench.config, size, overrides) for label, job in jobs]
-    failed = measure_cells(cells, bench.config, at_once)
+    folder, config = job.folder.parent / "cells", job.subject.config
+    pairs = {pair[-1].label: asdict(replace(options, cells=pair)) for pair in replace(options, together=2).groups}
+    cells = [make_cell(name, replace(job, options=of), folder, config, size, overrides) for name, of in pairs.items()]
+    failed = measure_cells(cells, config, at_once)
     if rows := join_rows(cells):
-        write_run_page(bench.job(options), rows, failed)
-        bench.report()
+        write_run_page(replace(job, options=asdict(options)), rows, failed)
+        report(job)
     if failed:
         reasons = "; ".join(f"{label}: {error}" for label, error in failed.items())
         raise JobError(f"{len(failed)} of {len(cells)} jobs of bench run failed: {reasons}")
@@ -173,7 +161,7 @@ def bench_rollouts(
 
     All of them run in turn, in every round on the same requests, compiled if the run's engine.compile says so.
     """
-    bench = Bench("rollouts", run, runs_dir, page, overrides or ())
+    job = describe("rollouts", run, runs_dir, page, overrides or ())
     drafting = tuple(name for name, row in METHODS.items() if row.drafts)
     options = RolloutOptions(
         methods=chosen(methods, "--methods", drafting),
@@ -182,8 +170,8 @@ def bench_rollouts(
         repeats=repeats,
         max_tokens=max_tokens,
     )
-    options.methods_of(bench.config)
-    bench.measure(options)
+    options.methods_of(job.subject.config)
+    measure(job, options)
 
 
 @group.command("drafter")
@@ -210,7 +198,7 @@ def bench_drafter(
     plain decoding, beside n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps,
     initialised on the task, on general instructions and not at all, each frozen and trained online.
     """
-    bench = Bench("drafter", run, runs_dir, page, overrides or ())
+    job = describe("drafter", run, runs_dir, page, overrides or ())
     options = DrafterOptions(
         model=model,
         drafters=tuple(Path(folder) for folder in drafter.split(",") if folder),
@@ -224,8 +212,8 @@ def bench_drafter(
         batches=whole_numbers(batches, "--batches"),
         repeats=repeats,
     )
-    options.check(bench.config if run else None)
-    bench.measure(options)
+    options.check(job.subject.config if run else None)
+    measure(job, options)
 
 
 def chosen_temperatures(text: str) -> tuple[float, ...]:
@@ -250,11 +238,11 @@ def bench_gpu(
     section that fails loses no other, and the same command goes on where an earlier one has ended. Without a GPU
     everything runs at small size.
     """
-    bench = Bench("gpu", None, runs_dir, page)
+    job = describe("gpu", None, runs_dir, page)
     failed = []
     for section in chosen(sections, "--sections", GPU_SECTIONS) or GPU_SECTIONS:
         try:
-            bench.measure(GpuOptions(section, short), section, SECTION_MINUTES)
+            measure(job, GpuOptions(section, short), section, SECTION_MINUTES)
         except JobError as error:
             failed.append(f"{section}: {error}")
     if failed:

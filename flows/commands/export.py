@@ -10,7 +10,6 @@ import typer
 from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from flows.origin import find_origin
-from slurm.access import restrict
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
 from specrl.report.results import find_stages, finished, read_config
@@ -90,7 +89,6 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     if exported is None or trained is None or validated is None:
         raise ConfigError(f"run {run_dir.name} has not finished; specrl resume {run_dir.name} brings it to its end")
     config, served = read_config(run_dir), policy or str(exported.policy_dir)
-    restrict(config.cluster)
     if exported.drafter_dir is None:
         raise ConfigError(f'run {run_dir.name} has no drafter: its speculation.method is "{config.speculation.method}"')
     if exported.drafter_dir == exported.policy_dir:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 ABOUT = "A run's name or folder, or a configuration file (.toml)."
 Subject = Annotated[str | None, typer.Argument(metavar="RUN|CONFIG", help=ABOUT)]
-ACCEPTED = "Shares of drafts accepted at position 1,2,...; by default a run's own."
-LENGTHS = "Response lengths: the median in tokens, and their logarithm's spread."
 
 
 def project(
@@ -27,8 +25,6 @@ def project(
     published: Annotated[bool, option("Simulate what others have published instead.", name="--published")] = False,
     hardware: Annotated[str | None, option("H100, H200 or GB200; by default by gpu_memory_gib.", "NAME")] = None,
     gpus: Annotated[int | None, option("By default as many as the train stage has ranks.", "NUMBER", least=1)] = None,
-    acceptance: Annotated[str | None, option(ACCEPTED, "RATES")] = None,
-    lengths: Annotated[str | None, option(LENGTHS, "MEDIAN,SPREAD")] = None,
     json_path: Annotated[Path | None, option("With --published: also write the rows here.", "FILE", "--json")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -41,7 +37,6 @@ def project(
     # These import numpy, which the help of other commands does not wait for.
     from specrl.projection.simulator.choices import ACCEPTANCE, hardware_of, model_of
     from specrl.projection.simulator.published import published_rows
-    from specrl.projection.simulator.workload import Lengths
     from specrl.report.projection import print_choices, print_published
 
     if published:
@@ -53,13 +48,8 @@ def project(
     if name is None:
         raise ConfigError("specrl project: name a run or a configuration file, or use --published")
     config, run = (load_config(Path(name)), None) if name.endswith(".toml") else _read(name, runs_dir)
-    rates = _numbers("--acceptance", acceptance, "0.8,0.7,0.6") if acceptance else list(run.acceptance if run else ())
-    if acceptance and sorted([1.0, *rates], reverse=True) != [1.0, *rates]:
-        raise ConfigError(f"--acceptance {acceptance}: allowed: falling numbers above 0 and at most 1")
-    median, spread = _numbers("--lengths", lengths, "2000,0.9", count=2) if lengths else (0.0, 0.0)
-    responses = Lengths(median, spread, config.sampling.max_response_tokens) if lengths else run
-    model = model_of(config, hardware_of(config, hardware), responses, gpus)
-    print_choices(name, model, rates or ACCEPTANCE, config.train.num_steps)
+    model = model_of(config, hardware_of(config, hardware), run, gpus)
+    print_choices(name, model, (run.acceptance if run else ()) or ACCEPTANCE, config.train.num_steps)
     if run is not None:
         print(f"measured: {run.generation_s:.1f} s of generation in a step, on the run's own machines")
 
@@ -75,13 +65,3 @@ def _read(name: str, runs_dir: Path) -> tuple[Config, MeasuredRun]:
         return read_config(run_dir), MeasuredRun.read(stages["train"] / "steps", stages["train"] / "rollouts")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _numbers(option: str, text: str, example: str, count: int | None = None) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0 or count not in (None, len(numbers)):
-        raise ConfigError(f"{option} {text}: allowed: positive numbers separated by commas, such as {example}")
-    return numbers

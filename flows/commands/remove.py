@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 
 from flows.commands.options import RunName, RunsDir
 from flows.folder import LOCK_FILE, find_own_run, only_flow, size_of
@@ -18,8 +17,6 @@ from slurm.submit import live_jobs
 from specrl.config import ConfigError
 from specrl.report.results import CONFIG_FILE, readable_config
 from specrl.report.tables import print_line, print_table
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def rm(
@@ -35,42 +32,39 @@ def rm(
     run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
-    console = Console(soft_wrap=True, highlight=False)
-    config = readable_config(run_dir)
+    try:
+        _remove_run(run_dir, ask=not yes)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be removed ({error.strerror}); what is left of the run can be removed by hand"
+        ) from error
+
+
+def _remove_run(run_dir: Path, *, ask: bool) -> None:
+    console, config = Console(soft_wrap=True, highlight=False), readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
         for job in live_jobs(config).values():
             raise ConfigError(
                 f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
             )
-        targets = _everything(run_dir)
-        _show(console, run_dir, targets)
+        # The lock is held until the rest is gone; what makes it a run comes last, after a kill too.
+        paths = sorted(run_dir.iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name))
+        sizes = {path: size_of(path) for path in paths if path.name != LOCK_FILE}
+        rows = [(path.name, decimal(size)) for path, size in sizes.items()]
+        rows.append(("all", decimal(sum(sizes.values()))))
+        print_table(console, f"To be removed from {run_dir}", ("what", ">size"), rows)
         print_line(
             console,
             "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
         )
-        if not yes and not sys.stdin.isatty():
+        if ask and not sys.stdin.isatty():
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
-        if not yes:
+        if ask:
             typer.confirm("Remove this?", abort=True)
-        freed = sum(size_of(target) for target in targets)
-        with _in_one_line():
-            for target in [*targets, run_dir / LOCK_FILE]:
-                remove(target)
-    with _in_one_line():
-        run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
-    print_line(console, f"removed {in_words(freed)}")
-
-
-def _everything(run_dir: Path) -> list[Path]:
-    """All but the lock, which is held until the rest is gone; what makes it a run comes last, after a kill too."""
-    found = (path for path in run_dir.iterdir() if path.name != LOCK_FILE)
-    return sorted(found, key=lambda path: (path.name == CONFIG_FILE, path.name))
-
-
-def _show(console: Console, run_dir: Path, targets: list[Path]) -> None:
-    rows = [(str(target.relative_to(run_dir)), in_words(size_of(target))) for target in targets]
-    rows.append(("all", in_words(sum(size_of(target) for target in targets))))
-    print_table(console, f"To be removed from {run_dir}", ("what", ">size"), rows)
+        for path in (*sizes, run_dir / LOCK_FILE):
+            remove(path)
+    run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
+    print_line(console, f"removed {decimal(sum(sizes.values()))}")
 
 
 def remove(path: Path) -> None:
@@ -79,21 +73,3 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
-
-
-@contextmanager
-def _in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be removed ({error.strerror}); what is left of the run can be removed by hand"
-        ) from error
-
-
-def in_words(size: float) -> str:
-    """A number of bytes in words, such as `1.5 GiB`."""
-    unit = 0
-    while size >= 1024 and unit < len(UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.1f} {UNITS[unit]}"

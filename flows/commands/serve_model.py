@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -46,18 +47,13 @@ def serve_model(
             print(f"vLLM answers at {server.url}/v1, {time.monotonic() - started:.0f} s after its start", flush=True)
             print(_acceptance(server, config, exported, prompts), flush=True)
             if not check:
-                _serve(server)
+                print("it serves until Ctrl-C", flush=True)
+                with suppress(KeyboardInterrupt):
+                    server.wait_until_it_ends()
+                print("the server has ended")
     except ServerEndedError as error:
         raise JobError(str(error)) from error
     log.unlink(missing_ok=True)
-
-
-def _serve(server: ModelServer) -> None:
-    print("it serves until Ctrl-C", flush=True)
-    try:
-        server.wait_until_it_ends()
-    except KeyboardInterrupt:
-        print("the server has ended")
 
 
 def _acceptance(server: ModelServer, config: Config, exported: ExportResult, count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -258,7 +258,11 @@ def watch(
     watcher, console = Watcher(run_dir, readable_config(run_dir)), Console(soft_wrap=True, highlight=False)
     view = watcher.look()
     if as_json:
-        _watch_json([view] if once else watcher.views())
+        said = ""
+        for now in [view] if once else watcher.views():
+            if (line := now.as_json()) != said:
+                print(line, flush=True)
+            said = line
     elif once or view.is_over:
         for title, columns, rows in _tables(view):
             print_table(console, title, columns, rows)
@@ -271,14 +275,6 @@ def watch(
             print_line(console, f"run {run_dir.name} goes on")
             return
         print_line(console, view.end)
-
-
-def _watch_json(views: Iterable[RunView]) -> None:
-    said = ""
-    for view in views:
-        if (line := view.as_json()) != said:
-            print(line, flush=True)
-        said = line
 
 
 def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:

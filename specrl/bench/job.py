@@ -19,12 +19,10 @@ from pydantic import TypeAdapter
 from specrl.artifacts import Artifact, write_json, write_result
 from specrl.bench.subject import Subject, find_subject
 from specrl.context import StageContext
-from specrl.processes import end_with_parent
+from specrl.processes import OF_RANKS, end_with_parent
 
 ENTRY = "specrl.bench.job:main"  # what a cluster's job calls
 JOB_FILE, PAGE_FILE = "job.json", "page.md"  # in its folder of results
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of the job's rank, which a benchmark must not take for those of its own ranks."""
 
 
 class BenchResult(Artifact):

@@ -10,13 +10,10 @@ from pathlib import Path
 
 from specrl.artifacts import CURVE_FOLDER, atomic_path
 from specrl.events import EVENTS_FILE, read_events, record_event
-from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, newest_step
+from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, saved_steps
 
 CARRIED_ON = ("mlflow_run_id", "refits.json")  # files that a continuation goes on writing, as copies
-
 ADOPTED = "adopted"  # the folder of the best checkpoint of the stages before a continuation. It is none to go on from
-
-
 CHANGES = ("settings", "code")  # the kinds of events that say what was changed while a run went on
 
 
@@ -41,7 +38,7 @@ def adopt_history(stage_dir: Path, start: Continuation) -> None:
     So are the scores of the policies that were validated, and the checkpoint of the best of them. The history of the
     run is then whole in the new folder, and the old one stays as it is.
     """
-    if not start.counts_on or newest_step(stage_dir) is not None:
+    if not start.counts_on or saved_steps(stage_dir):
         return
     for folder, last in {"steps": start.step - 1, "rollouts": start.step - 1, CURVE_FOLDER: start.step}.items():
         for source in sorted((start.stage_dir / folder).rglob("*")):

@@ -152,11 +152,6 @@ def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
     return {stage: keys[stage] for stage in STAGES if PLAIN_NAME.fullmatch(str(keys.get(stage, "")))}
 
 
-def newest_step(stage_dir: Path) -> int | None:
-    """The number of steps behind the newest complete checkpoint of a train stage, or None without any."""
-    return max(saved_steps(stage_dir), default=None)
-
-
 def newest_whole_step(stage_dir: Path, last: int | None = None) -> int | None:
     """The number of steps, at most `last`, behind the newest checkpoint of a train stage that seems whole, or None."""
     for step in reversed(saved_steps(stage_dir)):

@@ -17,12 +17,11 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError, StageName
 from specrl.config.base import Mark, Section
 from specrl.config.methods import METHODS
-from specrl.keys import INPUTS, SECTIONS, flat_settings, stage_key
+from specrl.keys import INPUTS, flat_settings, reads, stage_key
 from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
 IDENTITY = ("name", "runs_dir")  # where a run lies: a folder that is moved or renamed is still the same run
-SOURCE_KEYS = ("model.source", "model.tiny", "drafter.source")  # settings that only `prepare` reads
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,6 @@ class Change:
     key: str
     old: Any
     new: Any
-
-    @property
-    def section(self) -> str:
-        return self.key.partition(".")[0]
 
     @property
     def is_file(self) -> bool:
@@ -94,7 +89,6 @@ Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "r
 @dataclass(frozen=True)
 class StagePlan:
     stage: StageName
-    key: str
     action: Action
     reason: str
 
@@ -151,7 +145,7 @@ class Revision:
             inputs = {name: self._keys[name] for name in INPUTS[stage]}
             start = self._continues if stage == "train" else self._before.origin if stage == "prepare" else None
             self._keys[stage] = stage_key(self._new, stage, inputs, self._stage_code, start and start.content)
-        return StagePlan(stage, self._keys[stage], action, reason)
+        return StagePlan(stage, action, reason)
 
     def _decide(self, stage: StageName) -> tuple[Action, str]:
         relevant = self._relevant(stage)
@@ -173,10 +167,15 @@ class Revision:
 
     def _relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
-        found = [change for change in self.changes if _reaches(stage, change)]
-        before, after = (
-            stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in (self._old, self._new)
-        )
+        configs = self._old, self._new
+        # Only some methods take the drafter of `drafter.source`, which `prepare` writes.
+        also = "speculation.method" if stage == "prepare" else ""
+        found = [
+            change
+            for change in self.changes
+            if change.key == also or any(reads(config, stage, change.key) for config in configs)
+        ]
+        before, after = (stage_key(config, stage, {name: name for name in INPUTS[stage]}, "") for config in configs)
         return found if before != after else [change for change in found if change.is_file]
 
     def _decide_train(self, redone: list[StageName], relevant: list[Change]) -> tuple[Action, str]:
@@ -238,13 +237,3 @@ class Revision:
 
     def _folder(self, stage: StageName) -> Path:
         return self._run_dir / "stages" / self._before.stage_keys[stage]
-
-
-def _reaches(stage: StageName, change: Change) -> bool:
-    if change.key.startswith(SOURCE_KEYS):
-        return stage == "prepare"
-    if stage == "prepare" and change.key == "speculation.method":
-        return True  # only some methods take the drafter of `drafter.source`, which `prepare` writes
-    if stage == "train" and change.section == "validate":
-        return change.adjustable  # the settings of validation during training
-    return change.section in SECTIONS[stage]

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specrl.artifacts import atomic_path
+from specrl.artifacts import atomic_path, digest
 from specrl.distributed import Ranks
-from specrl.keys import contents_digest, file_digest
+from specrl.keys import file_digest
 from specrl.models.directory import read_model_config
 from specrl.models.families import Family, expert_shape_of_model, family_of, head_dim
 from specrl.precision.blocks import BLOCK
@@ -87,7 +87,7 @@ def policy_digest(policy_dir: Path, ranks: Ranks | None = None) -> str:
     rank, count = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
     own = {path.name: file_digest(path) for path in files[rank::count]}
     parts = ranks.gather(own) if ranks is not None else [own]
-    return contents_digest({name: digest for part in parts for name, digest in part.items()})
+    return digest({name: content for part in parts for name, content in part.items()})
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path) -> None:

@@ -63,7 +63,7 @@ def main(context: StageContext) -> None:
             if drafter_dir is not None and acceptance_length is not None:
                 publish(context, trained, result, drafter_dir)
                 tracker.log_metrics({"export/vllm_acceptance_length": acceptance_length})
-            register(context, trained, policy_dir, drafter_dir, acceptance_length, tracker)
+            register(context, trained, result, tracker)
             write_result(context.stage_dir, result.model_copy(update={"seconds": time.monotonic() - started}))
 
 
@@ -118,21 +118,15 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
             logger.warning("no drafter-speculators: %s", error)
 
 
-def register(
-    context: StageContext,
-    trained: TrainResult,
-    policy_dir: Path,
-    drafter_dir: Path | None,
-    acceptance_length: float | None,
-    tracker: Tracker,
-) -> None:
+def register(context: StageContext, trained: TrainResult, exported: ExportResult, tracker: Tracker) -> None:
     """Register the policy and its drafter as model versions, with what they come from.
 
     The best policy of the validations goes first, if it is another one: MLflow calls the newest version `latest`.
     """
     name, best = context.config.name, trained.best
     lineage = lineage_tags(context)
-    tags = {**lineage, "specrl.policy_version": str(trained.policy_step), "specrl.policy_dir": str(policy_dir)}
+    version, folder = str(trained.policy_step), str(exported.policy_dir)
+    tags = {**lineage, "specrl.policy_version": version, "specrl.policy_dir": folder}
     if best is None:
         tags[SCORE_TAG] = str(context.input("validate", ValidateResult).accuracy_after)
     elif best.step == trained.policy_step:
@@ -142,10 +136,10 @@ def register(
         tracker.register_model_version(f"{name}-policy", best.policy_dir, found, "best-policy")
         if best.drafter_dir is not None:
             tracker.register_model_version(f"{name}-drafter", best.drafter_dir, found, "best-drafter")
-    tracker.register_model_version(f"{name}-policy", policy_dir, tags)
-    if drafter_dir is not None:
-        tags |= {"specrl.acceptance_length": f"{acceptance_length:.3f}"}
-        tracker.register_model_version(f"{name}-drafter", drafter_dir, tags)
+    tracker.register_model_version(f"{name}-policy", exported.policy_dir, tags)
+    if exported.drafter_dir is not None:
+        tags |= {"specrl.acceptance_length": f"{exported.vllm_acceptance_length:.3f}"}
+        tracker.register_model_version(f"{name}-drafter", exported.drafter_dir, tags)
 
 
 def lineage_tags(context: StageContext) -> dict[str, str]:

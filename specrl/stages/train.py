@@ -20,7 +20,6 @@ from specrl.artifacts import (
     PretrainResult,
     TrainResult,
     write_result,
-    write_text,
 )
 from specrl.config import Config
 from specrl.context import StageContext
@@ -31,13 +30,11 @@ from specrl.distributed import Ranks
 from specrl.events import read_events, record_event
 from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
-from specrl.lineage.record import newest_step
 from specrl.loop import Trainer
 from specrl.metrics import OF_PARTS
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
-from specrl.report.curve import curve_chart
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -93,10 +90,6 @@ def log_start(context: StageContext, tracker: Tracker) -> None:
     changes = changes_by_step(context.stage_dir)
     words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
     tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
-    if newest_step(context.stage_dir) is not None:  # an earlier job has logged them
-        return
-    for step, texts in changes.items():
-        tracker.log_metrics({"settings/changes": len(texts)}, step)
 
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
@@ -209,8 +202,8 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
     return recipe, LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)
 
 
-BEST_FOLDER, CURVE_PICTURE = "best", "validation.svg"
-"""The best policy with its drafter, and the picture of the curve of validation, in the stage's folder."""
+BEST_FOLDER = "best"
+"""The best policy with its drafter, in the stage's folder."""
 
 
 def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker, seconds: float) -> None:
@@ -222,14 +215,17 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
         best = write_best(context, trainer, last)
     if not trainer.ranks.is_first:
         return
-    log_results(context, trainer, last, tracker)
+    reason = trainer.early_stop.reason
+    if reason is not None and all(event.text != reason for event in read_events(folder)):
+        record_event(folder, "early stop", reason, step=last)
+    tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
     taken = best if best is not None and context.config.train.final == "best" else None
     result = TrainResult(
         policy_dir=taken.policy_dir if taken else policy_dir,
         drafter_dir=taken.drafter_dir if taken else drafter_dir,
         policy_step=taken.step if taken else last,
         steps=len(records),
-        stopped_early=trainer.early_stop.reason,
+        stopped_early=reason,
         best=best,
         **sum_up(records),
         precision=precision_report(trainer),
@@ -285,16 +281,6 @@ def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float]
         trainer.engine.precision.restore(state.kv_scales)
         break
     return best
-
-
-def log_results(context: StageContext, trainer: Trainer, last: int, tracker: Tracker) -> None:
-    folder, reason = context.stage_dir, trainer.early_stop.reason
-    if reason is not None and all(event.text != reason for event in read_events(folder)):
-        record_event(folder, "early stop", reason, step=last)
-    if trainer.validation.curve:
-        write_text(folder / CURVE_PICTURE, curve_chart(trainer.validation.curve))
-        tracker.log_artifact(folder / CURVE_PICTURE)
-    tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
 
 
 def sum_up(records: list[StepRecord]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.lifetime import LeftJobError
 from specrl.lineage.history import begin_continuation
-from specrl.lineage.record import Continuation, newest_step
+from specrl.lineage.record import Continuation, saved_steps
 from specrl.loop import Trainer
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import KvScales, Recipe, write_recipe
@@ -94,8 +94,7 @@ def make_context(folder: Path, run: LoopRun) -> StageContext:
     start = None
     if run.continues:
         other = folder / run.continues / "train-toy"
-        step = newest_step(other)
-        assert step is not None
+        *_, step = saved_steps(other)
         start = Continuation(
             run=run.continues,
             key="train-toy",

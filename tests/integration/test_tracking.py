@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from flows.cli import invoke
 from flows.folder import write_config
 from flows.preflight import check_tracking
-from specrl.artifacts import BestPolicy, TrainResult
+from specrl.artifacts import BestPolicy, ExportResult, TrainResult
 from specrl.config import Config, DataConfig, ModelConfig, Resources, TrackingConfig
 from specrl.context import StageContext
 from specrl.distributed import Ranks
@@ -333,7 +333,10 @@ def test_the_best_policy_is_registered_beside_the_last_where_it_is_another_one(r
         refit_max_abs_logprob_diff=0,
     )
     with stage_run(context, FIRST) as tracker:
-        register(context, trained, folders["policy"], folders["drafter"], 1.5, tracker)
+        exported = ExportResult(
+            policy_dir=folders["policy"], drafter_dir=folders["drafter"], vllm_acceptance_length=1.5, seconds=0
+        )
+        register(context, trained, exported, tracker)
     client = client_of(config)
     for part in ("policy", "drafter"):
         found = {

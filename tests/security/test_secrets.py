@@ -15,8 +15,7 @@ from flows.cli import EXIT_USAGE, invoke
 from flows.folder import write_config
 from slurm.backend import JobError
 from slurm.commands import describe
-from slurm.environment import ROOT, job_environment, read_environment_file, snapshot_code
-from slurm.slurm_backend import _outside_jobs
+from slurm.environment import ROOT, inherited, job_environment, read_environment_file, snapshot_code
 from slurm.submit import attach_or_submit
 from slurm.watch import wait
 from specrl.artifacts import Artifact, write_result
@@ -304,7 +303,6 @@ def test_the_present_folder_is_importable_in_a_job_only_where_functions_are_name
 def test_prefects_password_does_not_go_to_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "specrl:password")
     monkeypatch.setenv("HOME_OF_MINE", "x")
-    with _outside_jobs():
-        assert "PREFECT_API_AUTH_STRING" not in os.environ
-        assert os.environ["HOME_OF_MINE"] == "x"
+    assert "PREFECT_API_AUTH_STRING" not in inherited()
+    assert inherited()["HOME_OF_MINE"] == "x"
     assert os.environ["PREFECT_API_AUTH_STRING"] == "specrl:password"

@@ -20,14 +20,14 @@ from specrl.config import StageName
 from specrl.context import StageContext
 from tasks.detached import EXIT_STOPPED, IN_JOB, run_flow
 from tasks.display import Reporter
-from tasks.run import Finished, Run, open_run, run_stage
+from tasks.run import Run, open_run, run_stage
 
 ENTRY = "tests.slurm.dummy_stage:main"
 
 
 @task(cache_policy=NO_CACHE, task_run_name="{stage}")
-def stage_task(run: Run, stage: StageName, *inputs: Finished) -> Finished:
-    return run_stage(run, stage, *inputs, entry=ENTRY)
+def stage_task(run: Run, stage: StageName, *inputs: Path) -> Path:
+    return run_stage(run, stage, entry=ENTRY)
 
 
 @flow(name="dummy", flow_run_name="{run_dir}", validate_parameters=False, on_cancellation=[cancel])

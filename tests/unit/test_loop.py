@@ -76,7 +76,7 @@ def test_a_boundary_knows_how_long_the_last_checkpoint_took_that_is_whole() -> N
     said: list[float] = []
     trainer = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(num_steps=2, trace_steps=())),
-        recorder=SimpleNamespace(steps_dir=Path("none")),
+        recorder=SimpleNamespace(steps_dir=Path("none"), recent_seconds=lambda _: ([], [])),
         refit_engine=lambda version: SimpleNamespace(timing=dict),
         is_last=lambda version: version == 2,
         ranks=ALONE,

@@ -30,7 +30,7 @@ from specrl.data.rewards.functions import make_rewards
 from specrl.distributed import Ranks
 from specrl.keys import run_keys
 from specrl.lineage.history import adopt_history, kept_checkpoints
-from specrl.lineage.record import Continuation, newest_step
+from specrl.lineage.record import Continuation, saved_steps
 from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
 from specrl.stages.validate import step_speedup
@@ -313,7 +313,7 @@ def test_a_continuation_has_the_curve_and_the_best_checkpoint_before_it(tmp_path
     adopt_history(second, continuation(first, 4))
     assert [score.step for score in read_curve(second)] == [0, 2, 4]
     assert list(kept_checkpoints(second)) == [2]
-    assert newest_step(second) is None  # it is no checkpoint to go on from
+    assert not saved_steps(second)  # it is no checkpoint to go on from
     write_json(second / "checkpoints" / "best.json", {"step": 2})
     write_json(second / "checkpoints" / "step=000008" / "manifest.json", {})
     adopt_history(third, continuation(second, 8))
