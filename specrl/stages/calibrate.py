@@ -67,14 +67,12 @@ def _write_results(context: StageContext, tracker: Tracker, found: Calibration, 
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):
         tracker.log_artifact(folder / file, "calibration")
-    errors = [row.relative_error for row in found.rows]
     tracker.log_metrics(
         {
             "calibration/kl_all_fp8": found.kl_all_fp8,
             "calibration/kl_chosen": found.kl_chosen,
             "calibration/num_bf16_layers": len(found.bf16_layers),
             "calibration/bf16_flop_fraction": found.bf16_flop_fraction,
-            "calibration/relative_error_mean": sum(errors) / len(errors),
             **({"calibration/kv_scale_max": max(found.kv_scales.k + found.kv_scales.v)} if found.kv_scales else {}),
         }
     )

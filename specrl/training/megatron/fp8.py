@@ -113,11 +113,6 @@ class EmulatedLinear:
         weight: Tensor = self.module.weight.detach()
         return weight if self.order is None else weight[self.order.to(weight.device)]
 
-    def whole_row(self, inputs: Tensor) -> Tensor:
-        """Gather the inputs [tokens, 1, in] of the whole row where the layer gets a part of it (collective)."""
-        has_part = isinstance(self.module, ColumnParallelLinear) and self.module.sequence_parallel
-        return gather_from_sequence_parallel_region(inputs, group=self.module.tp_group) if has_part else inputs
-
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         """The dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
         if not values.numel():  # an expert without tokens
