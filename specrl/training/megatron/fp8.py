@@ -61,8 +61,6 @@ class EmulatedLinear:
         self.num_forwards = 0
         self.num_backwards = 0
         self._plain: Any = module._forward_impl
-        self._source: Tensor | None = None
-        self._quantised: Tensor | None = None
 
     def __call__(
         self,
@@ -89,29 +87,13 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """The dequantised weight [out, in], recomputed when the weight has changed: once per optimizer update.
-
-        The weight itself is compared: Megatron's distributed optimizer writes it through a flat buffer, which neither
-        moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
-        """
+        """The weight's dequantised values [out, in]."""
         weight: Tensor = self.module.weight.detach()
-        if self._source is None or not torch.equal(weight, self._source):
-            self._source = weight.clone()
-            self._quantised = self.quantise_weight()
-        assert self._quantised is not None
-        return self._quantised
-
-    @torch.no_grad()
-    def quantise_weight(self) -> Tensor:
-        """Quantise the weight anew and return its dequantised values [out, in]."""
-        quantised = fake_quantise_rows(self._in_engine_order(), self.sizes, power_of_two=self.power_of_two)
         if self.order is None:
-            return quantised
-        return torch.empty_like(quantised).index_copy_(0, self.order.to(quantised.device), quantised)
-
-    def _in_engine_order(self) -> Tensor:
-        weight: Tensor = self.module.weight.detach()
-        return weight if self.order is None else weight[self.order.to(weight.device)]
+            return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
+        order = self.order.to(weight.device)
+        quantised = fake_quantise_rows(weight[order], self.sizes, power_of_two=self.power_of_two)
+        return torch.empty_like(quantised).index_copy_(0, order, quantised)
 
     def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
         """The dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
@@ -248,7 +230,7 @@ class LinearPrecision:
             linear.active = layer_of(name) in names
 
     def assert_quantised(self, *, trained: bool = False) -> None:
-        """Raise NotQuantisedError unless every layer that should has computed in FP8, with its present weight.
+        """Raise NotQuantisedError unless every layer that should has computed in FP8.
 
         Call it after a forward pass, with `trained` after a training step.
         """
@@ -267,5 +249,3 @@ class LinearPrecision:
                 raise NotQuantisedError(
                     f"{name} has run no {'backward' if linear.num_forwards else 'forward'} pass in FP8"
                 )
-            if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
-                raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")
