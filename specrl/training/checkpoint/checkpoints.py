@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Checkpoints:
             tensors=self._policy.tensor_shapes(),
             files=(),
             has_drafter=state.drafter is not None,
-            kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
+            kv_scales=state.kv_scales,
             adapter_scale=self._policy.lora.scale if self._policy.lora is not None else None,
         )
         self.newest = state.step
