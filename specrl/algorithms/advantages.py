@@ -61,8 +61,7 @@ def group_advantages(
 
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
     """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
-    members = _members(rewards, groups)
-    return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
+    return 1 - len(groups_with_signal(rewards, groups)) / len(set(groups)) if groups else 0.0
 
 
 def groups_with_signal(rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:
