@@ -158,7 +158,7 @@ class RolloutBatch:
 def overlong_penalties(lengths: NDArray[np.int64], longest: int, window: float) -> NDArray[np.float64]:
     """What is added to the rewards of responses near their length limit (DAPO, arXiv 2503.14476, equation 13).
 
-    It falls linearly from 0 to -1 over the last tokens before `longest`, of which `window` is the share; 0 punishes none.
+    It falls linearly from 0 to -1 over the last tokens before `longest`, the share `window` of that; 0 punishes none.
     """
     punished = max(1, round(window * longest))
     return np.clip((longest - punished - lengths) / punished, -1.0, 0.0) if window else np.zeros(len(lengths))

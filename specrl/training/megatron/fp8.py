@@ -165,29 +165,6 @@ def layer_of(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those in `exclude`; return them.
-
-    Raises ValueError for Transformer Engine's layers, which have native FP8, and for names that the model does not
-    have.
-    """
-    unknown = sorted(set(exclude) - set(layer_names(model.family, model.config.num_layers)))
-    if unknown:
-        raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
-    installed = {}
-    for name, (linear, module) in linear_layers(model).items():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            raise ValueError(
-                f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers; "
-                'set precision.training = "bf16"'
-            )
-        if layer_of(name) not in exclude:
-            rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
-            installed[name] = EmulatedLinear(name, module, *rows, power_of_two=power_of_two)
-            module._forward_impl = installed[name]
-    return installed
-
-
 class LinearPrecision:
     """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
 
@@ -213,16 +190,33 @@ class LinearPrecision:
             return "native"
         return "emulated" if self.linears else "off"
 
-    def attach(self, model: torch.nn.Module) -> None:
+    def attach(self, model: Any) -> None:
+        """Take over the linear layers of a `PolicyModel`.
+
+        Raises ValueError for names that the model does not have, and for layers that cannot be emulated.
+        """
         assert self._expected is None, "a LinearPrecision belongs to one policy"
-        layers = {name: module for name, (_, module) in linear_layers(model).items()}
+        if unknown := sorted(self.bf16_layers - set(layer_names(model.family, model.config.num_layers))):
+            raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
+        layers = linear_layers(model)
         kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)
         self._expected = frozenset(layers) - kept
         if self.is_native:
-            self._native = layers
-            native.keep_in_bf16(layers, kept)
+            self._native = {name: module for name, (_, module) in layers.items()}
+            native.keep_in_bf16(self._native, kept)
             return
-        self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
+        for name, (linear, module) in layers.items():
+            if name in kept:
+                continue
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                raise ValueError(
+                    f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear "
+                    'layers; set precision.training = "bf16"'
+                )
+            rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
+            module._forward_impl = self.linears[name] = EmulatedLinear(
+                name, module, *rows, power_of_two=self.power_of_two
+            )
 
     def set_fp8(self, names: Collection[str]) -> None:
         """Let exactly these layers compute in emulated FP8; names of layers that other ranks hold are ignored here."""
