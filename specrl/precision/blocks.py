@@ -20,27 +20,31 @@ SQUARE = (BLOCK, BLOCK)
 MIN_AMAX = 2.0**-100  # so that blocks of zeros do not divide by zero
 
 
-def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Round a matrix to e4m3, with scales float32 [row blocks, column blocks]; their product approximates it."""
-    rounded, scales = _rounded(values, block, power_of_two)
+    rounded, scales = _rounded(values, block)
     return _as_matrix(rounded, values), scales[:, 0, :, 0]
 
 
-def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Tensor:
+def fake_quantise(values: Tensor, block: tuple[int, int]) -> Tensor:
     """The product of what `quantise` returns, in the type of `values`."""
-    rounded, scales = _rounded(values, block, power_of_two)
+    if not values.numel():  # an expert without tokens
+        return values
+    rounded, scales = _rounded(values, block)
     return _as_matrix(rounded.float().mul_(scales), values).to(values.dtype)
 
 
-def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
+def fake_quantise_rows(weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """`fake_quantise` of a weight in which matrices of these rows are stacked; blocks begin anew at each."""
-    parts = torch.split(weight, list(sizes))
-    return torch.cat([fake_quantise(part, SQUARE, power_of_two=power_of_two) for part in parts])
+    return torch.cat([fake_quantise(part, SQUARE) for part in torch.split(weight, list(sizes))])
 
 
-def _rounded(values: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _rounded(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     blocks = _blocks(values, block)
-    scales = _scales(blocks, power_of_two)
+    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
+    # by a tensor avoids this.
+    largest = blocks.new_full((), E4M3_MAX)
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=MIN_AMAX).div_(largest)
     return blocks.div_(scales).to(torch.float8_e4m3fn), scales
 
 
@@ -55,14 +59,3 @@ def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
     if below or right:
         copy = F.pad(copy, (0, right, 0, below))
     return copy.view((rows + below) // block[0], block[0], (columns + right) // block[1], block[1])
-
-
-def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
-    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
-    # by a tensor avoids this.
-    largest = blocks.new_full((), E4M3_MAX)
-    scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=MIN_AMAX).div_(largest)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
-    return scales

@@ -30,7 +30,7 @@ def main(context: StageContext) -> None:
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
     with stage_rank(context) as (ranks, tracker, progress):
-        switch = LinearPrecision(emulates=True, power_of_two=config.precision.scales == "power_of_two")
+        switch = LinearPrecision(emulates=True)
         with logs.phase("loading of the policy"):
             policy = Policy(
                 policy_dir,
@@ -57,7 +57,7 @@ def main(context: StageContext) -> None:
                 always_bf16=edges,
             )
         if ranks.is_first:
-            recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
+            recipe = recipe_from(found, policy.family, num_layers)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir)
             _write_results(context, tracker, found, started)
 

@@ -292,7 +292,7 @@ def test_a_recipe_belongs_to_one_model(
 ) -> None:
     found, _, _ = calibrated
     path = tmp_path / "scales.json"
-    recipe = recipe_from(found, LLAMA, 4, power_of_two=False)
+    recipe = recipe_from(found, LLAMA, 4)
     write_recipe(path, recipe, model_dir)
     assert load_recipe(path, model_dir, ranks) == recipe
 

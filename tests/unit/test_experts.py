@@ -196,7 +196,7 @@ def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, r
     assert all(row.kl_alone > 0 for row in found.rows)
     linears = switch.linears.items()
     assert {layer_of(name) for name, linear in linears if linear.active} == set(layer_names(family, 6))
-    recipe = recipe_from(found, family, 6, power_of_two=False)
+    recipe = recipe_from(found, family, 6)
     write_recipe(tmp_path / "scales.json", recipe, policy_dir)
     assert load_recipe(tmp_path / "scales.json", policy_dir, ranks) == recipe
     assert "model.layers.3.mlp.experts" in recipe.engine_layers

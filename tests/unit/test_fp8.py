@@ -64,19 +64,18 @@ def spread(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float3
     st.integers(1, 300),
     st.integers(1, 700),
     st.sampled_from(BLOCKS),
-    st.booleans(),
     st.sampled_from(["bfloat16", "float32"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_dequantised_values_are_those_of_the_quantised_ones_and_their_scales(
-    rows: int, columns: int, block: tuple[int, int], power_of_two: bool, dtype: str
+    rows: int, columns: int, block: tuple[int, int], dtype: str
 ) -> None:
     values = spread(rows, columns, rows * 1000 + columns, getattr(torch, dtype))
-    quantised, scales = quantise(values, block, power_of_two=power_of_two)
+    quantised, scales = quantise(values, block)
     assert quantised.dtype == torch.float8_e4m3fn
     assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
     expected = dequantise(quantised, scales, block, values.dtype)
-    assert torch.equal(fake_quantise(values, block, power_of_two=power_of_two), expected)
+    assert torch.equal(fake_quantise(values, block), expected)
 
 
 def test_every_e4m3_value_and_every_tie_rounds_as_the_cast_does() -> None:
@@ -103,14 +102,6 @@ def test_normal_values_keep_their_relative_error() -> None:
     normal = values.abs() > block_amax(values, ALONG_ROWS).max() * 2.0**-6 / E4M3_MAX
     error = (fake_quantise(values, ALONG_ROWS) - values).abs() / values.abs()
     assert float(error[normal].max()) <= E4M3_EPSILON * (1 + 1e-5)
-
-
-def test_power_of_two_scales_are_powers_of_two_that_do_not_overflow() -> None:
-    values = spread(130, 300, seed=3)
-    _, scales = quantise(values, ALONG_ROWS, power_of_two=True)
-    assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
-    ratio = block_amax(values, ALONG_ROWS) / scales
-    assert float(ratio.max()) <= E4M3_MAX < 2.01 * float(ratio.min())
 
 
 def test_matrices_below_each_other_have_blocks_of_their_own() -> None:
@@ -323,13 +314,12 @@ def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pyt
     assert os.environ[native.FP32_SCALES] == "1"
     made = recipes.Float8BlockScaling(fp8_format="e4m3")
     assert [getattr(made, name) for name in native.QUANTISERS] == [recipes.QParams(False, 0.0)] * 3
-    native.set_scales(power_of_two=True)
-    assert made.fp8_quant_bwd_grad.power_2_scale
     monkeypatch.setattr(recipes.Float8BlockScaling, "resets", True)
     with pytest.raises(ValueError, match=r"keeps its own scales in fp8_quant_fwd_inp: start specrl with .*SCALES=1 in"):
-        native.set_scales(power_of_two=False)
-    with pytest.raises(ValueError, match=r'does not go with precision\.scales = "power_of_two"'):
-        native.check_training(aligned, PrecisionConfig(training="fp8", scales="power_of_two"))
+        native.set_scales()
+    monkeypatch.setenv(native.FP32_SCALES, "0")
+    with pytest.raises(ValueError, match=r"SCALING_FP32_SCALES = 0 in the environment .*: unset it"):
+        native.check_training(aligned, PrecisionConfig(training="fp8"))
 
 
 def transformer_engine_recipes() -> Any:

@@ -221,12 +221,11 @@ def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgr
     return found
 
 
-def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
+def recipe_from(calibration: Calibration, family: Family, num_layers: int) -> Recipe:
     return Recipe(
         family=family,
         num_layers=num_layers,
         bf16_layers=frozenset(calibration.bf16_layers),
-        power_of_two=power_of_two,
         kv_scales=calibration.kv_scales,
     )
 

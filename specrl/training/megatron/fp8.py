@@ -1,7 +1,7 @@
 """Blockwise FP8 (e4m3), emulated: the numbers of the GPU recipe on hardware without it.
 
 Recipe: activations and gradients in blocks of 1x128 along the dimension that the matrix product sums over, weights in
-blocks of 128x128, one FP32 scale amax / 448 per block (rounded up to a power of two as an option). Matrix products see
+blocks of 128x128, one FP32 scale amax / 448 per block. Matrix products see
 dequantised values in the compute type and accumulate in it; embeddings, output layer and norms are left alone.
 (DeepSeek-V3, arXiv:2412.19437, section 3.3; Transformer Engine's `Float8BlockScaling`.)
 
@@ -49,13 +49,10 @@ def fused_rows(layout: Layout, rows: int, config: Any) -> tuple[tuple[int, ...],
 class EmulatedLinear:
     """Takes the place of `_forward_impl` of one Megatron linear layer: all three products on quantised operands."""
 
-    def __init__(
-        self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None, *, power_of_two: bool
-    ) -> None:
+    def __init__(self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None) -> None:
         self.name = name
         self.module = module
         self.sizes, self.order = sizes, order
-        self.power_of_two = power_of_two
         self.active = True
         """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
         self.num_forwards = 0
@@ -90,16 +87,10 @@ class EmulatedLinear:
         """The weight's dequantised values [out, in]."""
         weight: Tensor = self.module.weight.detach()
         if self.order is None:
-            return fake_quantise_rows(weight, self.sizes, power_of_two=self.power_of_two)
+            return fake_quantise_rows(weight, self.sizes)
         order = self.order.to(weight.device)
-        quantised = fake_quantise_rows(weight[order], self.sizes, power_of_two=self.power_of_two)
+        quantised = fake_quantise_rows(weight[order], self.sizes)
         return torch.empty_like(quantised).index_copy_(0, order, quantised)
-
-    def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
-        """The dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
-        if not values.numel():  # an expert without tokens
-            return values
-        return fake_quantise(values, block, power_of_two=self.power_of_two)
 
 
 class _QuantisedProduct(torch.autograd.Function):
@@ -115,7 +106,7 @@ class _QuantisedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
         ctx.save_for_backward(flat, quantised)
         ctx.layer, ctx.group, ctx.shape = layer, group, x.shape
-        return (layer.quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], quantised.shape[0])
+        return (fake_quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], quantised.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -124,11 +115,11 @@ class _QuantisedProduct(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (layer.quantise(flat, ALONG_ROWS) @ quantised).view(ctx.shape)
+            grad_x = (fake_quantise(flat, ALONG_ROWS) @ quantised).view(ctx.shape)
             if ctx.group is not None:
                 dist.all_reduce(grad_x, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            grad_weight = layer.quantise(flat, ALONG_TOKENS).t() @ layer.quantise(x, ALONG_TOKENS)
+            grad_weight = fake_quantise(flat, ALONG_TOKENS).t() @ fake_quantise(x, ALONG_TOKENS)
         layer.num_backwards += 1
         return grad_x, grad_weight, None, None, None
 
@@ -172,11 +163,8 @@ class LinearPrecision:
     `emulates` it is an emulation on GPUs too, in which single layers can be switched.
     """
 
-    def __init__(
-        self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False, emulates: bool = False
-    ) -> None:
+    def __init__(self, bf16_layers: Collection[str] = (), *, emulates: bool = False) -> None:
         self.bf16_layers = frozenset(bf16_layers)
-        self.power_of_two = power_of_two
         self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
@@ -214,9 +202,7 @@ class LinearPrecision:
                     'layers; set precision.training = "bf16"'
                 )
             rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
-            module._forward_impl = self.linears[name] = EmulatedLinear(
-                name, module, *rows, power_of_two=self.power_of_two
-            )
+            module._forward_impl = self.linears[name] = EmulatedLinear(name, module, *rows)
 
     def set_fp8(self, names: Collection[str]) -> None:
         """Let exactly these layers compute in emulated FP8; names of layers that other ranks hold are ignored here."""
