@@ -25,12 +25,9 @@ A group whose rewards are all equal must get zeros: it says nothing about its re
 STD_EPSILON = 1e-6
 """What is added to a standard deviation before it divides."""
 
-
-def register_advantage(
-    name: str, options: type[Options] = Options, *, of_parts: bool = False
-) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """The decorator that registers an advantage estimator under `name` for `train.advantage`."""
-    return ADVANTAGES.register(name, options, of_parts=of_parts)
+register_advantage: Callable[..., Callable[[AdvantageFunction], AdvantageFunction]] = ADVANTAGES.register
+"""The decorator that registers an advantage estimator for `train.advantage` under a name, with the model of its options
+and, for one that takes parts, `of_parts`."""
 
 
 def group_advantages(

@@ -28,12 +28,8 @@ to be changed; each row of `target` adds up to 1. The loss is [n], and the gradi
 derivative by the logits, row by row. q stands for the softmax of the logits.
 """
 
-
-def register_draft_loss(
-    name: str, options: type[Options] = Options
-) -> Callable[[DraftLossFunction], DraftLossFunction]:
-    """The decorator that registers a loss of the drafter under `name` for `drafter.loss`."""
-    return DRAFT_LOSSES.register(name, options)
+register_draft_loss: Callable[..., Callable[[DraftLossFunction], DraftLossFunction]] = DRAFT_LOSSES.register
+"""The decorator that registers a loss of the drafter for `drafter.loss` under a name, with the model of its options."""
 
 
 @register_draft_loss("cross_entropy")
