@@ -264,7 +264,7 @@ def _run_updates(
     step: int,
 ) -> tuple[list[dict[str, float]], list[Features]]:
     windows = sample.windows if sample is not None and sample.is_divided else None
-    results, features = [], list[Features]()
+    results, features = list[dict[str, float]](), list[Features]()
     for update, own in enumerate(batches):
         result, kept = policy.train_step(
             own,
