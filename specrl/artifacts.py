@@ -72,7 +72,7 @@ class CalibrateResult(Artifact):
 
     scales_path: Path
     layers_path: Path
-    """The Arrow table with a row for each linear layer: its errors, amax percentiles and chosen precision."""
+    """The Arrow table with a row for each linear layer: its FLOPs, its divergence alone in FP8, its precision."""
     bf16_layers: list[str]
     kl_all_fp8: float
     """The KL divergence at the model's output with every linear layer in FP8, in nats per token."""

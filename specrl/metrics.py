@@ -172,7 +172,6 @@ _DEFINITIONS = (
     Metric("calibration/num_bf16_layers", "layers", "Linear layers kept in BF16."),
     Metric("calibration/bf16_flop_fraction", "", "Share of the linear layers' FLOPs that stays in BF16."),
     Metric("calibration/kv_scale_max", "", "Largest scale of a layer's keys or values in an FP8 KV cache."),
-    Metric("calibration/relative_error_mean", "", "Mean over linear layers of |y_fp8 - y_bf16| / |y_bf16|, L2 norms."),
     Metric("validate/accuracy_before", "", "Mean reward of the policy of `prepare` on held-out prompts."),
     Metric("validate/accuracy_after", "", "Mean reward of the trained policy on held-out prompts."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),

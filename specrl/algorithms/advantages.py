@@ -25,12 +25,9 @@ A group whose rewards are all equal must get zeros: it says nothing about its re
 STD_EPSILON = 1e-6
 """What is added to a standard deviation before it divides."""
 
-
-def register_advantage(
-    name: str, options: type[Options] = Options, *, of_parts: bool = False
-) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """The decorator that registers an advantage estimator under `name` for `train.advantage`."""
-    return ADVANTAGES.register(name, options, of_parts=of_parts)
+register_advantage: Callable[..., Callable[[AdvantageFunction], AdvantageFunction]] = ADVANTAGES.register
+"""The decorator that registers an advantage estimator for `train.advantage` under a name, with the model of its options
+and, for one that takes parts, `of_parts`."""
 
 
 def group_advantages(
@@ -61,8 +58,7 @@ def group_advantages(
 
 def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -> float:
     """The share of groups whose rewards are all equal, which have nothing to teach; 0 without any group."""
-    members = _members(rewards, groups)
-    return sum(_is_flat(values) for values in members.values()) / max(1, len(members))
+    return 1 - len(groups_with_signal(rewards, groups)) / len(set(groups)) if groups else 0.0
 
 
 def groups_with_signal(rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:

@@ -24,12 +24,8 @@ log r is detached and 0 outside the mask, which is True at response tokens. `cor
 tokens whose weight is not r, none of them for the correction `none`; `policy/corrected_fraction` is their share.
 """
 
-
-def register_correction(
-    name: str, options: type[Options] = Options
-) -> Callable[[CorrectionFunction], CorrectionFunction]:
-    """The decorator that registers a correction under `name` for `train.correction`."""
-    return CORRECTIONS.register(name, options)
+register_correction: Callable[..., Callable[[CorrectionFunction], CorrectionFunction]] = CORRECTIONS.register
+"""The decorator that registers a correction for `train.correction` under a name, with the model of its options."""
 
 
 def _contains_one(allowed: tuple[float, float]) -> tuple[float, float]:

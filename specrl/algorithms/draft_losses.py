@@ -20,9 +20,6 @@ from specrl.algorithms.tensors import Tensor
 from specrl.config.algorithms import DRAFT_LOSSES, Options
 from specrl.config.base import PositiveFloat
 
-TINY = 1e-37
-"""The least probability that is divided by, or whose logarithm is taken; float32 holds no smaller one precisely."""
-
 DraftLossFunction = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 """(logits, target, options) -> (loss, gradient).
 
@@ -31,12 +28,8 @@ to be changed; each row of `target` adds up to 1. The loss is [n], and the gradi
 derivative by the logits, row by row. q stands for the softmax of the logits.
 """
 
-
-def register_draft_loss(
-    name: str, options: type[Options] = Options
-) -> Callable[[DraftLossFunction], DraftLossFunction]:
-    """The decorator that registers a loss of the drafter under `name` for `drafter.loss`."""
-    return DRAFT_LOSSES.register(name, options)
+register_draft_loss: Callable[..., Callable[[DraftLossFunction], DraftLossFunction]] = DRAFT_LOSSES.register
+"""The decorator that registers a loss of the drafter for `drafter.loss` under a name, with the model of its options."""
 
 
 @register_draft_loss("cross_entropy")
@@ -49,50 +42,6 @@ def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Ten
     log_q = logits.log_softmax(-1)
     loss = -_dot(target, log_q)
     return loss, log_q.exp_().sub_(target)
-
-
-@register_draft_loss("reverse_kl")
-def reverse_kl(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """KL(q || p) = sum q (log q - log p), whose drafter leaves out what it cannot cover."""
-    log_ratio = logits.log_softmax(-1)
-    q = log_ratio.exp()
-    log_ratio.sub_(target.clamp(min=TINY).log_())
-    loss = _dot(q, log_ratio)
-    return loss, log_ratio.sub_(loss[:, None]).mul_(q)
-
-
-@register_draft_loss("total_variation")
-def total_variation(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """TV(p, q) = 1 - sum min(p, q), one minus the acceptance of sampled drafts.
-
-    Its gradient vanishes where p and q have nothing in common, as at the beginning of a training.
-    """
-    overlap, gradient = _overlap(logits.softmax(-1), target)
-    return 1 - overlap, gradient
-
-
-@register_draft_loss("negative_log_acceptance")
-def negative_log_acceptance(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """-log sum p q, the negative logarithm of the acceptance of a draft that is drawn from q.
-
-    The drafter's most likely token is the limit of such a draft, and the loss makes q sharper until it is there. Its
-    gradient, q - q p / sum p q, is that of the cross-entropy at first, while q is still flat.
-    """
-    q = logits.softmax(-1)
-    accepted = _dot(target, q).clamp(min=TINY)
-    return -accepted.log(), target.div(accepted[:, None]).neg_().add_(1).mul_(q)
-
-
-@register_draft_loss("negative_log_overlap")
-def negative_log_overlap(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """-log sum min(p, q), the negative logarithm of the acceptance of sampled drafts (arXiv 2602.23881).
-
-    The paper calls it LK-alpha. Its gradient is that of the total variation divided by the overlap, and so does not
-    vanish.
-    """
-    overlap, gradient = _overlap(logits.softmax(-1), target)
-    overlap = overlap.clamp(min=TINY)
-    return -overlap.log(), gradient.div_(overlap[:, None])
 
 
 class LkHybridOptions(Options):

@@ -41,18 +41,9 @@ LARGEST_LOG_RATIO = 20.0
 """The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""
 
 
-def register_loss(
-    name: str, options: type[Options] = Options, metrics: tuple[str, ...] | None = None
-) -> Callable[[LossFunction], LossFunction]:
-    """The decorator that registers a policy loss under `name` for `train.loss`.
-
-    Args:
-        metrics: The names of all metrics that it returns, so that `train.stop_when` is refused another name; None lets
-            it watch any.
-    """
-    return LOSSES.register(name, options, metrics)
-
-
+register_loss: Callable[..., Callable[[LossFunction], LossFunction]] = LOSSES.register
+"""The decorator that registers a policy loss for `train.loss` under a name, with the model of its options and, so that
+`train.stop_when` is refused any other, the names of all its `metrics`."""
 CLIPPED_METRICS = ("clip_fraction",)
 """The metrics of losses that clip as PPO does."""
 

@@ -297,8 +297,6 @@ class PrecisionConfig(Section):
     """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
     hardware: Literal["any", "native"] = "any"
     """Whether a device without FP8 emulates it (`any`) or is refused (`native`)."""
-    scales: Literal["fp32", "power_of_two"] = "fp32"
-    """Whether a block's scale may be any float32 number, or is rounded up to a power of two."""
     bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
     """Number of first and of last transformer layers that stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005

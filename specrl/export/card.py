@@ -10,7 +10,7 @@ from typing import Any
 
 from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult
 from specrl.config import Config
-from specrl.models.directory import CONFIG_FILE as MODEL_CONFIG
+from specrl.models.directory import CONFIG_FILE, read_model_config
 from specrl.models.drafters import has_window
 
 CARD_FILE = "README.md"
@@ -28,13 +28,11 @@ class ExportedDrafter:
 
     @property
     def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / MODEL_CONFIG).read_text())
-        return found
+        return read_model_config(self.directory)
 
     @property
     def policy_config(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.policy_dir / MODEL_CONFIG).read_text())
-        return found
+        return read_model_config(self.policy_dir)
 
 
 def serve_arguments(
@@ -60,7 +58,7 @@ def window_options(directory: Path) -> list[str]:
 
     vLLM would divide the policy's layers into groups as small as the drafter, each with a table of blocks of its own.
     """
-    windowed = (directory / MODEL_CONFIG).is_file() and has_window(directory)
+    windowed = (directory / CONFIG_FILE).is_file() and has_window(directory)
     return ["--disable-hybrid-kv-cache-manager"] if windowed else []
 
 

@@ -18,7 +18,7 @@ from specrl.artifacts import write_json
 from specrl.config import ConfigError
 from specrl.export.card import ExportedDrafter, serve_arguments, window_options
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.drafters import LAYERS, NORM_FLAGS, SPECULATORS_KIND
+from specrl.models.drafters import LAYERS, LOSS_KEY, NORM_FLAGS, SPECULATORS_KIND
 from specrl.models.hf_io import TensorReader, write_tensors
 
 
@@ -74,30 +74,10 @@ def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {**eagle3, "eagle_config": {LAYERS: [layer - 1 for layer in layers], "use_aux_hidden_state": True}}
 
 
-# Keys of the EAGLE-3 directory's `config.json` that describe the drafter, and those that describe its decoder layer.
 DRAFTER_KEYS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
-LAYER_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_aux_hidden_states",  # vLLM takes three unless this says otherwise
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "torch_dtype",
-)
+"""Keys of the EAGLE-3 directory's `config.json` that describe the drafter; most others are of its decoder layer."""
+LEFT_OUT = ("architectures", "bos_token_id", "eos_token_id", "rope_scaling", "specrl_policy_version", LOSS_KEY, LAYERS)
 EMBEDDINGS = "embed_tokens.weight"  # the policy's has a prefix
-WINDOW_KEYS = ("sliding_window", "layer_types")  # present only with a sliding window
 
 
 def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
@@ -132,8 +112,7 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
             },
         },
         "transformer_layer_config": {
-            **{key: eagle3[key] for key in LAYER_KEYS},
-            **{key: eagle3[key] for key in WINDOW_KEYS if key in eagle3},
+            key: value for key, value in eagle3.items() if key not in (*DRAFTER_KEYS, *LEFT_OUT)
         },
         LAYERS: eagle3[LAYERS],
         "embed_requires_grad": False,

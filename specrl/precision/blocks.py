@@ -20,30 +20,36 @@ SQUARE = (BLOCK, BLOCK)
 MIN_AMAX = 2.0**-100  # so that blocks of zeros do not divide by zero
 
 
-def quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Round a matrix to e4m3, with scales float32 [row blocks, column blocks]; their product approximates it."""
-    blocks = _blocks(values, block)
-    scales = _scales(blocks, power_of_two)
-    rounded = (blocks / scales).flatten(2, 3).flatten(0, 1)
-    return rounded[: values.shape[0], : values.shape[1]].to(torch.float8_e4m3fn), scales[:, 0, :, 0]
+    rounded, scales = _rounded(values, block)
+    return _as_matrix(rounded, values), scales[:, 0, :, 0]
 
 
-def fake_quantise(values: Tensor, block: tuple[int, int], *, power_of_two: bool = False) -> Tensor:
-    """The product of what `quantise` returns, in the type of `values`, five times faster than casting."""
-    blocks = _blocks(values, block)
-    scales = _scales(blocks, power_of_two)
-    _round_to_e4m3(blocks.div_(scales))
-    dequantised = blocks.mul_(scales).flatten(2, 3).flatten(0, 1)
-    return dequantised[: values.shape[0], : values.shape[1]].to(values.dtype)
+def fake_quantise(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """The product of what `quantise` returns, in the type of `values`."""
+    if not values.numel():  # an expert without tokens
+        return values
+    rounded, scales = _rounded(values, block)
+    return _as_matrix(rounded.float().mul_(scales), values).to(values.dtype)
 
 
-def fake_quantise_rows(weight: Tensor, sizes: Sequence[int], *, power_of_two: bool = False) -> Tensor:
+def fake_quantise_rows(weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """`fake_quantise` of a weight in which matrices of these rows are stacked; blocks begin anew at each."""
-    if all(size % BLOCK == 0 for size in sizes[:-1]):
-        return fake_quantise(weight, SQUARE, power_of_two=power_of_two)
-    return torch.cat(
-        [fake_quantise(part, SQUARE, power_of_two=power_of_two) for part in torch.split(weight, list(sizes))]
-    )
+    return torch.cat([fake_quantise(part, SQUARE) for part in torch.split(weight, list(sizes))])
+
+
+def _rounded(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    blocks = _blocks(values, block)
+    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
+    # by a tensor avoids this.
+    largest = blocks.new_full((), E4M3_MAX)
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=MIN_AMAX).div_(largest)
+    return blocks.div_(scales).to(torch.float8_e4m3fn), scales
+
+
+def _as_matrix(blocks: Tensor, like: Tensor) -> Tensor:
+    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
@@ -53,31 +59,3 @@ def _blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
     if below or right:
         copy = F.pad(copy, (0, right, 0, below))
     return copy.view((rows + below) // block[0], block[0], (columns + right) // block[1], block[1])
-
-
-def _amax(blocks: Tensor) -> Tensor:
-    sizes = (blocks.shape[1], blocks.shape[3])
-    dims = [dim for dim, size in zip((1, 3), sizes, strict=True) if size > 1]
-    return blocks.abs().amax(dims, keepdim=True) if dims else blocks.abs()
-
-
-def _scales(blocks: Tensor, power_of_two: bool) -> Tensor:
-    # To divide by a Python number, a GPU multiplies by its reciprocal, and its last bit differs from a CPU's. Dividing
-    # by a tensor avoids this.
-    largest = blocks.new_full((), E4M3_MAX)
-    scales = _amax(blocks).clamp_(min=MIN_AMAX).div_(largest)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
-    return scales
-
-
-def _round_to_e4m3(values: Tensor) -> None:
-    """Round float32 values of magnitude 448 or less to the nearest e4m3 value, ties to even, in place.
-
-    Adding and subtracting 1.5 x 2^(e + 20), where e is the value's exponent, leaves a multiple of 2^(e - 3), that is 3
-    mantissa bits. Below 2^-6 e4m3 is subnormal and the step stays at 2^-9.
-    """
-    exponent = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    anchor = exponent.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
-    values.add_(anchor).sub_(anchor)

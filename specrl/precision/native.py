@@ -24,7 +24,7 @@ FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave act
 
 
 def check_training(hf: Any, config: PrecisionConfig) -> None:
-    """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set the kind of scales.
+    """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set its scales.
 
     To be called before Transformer Engine is used.
     """
@@ -42,13 +42,12 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
         )
     check_device("precision.training")
     check_blocks(hf)
-    wanted = "0" if config.scales == "power_of_two" else "1"
-    if os.environ.setdefault(FP32_SCALES, wanted) != wanted:
+    if os.environ.setdefault(FP32_SCALES, "1") != "1":
         raise ValueError(
-            f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment does not go with precision.scales = "
-            f'"{config.scales}": unset it'
+            f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment asks for scales that are powers of two, and "
+            "those of the engine are not: unset it"
         )
-    set_scales(power_of_two=config.scales == "power_of_two")
+    set_scales()
 
 
 def check_device(key: str) -> None:
@@ -61,21 +60,20 @@ def check_device(key: str) -> None:
         )
 
 
-def set_scales(*, power_of_two: bool) -> None:
-    """Set the kind of scales of the recipes that Transformer Engine makes from now on, or raise ValueError.
+def set_scales() -> None:
+    """Let the recipes that Transformer Engine makes from now on have any scales, as the engine, or raise ValueError.
 
     Megatron has imported it by then, and its variable has been read into the attributes that are set here.
     """
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
     for name in QUANTISERS:
-        setattr(Float8BlockScaling, name, QParams(power_2_scale=power_of_two, amax_epsilon=0.0))
+        setattr(Float8BlockScaling, name, QParams(power_2_scale=False, amax_epsilon=0.0))
     made = Float8BlockScaling(fp8_format=Format.E4M3)
-    wrong = [name for name in QUANTISERS if getattr(made, name).power_2_scale is not power_of_two]
-    if wrong:
+    if wrong := [name for name in QUANTISERS if getattr(made, name).power_2_scale]:
         raise ValueError(
-            f"this Transformer Engine keeps its own scales in {wrong[0]}: start specrl with "
-            f"{FP32_SCALES}={'0' if power_of_two else '1'} in the environment"
+            f"this Transformer Engine keeps its own scales in {wrong[0]}: start specrl with {FP32_SCALES}=1 in the "
+            "environment"
         )
 
 

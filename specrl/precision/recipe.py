@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specrl.artifacts import atomic_path, digest
+from specrl.artifacts import digest, write_json
 from specrl.distributed import Ranks
 from specrl.keys import file_digest
 from specrl.models.directory import read_model_config
@@ -44,7 +44,6 @@ class Recipe:
     family: Family
     num_layers: int
     bf16_layers: frozenset[str] = frozenset()  # the trainer's names, such as `layers.3.linear_fc2`
-    power_of_two: bool = False  # scales are rounded up to powers of two
     kv_scales: KvScales | None = None  # None where they were not calibrated
 
     @property
@@ -96,12 +95,10 @@ def write_recipe(path: Path, recipe: Recipe, policy_dir: Path) -> None:
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),
         "num_layers": recipe.num_layers,
-        "power_of_two": recipe.power_of_two,
         "bf16_layers": recipe.kept_layers,
         "kv_scales": asdict(recipe.kv_scales) if recipe.kv_scales else None,
     }
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value) + "\n")
+    write_json(path, value)
 
 
 def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
@@ -114,7 +111,6 @@ def load_recipe(path: Path, policy_dir: Path, ranks: Ranks) -> Recipe:
         family=family_of(read_model_config(policy_dir)),
         num_layers=value["num_layers"],
         bf16_layers=frozenset(value["bf16_layers"]),
-        power_of_two=value["power_of_two"],
         kv_scales=KvScales(**scales) if scales else None,
     )
 

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from specrl.config import Config
 from specrl.config.rollout import batched_tokens
-from specrl.models.buckets import BUCKET_BYTES
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape
@@ -26,6 +25,7 @@ MASTER_AND_MOMENTS = 3 * FP32  # bytes per parameter: the FP32 master weight and
 HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}  # Python and all libraries without a GPU, and with one: CUDA and pinned buffers
 DEVICE_RUNTIME_GIB = 3.0  # the CUDA context and the allocator's fragments
 COMMUNICATORS_GIB = 1.0  # NCCL's buffers, of Megatron's groups and the engine's
+TENSOR_BYTES = 2**28  # on their way to an engine that waits for the rest of a module
 MARGIN = 0.08  # of a GPU, which every shipped configuration leaves free
 PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy_probe.py`)
 SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
@@ -412,7 +412,7 @@ def refit_item(rank: Rank) -> MemoryItem:
     attention = shape.hidden_size * (shape.query_size + 2 * shape.kv_size)
     mlp = shape.expert_parameters_per_layer or 2 * shape.hidden_size * shape.intermediate_size
     module = max(attention, mlp) * size
-    waiting = module + module / rank.config.engine.tensor_parallel + min(module, BUCKET_BYTES)
+    waiting = module + module / rank.config.engine.tensor_parallel + min(module, TENSOR_BYTES)
     how = f"tensors on their way, or a module of {module / GIB:.2f} GiB that the engine waits for"
     return _item("refit buffer", max(vocabulary * (1 + 1 / policy.tensor_parallel), waiting), how, "refit")
 

@@ -30,7 +30,7 @@ def main(context: StageContext) -> None:
     policy_dir = context.input("prepare", PrepareResult).policy_dir
     rollouts = list(read_folder(context.input("pretrain", PretrainResult).rollouts_dir))
     with stage_rank(context) as (ranks, tracker, progress):
-        switch = LinearPrecision(emulates=True, power_of_two=config.precision.scales == "power_of_two")
+        switch = LinearPrecision(emulates=True)
         with logs.phase("loading of the policy"):
             policy = Policy(
                 policy_dir,
@@ -55,7 +55,7 @@ def main(context: StageContext) -> None:
                 always_bf16=edges,
             )
         if ranks.is_first:
-            recipe = recipe_from(found, policy.family, num_layers, power_of_two=switch.power_of_two)
+            recipe = recipe_from(found, policy.family, num_layers)
             write_recipe(context.stage_dir / SCALES_FILE, recipe, policy_dir)
             _write_results(context, tracker, found, started)
 
@@ -65,14 +65,12 @@ def _write_results(context: StageContext, tracker: Tracker, found: Calibration, 
     write_layers(folder / LAYERS_FILE, found.rows)
     for file in (SCALES_FILE, LAYERS_FILE):
         tracker.log_artifact(folder / file, "calibration")
-    errors = [row.relative_error for row in found.rows]
     tracker.log_metrics(
         {
             "calibration/kl_all_fp8": found.kl_all_fp8,
             "calibration/kl_chosen": found.kl_chosen,
             "calibration/num_bf16_layers": len(found.bf16_layers),
             "calibration/bf16_flop_fraction": found.bf16_flop_fraction,
-            "calibration/relative_error_mean": sum(errors) / len(errors),
             **({"calibration/kv_scale_max": max(found.kv_scales.k + found.kv_scales.v)} if found.kv_scales else {}),
         }
     )

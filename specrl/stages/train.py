@@ -199,7 +199,7 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
     recipe = load_recipe(context.input("calibrate", CalibrateResult).scales_path, policy_dir, ranks)
     if precision.training == "bf16":
         return recipe, None
-    return recipe, LinearPrecision(recipe.bf16_layers, power_of_two=recipe.power_of_two)
+    return recipe, LinearPrecision(recipe.bf16_layers)
 
 
 BEST_FOLDER = "best"

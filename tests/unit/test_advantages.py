@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl.algorithms.advantages import group_advantages, groups_with_signal, zero_signal_fraction
-from specrl.algorithms.overlong import overlong_penalties
 from specrl.config.algorithms import ADVANTAGES, Algorithm
+from specrl.training.rollouts import overlong_penalties
 
 GRPO = ADVANTAGES.default()
 RLOO = ADVANTAGES.choose("rloo")
@@ -86,7 +87,9 @@ def trl_punishment(length: int, longest: int, cache: int) -> float:
 
 
 def test_a_long_response_is_punished_on_a_line_that_ends_where_it_is_cut_off() -> None:
-    assert overlong_penalties([0, 12, 14, 15, 16], 16, 0.25) == [0.0, 0.0, -0.5, -0.75, -1.0]
-    assert overlong_penalties([1, 16], 16, 0.0) == [0.0, 0.0]
-    found = overlong_penalties(range(20481), 20480, 0.2)  # the paper's numbers: 16384 tokens, and 4096 more
+    assert overlong_penalties(np.array([0, 12, 14, 15, 16]), 16, 0.25).tolist() == [0.0, 0.0, -0.5, -0.75, -1.0]
+    assert overlong_penalties(np.array([1, 16]), 16, 0.0).tolist() == [0.0, 0.0]
+    found = overlong_penalties(
+        np.arange(20481), 20480, 0.2
+    ).tolist()  # the paper's numbers: 16384 tokens, and 4096 more
     assert found == pytest.approx([trl_punishment(length, 20480, 4096) for length in range(20481)], abs=1e-12)

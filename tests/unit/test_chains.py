@@ -140,23 +140,3 @@ def test_a_longer_response_costs_its_slots_but_no_logits(policy_dir: Path, monke
     # One distribution in float32 at each step is what a chain has at the least.
     assert whole_long - whole_short > 300 * 7 * 4 * DRAFT_VOCAB
     assert long - short < (whole_long - whole_short) / 8, (short, long, whole_short, whole_long)
-
-
-@pytest.mark.parametrize("shape", [{}, DEEP], ids=["one layer", "three layers"])
-def test_responses_that_share_a_prompt_teach_what_they_teach_with_prompts_of_their_own(
-    policy_dir: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
-) -> None:
-    drafter = enlarged(policy_dir, ttt_steps=4, **shape)
-    features = make_features(drafter, [(6, 5), (6, 4), (3, 3), (6, 9), (6, 4)])
-    for row in (1, 3, 4):
-        features.tokens[row, :6] = features.tokens[0, :6]
-        features.hidden[row, :5] = features.hidden[0, :5]
-    features.hidden[4, 2] += 1  # the same prompt in a pass of another policy
-    loss, gradient, sums = trained(drafter, features)
-    slots = len(packed(drafter, features).slot_rows)
-    monkeypatch.setattr(chains, "_shared_prompts", lambda *_: {})
-    apart = trained(drafter, features)
-    assert len(packed(drafter, features).slot_rows) == slots + 2 * 5
-    torch.testing.assert_close(loss, apart[0])
-    torch.testing.assert_close(gradient, apart[1], atol=1e-5 * float(apart[1].abs().max()), rtol=1e-5)
-    torch.testing.assert_close(sums, apart[2])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import resource
 import threading
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from specrl.distributed import Ranks
 from specrl.lineage.record import Continuation
+from specrl.models.hf_io import write_tensors
 from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint import files
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
-from specrl.training.checkpoint.files import write_parts
 from specrl.training.checkpoint.load import TrainState, load, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, read_manifest
 from specrl.training.checkpoint.policy_folder import write_policy_folder
@@ -240,13 +240,15 @@ def test_a_full_disk_is_one_line_at_the_next_boundary_and_a_resumed_run_goes_on(
     save_steps(tmp_path, Retention(2), 1)
     policy = ToyPolicy()
     checkpoints = Checkpoints(tmp_path, policy, Retention(2))
-    unfinished = tmp_path / ".step=000002.tmp"
-    unfinished.mkdir()
-    (unfinished / "policy-00000.safetensors").symlink_to("/dev/full")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, most[1]))  # no file may be longer
     checkpoints.save(TrainState(2, policy, None))
-    with pytest.raises(CheckpointError, match=r"checkpoint for step 2 cannot be written .*No space left on device.*"):
-        checkpoints.wait()
-    assert not unfinished.exists()
+    try:
+        with pytest.raises(CheckpointError, match=r"for step 2 cannot be written .*File too large.*: make room"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert not (tmp_path / ".step=000002.tmp").exists()
     assert restored(tmp_path) == (1, 1.0)
 
 
@@ -263,11 +265,11 @@ def test_the_best_checkpoint_is_marked_once_it_is_complete(tmp_path: Path, monke
     policy, written = ToyPolicy(), threading.Event()
     checkpoints = Checkpoints(tmp_path, policy, Retention(1))
 
-    def write(path: Path, content: list[memoryview]) -> Any:
+    def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         written.wait()
-        return write_parts(path, content)
+        write_tensors(path, tensors)
 
-    monkeypatch.setattr("specrl.training.checkpoint.checkpoints.write_parts", write)
+    monkeypatch.setattr("specrl.training.checkpoint.checkpoints.write_tensors", write)
     checkpoints.save(TrainState(2, policy, None))
     checkpoints.mark_best(2)
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1}
@@ -351,16 +353,7 @@ def test_rotated_channels_are_side_by_side_in_the_written_policy_of_a_family_tha
 def test_a_checksum_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", 10)
     content = Random(0).randbytes(47)
-    parts = [memoryview(content[start:stop]) for start, stop in ((0, 3), (3, 24), (24, 24), (24, 47))]
-    size, checksum = files.write_parts(tmp_path / "file", parts)
-    assert (tmp_path / "file").read_bytes() == content and size == 47
-    assert files.checksum_of(tmp_path / "file") == checksum == zlib.crc32(content)
+    (tmp_path / "file").write_bytes(content)
+    assert files.checksum_of(tmp_path / "file") == zlib.crc32(content)
     (tmp_path / "file").write_bytes(content[:33] + b"?" + content[34:])
-    assert files.checksum_of(tmp_path / "file") != checksum
-
-
-def test_a_file_of_every_type_is_read_by_safetensors(tmp_path: Path) -> None:
-    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in files.TYPES}
-    files.write_parts(tmp_path / "file", files.tensor_parts(tensors))
-    read = load_file(tmp_path / "file")
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert files.checksum_of(tmp_path / "file") != zlib.crc32(content)

@@ -33,7 +33,7 @@ from specrl.training.features import NOT_SAMPLED
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares
-from specrl.training.update import LossInputRows, _loss, _micro_batches, align, update_policy
+from specrl.training.update import StepLoss, _micro_batches, align, update_policy
 from specrl.validation.answering import HeldOutSet, measure_acceptance
 from specrl.validation.speed import NextStep
 
@@ -315,7 +315,7 @@ def test_the_loss_of_a_conversation_is_the_mean_over_what_the_policy_wrote() -> 
     own = shares.deliver(batch)
     (micro,) = _micro_batches(policy, own, shares.own(0), config)
     logprobs = align([[-3.5] * 3, [-3.5] * 2], micro.mask, 5).requires_grad_()
-    loss, _ = _loss(LossInputRows(batch.advantages, own, {}, {}), 5, config, [])(logprobs, logprobs.detach(), micro)
+    loss, _ = StepLoss(config.train, own, batch.advantages, 5)(logprobs, logprobs.detach(), micro)
     advantage = float(batch.advantages[0])
     assert advantage == pytest.approx(-float(batch.advantages[1]))
     assert loss.item() == pytest.approx(-(3 * advantage - 2 * advantage) / 5, abs=1e-5)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specrl.algorithms.draft_losses import TINY
 from specrl.config import ConfigError, DrafterConfig, parse_config
 from specrl.config.algorithms import DRAFT_LOSSES
 from tests.unit.test_drafter import make_drafter, make_features, trained, unroll, write_policy
@@ -27,10 +26,6 @@ def hybrid(p: Tensor, q: Tensor, decay: float) -> Tensor:
 
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": lambda p, q: -(p * q.log()).sum(-1),
-    "reverse_kl": lambda p, q: (q * (q / p).log()).sum(-1),
-    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
-    "negative_log_acceptance": lambda p, q: -(p * q).sum(-1).log(),
-    "negative_log_overlap": lambda p, q: -overlap(p, q).log(),
     "lk_hybrid": lambda p, q: hybrid(p, q, 3.0),
 }
 
@@ -69,7 +64,7 @@ def test_a_drafter_that_has_nothing_in_common_with_the_policy_has_finite_gradien
     loss, gradient = DRAFT_LOSSES.function(DRAFT_LOSSES.choose(name))(logits, target)
     assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
     assert loss[1].abs() < 1e-3 and gradient[1].abs().max() < 1e-3
-    assert loss[0] <= -torch.tensor(TINY).log() * 2.4
+    assert loss[0] <= 200
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.mark.parametrize("settings", [{"loss": "negative_log_acceptance"}, {"loss": "reverse_kl", "position_decay": 1}])
+@pytest.mark.parametrize("settings", [{"loss": "lk_hybrid"}, {"loss": "cross_entropy", "position_decay": 1}])
 def test_training_has_the_chosen_loss_and_weights(policy_dir: Path, settings: dict[str, Any]) -> None:
     settings = DrafterConfig.model_validate(settings).model_dump()
     drafter = make_drafter(policy_dir, **settings)

@@ -183,7 +183,7 @@ def test_fp8_takes_the_experts_of_a_layer_as_one_and_leaves_the_router(policy_di
 
 
 def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
-    """Their errors and FLOPs count together, their layer is chosen as a whole, and the recipe goes through its file."""
+    """Their FLOPs count together, their layer is chosen as a whole, and the recipe goes through its file."""
     switch, family = LinearPrecision(emulates=True), FAMILIES["qwen3_moe"]
     config = CALIBRATION.model_copy(update={"precision": PrecisionConfig(calibration_tokens=200)})
     policy = Policy(policy_dir, config.policy, dtype="float32", ranks=ranks, seed=0, trainable=False, fp8=switch)
@@ -193,10 +193,10 @@ def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, r
     assert rows.keys() == set(layer_names(family, 6)) and set(found.bf16_layers) == set(kept)
     assert 0 < found.kl_chosen < found.kl_all_fp8
     assert rows["layers.3.experts"].flops_per_token == 2 * 2 * 3 * 128 * 96  # of both experts of a token
-    assert all(0.01 < row.relative_error < 0.1 and row.kl_alone > 0 for row in found.rows)
+    assert all(row.kl_alone > 0 for row in found.rows)
     linears = switch.linears.items()
     assert {layer_of(name) for name, linear in linears if linear.active} == set(layer_names(family, 6))
-    recipe = recipe_from(found, family, 6, power_of_two=False)
+    recipe = recipe_from(found, family, 6)
     write_recipe(tmp_path / "scales.json", recipe, policy_dir)
     assert load_recipe(tmp_path / "scales.json", policy_dir, ranks) == recipe
     assert "model.layers.3.mlp.experts" in recipe.engine_layers

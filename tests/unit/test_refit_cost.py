@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specrl.config import PolicyConfig
-from specrl.models.buckets import BUCKET_BYTES, buckets
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import KNOWN_SHAPES, ModelShape
 from specrl.projection.refit import refit_cost
@@ -37,10 +36,3 @@ def test_a_gpu_receives_its_part_over_the_network_and_the_rest_inside_its_node(
 def test_one_rank_sends_nothing() -> None:
     cost = refit_cost(KNOWN_SHAPES["Qwen/Qwen3-8B"], PolicyConfig())
     assert (cost.stage_bytes, cost.rank_bytes, cost.sent_bytes) == (0, 0, 0)
-
-
-def test_small_tensors_travel_together_and_large_ones_alone() -> None:
-    assert buckets([1, 1, 8, 2, 2, 16, 16, 16]) == [range(0, 5), range(5, 6), range(6, 7), range(7, 8)]
-    experts = buckets([2**24] * 256)
-    assert {len(message) * 2**24 for message in experts} == {BUCKET_BYTES}
-    assert buckets([5]) == [range(0, 1)]

@@ -21,7 +21,7 @@ from specrl.training.checkpoint.load import TrainState, load
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares, deal_groups
-from specrl.training.update import LossInputRows, _loss, _micro_batches, align, trained_rollouts, update_policy
+from specrl.training.update import StepLoss, _micro_batches, align, trained_rollouts, update_policy
 
 # isort: split
 from megatron.core import parallel_state
@@ -70,8 +70,7 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
         own = shares.deliver(rollouts)
         batch = _micro_batches(policy, own, shares.own(0), config)[0]
         logprobs = align([whole], batch.mask, 3)
-        rows = LossInputRows(rollouts.advantages, own, {}, {})
-        return float(_loss(rows, 3, config, [])(logprobs, logprobs, batch)[0])
+        return float(StepLoss(config.train, own, rollouts.advantages, 3)(logprobs, logprobs, batch)[0])
 
     def mismatch() -> dict[str, float]:
         return MismatchSums.of(rollout.policy_logprobs or [], rollout.whole_generation_logprobs).metrics()

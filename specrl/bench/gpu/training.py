@@ -35,7 +35,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     for fp8 in (False, True):
         precision = LinearPrecision() if fp8 else None
         if precision is not None and precision.is_native:
-            native.set_scales(power_of_two=False)
+            native.set_scales()
         gc.collect()  # frees the policy before
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

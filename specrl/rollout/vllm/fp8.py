@@ -36,9 +36,9 @@ another kernel, whose last bits differ, and would depend on how many other token
 class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
     """Says which layers are emulated. vLLM makes it from `quantization_config`."""
 
-    def __init__(self, layers: frozenset[str], power_of_two: bool) -> None:
+    def __init__(self, layers: frozenset[str]) -> None:
         super().__init__()
-        self.layers, self.power_of_two = layers, power_of_two
+        self.layers = layers
 
     @classmethod
     def get_name(cls) -> str:
@@ -58,29 +58,25 @@ class EmulatedFp8Config(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> EmulatedFp8Config:
-        return cls(frozenset(config["layers"]), config["power_of_two"])
+        return cls(frozenset(config["layers"]))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
-            return EmulatedFp8Linear(self.power_of_two) if prefix in self.layers else UnquantizedLinearMethod()
+            return EmulatedFp8Linear() if prefix in self.layers else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts) and prefix in self.layers:
-            return EmulatedFp8Experts(self.power_of_two, layer.moe_config)
+            return EmulatedFp8Experts(layer.moe_config)
         return None  # head, embeddings and attention stay as vLLM has them
 
 
 class _Emulated:
-    def __init__(self, power_of_two: bool, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.power_of_two = power_of_two
-
     def quantise_inputs(self, x: Tensor) -> Tensor:
         """Round inputs [..., in], each row by itself."""
         flat = x.reshape(-1, x.shape[-1])
-        return fake_quantise(flat, ALONG_ROWS, power_of_two=self.power_of_two).view(x.shape)
+        return fake_quantise(flat, ALONG_ROWS).view(x.shape)
 
     def quantise_matrix(self, matrix: Tensor) -> Tensor:
         """Round one matrix, or this rank's part of it: [out, in]."""
-        return fake_quantise(matrix, SQUARE, power_of_two=self.power_of_two)
+        return fake_quantise(matrix, SQUARE)
 
 
 @register_weight_loader_v2_supported_method

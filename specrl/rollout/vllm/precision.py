@@ -70,8 +70,7 @@ class EnginePrecision:
             return {}
         from specrl.rollout.vllm.fp8 import EMULATION
 
-        settings = {"quant_method": EMULATION, "layers": recipe.engine_layers, "power_of_two": recipe.power_of_two}
-        return {"quantization_config": settings}
+        return {"quantization_config": {"quant_method": EMULATION, "layers": recipe.engine_layers}}
 
     @property
     def kv_scales(self) -> KvScales | None:
@@ -196,8 +195,6 @@ def _check_linears(config: PrecisionConfig) -> None:
         native.check_device("precision.generation")
     if config.hardware == "native" and not cuda:
         raise ValueError('precision.hardware = "native": vLLM has no native FP8 on this device; "any" emulates it')
-    if config.scales == "power_of_two" and cuda:
-        raise ValueError('precision.scales = "power_of_two": vLLM quantises weights on a GPU with "fp32" scales only')
 
 
 def has_fp8_kv_cache() -> bool:

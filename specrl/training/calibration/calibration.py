@@ -24,8 +24,8 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.schemas import Rollout
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.calibration.measures import KlDivergence, LayerObserver, LayerStatistics, merge, observing
-from specrl.training.megatron.fp8 import LinearPrecision, layer_of
+from specrl.training.calibration.measures import KlDivergence, flops_per_token
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 OnProgress = Callable[[int, int, str], None]
@@ -40,13 +40,10 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row of the layer table; errors are those of the layer alone, on BF16 inputs."""
+    """One row of the layer table."""
 
     name: str
     flops_per_token: int
-    relative_error: float
-    activation_amax_max: float
-    weight_amax: float
     kl_alone: float
     """The KL divergence of the model's output with only this layer in FP8, in nats per token."""
     precision: str
@@ -75,7 +72,7 @@ class CalibrationData:
     """Micro-batches of this data-parallel rank, whose masks say where the divergence is measured."""
 
     statistics: list[MicroBatch]
-    """All of the data, for the statistics of the layers."""
+    """All of the data, for the scales of the KV cache."""
     probe: list[MicroBatch]
     """A few tokens, which pass through the policy once for every linear layer."""
     selection: list[MicroBatch]
@@ -146,15 +143,11 @@ def calibrate(
     always_bf16: Sequence[str] = (),
 ) -> Calibration:
     """Choose the layers that stay in BF16, so that KL(bf16 || fp8) is at most `max_kl` nats per token (collective)."""
-    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
-    policy.kv_observer = observer
-    statistics = layer_statistics(policy, switch, data.statistics, ranks, on_progress)
-    kv_scales = observer.take(ranks)
-    observer.detach()
-    policy.kv_observer = None
-    names = sorted(statistics, key=_position)
+    on_progress(0, 1, "scales of the KV cache")
+    kv_scales = _measure_kv_scales(policy, switch, data.statistics, ranks)
+    flops = flops_per_token(policy)
+    names = list(flops)
     alone = _each_alone(KlDivergence(policy, switch, data.probe, ranks), names, on_progress)
-    flops = {name: sum(statistics[name].flops_per_token.values()) for name in names}
     order = sorted(names, key=lambda name: (name not in always_bf16, -alone[name] / flops[name]))
 
     def search(batches: list[MicroBatch]) -> Callable[[int], float]:
@@ -180,9 +173,6 @@ def calibrate(
             LayerRow(
                 name=name,
                 flops_per_token=flops[name],
-                relative_error=statistics[name].relative_error,
-                activation_amax_max=statistics[name].amax,
-                weight_amax=statistics[name].weight_amax,
                 kl_alone=alone[name],
                 precision="bf16" if name in kept else "fp8",
             )
@@ -192,23 +182,16 @@ def calibrate(
     )
 
 
-def layer_statistics(
-    policy: Policy,
-    switch: LinearPrecision,
-    batches: list[MicroBatch],
-    ranks: Ranks,
-    on_progress: OnProgress = lambda done, total, phase: None,
-) -> dict[str, LayerStatistics]:
-    """The statistics of the linear layers of all ranks, with the policy running in BF16 (collective)."""
+def _measure_kv_scales(
+    policy: Policy, switch: LinearPrecision, batches: list[MicroBatch], ranks: Ranks
+) -> KvScales | None:
     switch.set_fp8([])
-    observers = {name: LayerObserver(linear, policy.tp_rank) for name, linear in switch.linears.items()}
-    batches = policy.evenly_many(batches)
-    for done, batch in enumerate(batches):
-        on_progress(done, len(batches), "layer statistics")
-        with observing(observers.values(), batch.num_real):
-            policy.logprobs([batch])
-    own = merge({layer_of(name): observer.statistics} for name, observer in observers.items())
-    return merge(ranks.gather(own))
+    observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device, training_only=False)
+    policy.kv_observer = observer
+    policy.logprobs(batches)
+    policy.kv_observer = None
+    observer.detach()
+    return observer.take(ranks)
 
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
@@ -238,17 +221,11 @@ def _each_alone(divergence: KlDivergence, names: list[str], on_progress: OnProgr
     return found
 
 
-def _position(name: str) -> tuple[int, str]:
-    _, layer, linear = name.split(".")
-    return int(layer), linear
-
-
-def recipe_from(calibration: Calibration, family: Family, num_layers: int, *, power_of_two: bool) -> Recipe:
+def recipe_from(calibration: Calibration, family: Family, num_layers: int) -> Recipe:
     return Recipe(
         family=family,
         num_layers=num_layers,
         bf16_layers=frozenset(calibration.bf16_layers),
-        power_of_two=power_of_two,
         kv_scales=calibration.kv_scales,
     )
 

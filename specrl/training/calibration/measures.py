@@ -1,10 +1,10 @@
-"""What FP8 does to a policy on its own rollouts: statistics of each linear layer, and the divergence of its output."""
+"""What FP8 does to the output of a policy on its own rollouts, and what it saves in each linear layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -12,100 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrl.distributed import Ranks
-from specrl.precision.blocks import ALONG_ROWS
+from specrl.models.families import expert_shape_of_model
+from specrl.models.hf_io import TensorReader
 from specrl.training.batches import MicroBatch
-from specrl.training.megatron.fp8 import EmulatedLinear, LinearPrecision
+from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 
 
-@dataclass
-class LayerStatistics:
-    """Statistics of one layer as sums and maxima over tokens, so that those of several ranks can be combined."""
-
-    error_squares: float = 0.0
-    """The sum of (y_fp8 - y_bf16)^2, where both come from the same BF16 input."""
-    output_squares: float = 0.0
-    amax: float = 0.0
-    """The largest magnitude of an input."""
-    weight_amax: float = 0.0
-    flops_per_token: dict[int, int] = field(default_factory=dict)
-    """The FLOPs of the matrix product by tensor-parallel rank, two for each weight; of experts by expert and layer, as
-    if tokens were divided evenly among the experts."""
-
-    @property
-    def relative_error(self) -> float:
-        """|y_fp8 - y_bf16| / |y_bf16|, L2 norms over all tokens; of partial sums where a layer is split by input."""
-        return float((self.error_squares / self.output_squares) ** 0.5) if self.output_squares else 0.0
-
-    def add(self, other: LayerStatistics) -> None:
-        """Take in the statistics of other tokens, or of another shard, of the same layer."""
-        self.error_squares += other.error_squares
-        self.output_squares += other.output_squares
-        self.amax = max(self.amax, other.amax)
-        self.weight_amax = max(self.weight_amax, other.weight_amax)
-        self.flops_per_token |= other.flops_per_token
-
-
-class LayerObserver:
-    """Collects the statistics of one layer from the inputs that pass through it."""
-
-    def __init__(self, linear: EmulatedLinear, tp_rank: int) -> None:
-        weight: Tensor = linear.module.weight.detach()
-        self.linear = linear
-        self.statistics = LayerStatistics(weight_amax=float(weight.abs().max()))
-        if ".experts." in linear.name:
-            _, _, _, expert, own = linear.name.split(".")
-            config = linear.module.config
-            flops = 2 * weight.numel() * config.moe_router_topk // config.num_moe_experts
-            self.statistics.flops_per_token = {2 * int(expert) + (own == "linear_fc2"): flops}
-        else:
-            self.statistics.flops_per_token = {tp_rank: 2 * weight.numel()}
-
-    @torch.no_grad()
-    def observe(self, inputs: Tensor) -> None:
-        """Count the inputs [tokens, in], which must be without padding where the layer is not an expert's."""
-        if not len(inputs):
-            return
-        found, linear = self.statistics, self.linear
-        plain = inputs @ linear.module.weight.t()
-        quantised = linear.quantise(inputs, ALONG_ROWS) @ linear.quantised_weight().t()
-        found.error_squares += float((quantised - plain).float().square().sum())
-        found.output_squares += float(plain.float().square().sum())
-        found.amax = max(found.amax, float(inputs.abs().max()))
-
-
-@contextmanager
-def observing(observers: Iterable[LayerObserver], num_tokens: int) -> Iterator[None]:
-    """Let the observers see their layers' inputs inside the block, those of the first `num_tokens` tokens of the row.
-
-    The others only fill it up. Experts get tokens in an order of their own, and their layers see all of them.
-    """
-
-    def hook(observer: LayerObserver, args: tuple[Any, ...]) -> None:
-        inputs: Tensor = args[0].detach()  # [tokens, 1, in], or [tokens, in] for an expert
-        if inputs.dim() == 2:
-            observer.observe(inputs)
-            return
-        observer.observe(observer.linear.whole_row(inputs)[:num_tokens, 0])
-
-    handles = [
-        observer.linear.module.register_forward_pre_hook(lambda _, args, observer=observer: hook(observer, args))
-        for observer in observers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def merge(parts: Iterable[dict[str, LayerStatistics]]) -> dict[str, LayerStatistics]:
-    """The statistics of all ranks by layer: sums over data, unions over tensor and pipeline shards."""
-    total: dict[str, LayerStatistics] = {}
-    for part in parts:
-        for name, statistics in part.items():
-            total.setdefault(name, LayerStatistics()).add(statistics)
-    return total
+def flops_per_token(policy: Policy) -> dict[str, int]:
+    """The FLOPs of each linear layer, two for each weight; of experts, those of the experts that a token goes to."""
+    reader, experts = TensorReader(policy.model_dir), expert_shape_of_model(policy.hf_config)
+    flops: dict[str, int] = {}
+    for linear in policy.family.linears:
+        shapes = [reader.shape(f"model.layers.0.{part.format(expert=0)}.weight") for part in linear.parts]
+        times = experts.per_token if experts is not None and linear.is_expert else 1
+        flops[linear.name] = flops.get(linear.name, 0) + 2 * times * sum(map(prod, shapes))
+    layers = range(policy.hf_config.num_hidden_layers)
+    return {f"layers.{layer}.{name}": flops[name] for layer in layers for name in sorted(flops)}
 
 
 class KlDivergence:

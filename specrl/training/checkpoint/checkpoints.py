@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from specrl.artifacts import write_json
 from specrl.distributed.ranks import TIMEOUT
 from specrl.lineage.record import BEST_FILE
-from specrl.training.checkpoint.files import HostCopy, sync_folder, tensor_parts, write_parts
+from specrl.models.hf_io import write_tensors
+from specrl.training.checkpoint.files import HostCopy, checksum_of, sync_folder
 from specrl.training.checkpoint.load import DRAFTER_FILE, Restored, TrainState, load_newest
 from specrl.training.checkpoint.manifest import CheckpointError, Manifest, StoredFile, write_manifest
 from specrl.training.drafter.trainer import Drafter
@@ -108,13 +109,13 @@ class Checkpoints:
             tensors=self._policy.tensor_shapes(),
             files=(),
             has_drafter=state.drafter is not None,
-            kv_scales=asdict(state.kv_scales) if state.kv_scales is not None else None,
+            kv_scales=state.kv_scales,
             adapter_scale=self._policy.lora.scale if self._policy.lora is not None else None,
         )
         self.newest = state.step
-        parts = {f"policy-{self._ranks.rank:05d}.safetensors": tensor_parts(policy)}
+        parts = {f"policy-{self._ranks.rank:05d}.safetensors": policy}
         if state.drafter is not None and self._ranks.is_first:
-            parts[DRAFTER_FILE] = tensor_parts(self._drafter_copy.fill(state.drafter.state_dict()))
+            parts[DRAFTER_FILE] = self._drafter_copy.fill(state.drafter.state_dict())
         self._writing = _beside(lambda: self._write(manifest, parts))
 
     def check(self) -> None:
@@ -144,12 +145,12 @@ class Checkpoints:
     def _write_best(self, step: int) -> None:
         write_json(self.directory / BEST_FILE, {"step": step})
 
-    def _write(self, manifest: Manifest, parts: Mapping[str, list[memoryview]]) -> None:
+    def _write(self, manifest: Manifest, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
         started = time.monotonic()
         folder = self.directory / f".step={manifest.step:06d}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files = [StoredFile(name, *write_parts(folder / name, content)) for name, content in parts.items()]
+            files = [_written(folder / name, tensors) for name, tensors in parts.items()]
             report: Report = files
         except Exception as error:  # whatever it is: the others wait for a report
             words = error.strerror if isinstance(error, OSError) else None
@@ -221,6 +222,11 @@ def written_tensors(shards: Iterable[Shard]) -> dict[str, Tensor]:
             for piece, part in zip(shard.pieces, torch.split(flat, sizes), strict=True):
                 found[stored_name(kind, piece)] = part.view(piece.shape)
     return found
+
+
+def _written(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
+    write_tensors(path, tensors)
+    return StoredFile(path.name, path.stat().st_size, checksum_of(path))
 
 
 def _remove(folder: Path) -> None:

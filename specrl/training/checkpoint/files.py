@@ -1,24 +1,17 @@
-"""A copy in host memory, and its safetensors file, written with a checksum beside work that must not wait for it.
-
-The library would copy every tensor to bytes and hold Python's lock while it writes, which stops the generation that
-goes on meanwhile. The format is simple enough to be written here; it is read with the library.
-"""
+"""A copy of tensors in host memory, checksums of files, and folders that are flushed to disk."""
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""The bytes that are read or written at a time."""
-TYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+"""The bytes that are read at a time."""
 
 
 class HostCopy:
@@ -44,34 +37,6 @@ class HostCopy:
         if self._buffer.is_pinned():
             torch.cuda.synchronize()
         return copies
-
-
-def tensor_parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """The header and the bytes, without a copy, of a safetensors file with contiguous tensors on the CPU."""
-    entries, offset = {}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    arrays: list[Any] = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
-    return [memoryview(part) for part in (len(text).to_bytes(8, "little") + text, *arrays)]
-
-
-def write_parts(path: Path, parts: Iterable[memoryview]) -> tuple[int, int]:
-    """Write a file, flush it to disk, and return its size in bytes and its CRC-32."""
-    size = checksum = 0
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            done = 0
-            while done < len(part):
-                written = file.write(part[done : done + CHUNK_BYTES])
-                checksum = zlib.crc32(part[done : done + written], checksum)
-                done += written
-            size += done
-        os.fsync(file.fileno())
-    return size, checksum
 
 
 def checksum_of(path: Path) -> int:

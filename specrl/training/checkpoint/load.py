@@ -87,8 +87,7 @@ def _load_verified(folder: Path, policy: Policy, drafter: Drafter | None) -> Tra
     elif drafter is not None:
         logger.warning("checkpoint %s holds no drafter, which goes on as it was pretrained", folder)
     policy.ranks.barrier()
-    scales = KvScales(**manifest.kv_scales) if manifest.kv_scales is not None else None
-    return TrainState(manifest.step, policy, drafter, scales)
+    return TrainState(manifest.step, policy, drafter, manifest.kv_scales)
 
 
 def _read(stored: StoredPolicy, policy: Policy, kinds: Mapping[str, str]) -> None:

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.distributed import Ranks
+from specrl.precision.recipe import KvScales
 from specrl.training.checkpoint.files import checksum_of
 from specrl.training.pieces import REFERENCE, Piece, stored_name
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 
 
 class CheckpointError(ValueError):
@@ -48,8 +50,8 @@ class Manifest:
     """The shape of each tensor of the policy, by its Hugging Face name; all are float32."""
     files: tuple[StoredFile, ...]
     has_drafter: bool
-    kv_scales: Mapping[str, Any] | None
-    """The fields of `KvScales`; None without an FP8 KV cache."""
+    kv_scales: KvScales | None
+    """None without an FP8 KV cache."""
     adapter_scale: float | None
     """What the products of the adapters are multiplied by, where the tensors are those of LoRA."""
 
@@ -92,7 +94,7 @@ class StoredPolicy:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, with a checksum of its own."""
-    data = {"format": FORMAT, **vars(manifest), "files": [_packed(file) for file in manifest.files]}
+    data = {"format": FORMAT, **TypeAdapter(Manifest).dump_python(manifest, mode="json")}
     write_json(folder / MANIFEST_FILE, {**data, "crc32": _checksum(data)})
 
 
@@ -112,8 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST_FILE} has the wrong checksum")
     if data.pop("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST_FILE} was written by another version of specrl")
-    files = tuple(_unpacked(file) for file in data.pop("files"))
-    return Manifest(**data, files=files)
+    return TypeAdapter(Manifest).validate_python(data)
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str | None:
@@ -154,16 +155,6 @@ def _damage_of(path: Path, file: StoredFile) -> str | None:
     if (found := checksum_of(path)) != file.crc32:
         return f"{file.name} has the wrong checksum {found:08x}"
     return None
-
-
-def _packed(file: StoredFile) -> dict[str, Any]:
-    pieces = [[piece.tensor, *piece.rows, *piece.columns] for piece in file.pieces]
-    return {"name": file.name, "size": file.size, "crc32": file.crc32, "pieces": pieces}
-
-
-def _unpacked(data: Mapping[str, Any]) -> StoredFile:
-    pieces = tuple(Piece(name, (top, bottom), (left, right)) for name, top, bottom, left, right in data["pieces"])
-    return StoredFile(data["name"], data["size"], data["crc32"], pieces)
 
 
 def _checksum(data: Mapping[str, Any]) -> int:

@@ -40,8 +40,8 @@ class Part:
 class ChainBatch:
     """The chains of one micro-batch, packed; rows without a chain are left out.
 
-    Rows of the same prompt share its slots. The other slots of a row are consecutive, and so are the chains of a
-    response: the slot of chain n at step j is `starts[n] + j`, and its target is the step-0 target of chain `n + j`.
+    The slots of a row are consecutive, and so are the chains of a response: the slot of chain n at step j is
+    `starts[n] + j`, and its target is the step-0 target of chain `n + j`.
     """
 
     features: Features
@@ -51,10 +51,6 @@ class ChainBatch:
     """int64 `[slots]`: the column of each slot in `features`."""
     positions: Tensor
     """int64 `[slots]`: the position of each slot in its sequence, which begins before the first column of a window."""
-    slot_of: Tensor
-    """int64 `[places]`: the slots of each row, row by row; one that rows share is there several times."""
-    own_places: Tensor
-    """int64 `[slots]`: the first place of each slot in `slot_of`."""
     starts: Tensor
     """int64 `[chains]`: the index of the slot at which the chain starts."""
     alive: list[Tensor]
@@ -97,7 +93,7 @@ class ChainBatch:
             first, last = max(start, chain), min(stop, chain + chains)
             if first < last:
                 seen = length - (chain + chains - last)
-                slots.append(self.slot_of[place : place + seen])
+                slots.append(torch.arange(place, place + seen, device=self.starts.device))
                 queries.append(queries[-1] + last - first)
                 keys.append(keys[-1] + seen)
             chain, place = chain + chains, place + length
@@ -112,8 +108,7 @@ class ChainBatch:
 def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps: int) -> ChainBatch | None:
     """Find the chains of one micro-batch, each for `steps` steps; None when no response has a second token to draft.
 
-    Features are not copied. The host waits for mask and tokens, once each, and works out the rest while the device
-    goes on.
+    Features are not copied. The host waits for the mask, and works out the rest while the device goes on.
     """
     assert not features.hidden.requires_grad, "features must be detached from the policy"
     assert not features.targets.requires_grad, "targets must be detached from the policy"
@@ -126,14 +121,8 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
     slots = torch.arange(starts_at.shape[1])
     slot_mask = slots <= (starts_at * slots).amax(1, keepdim=True)
     row, start = starts_at.nonzero(as_tuple=True)
-    own = slot_mask.clone()
-    shared = _shared_prompts(features, rows, mask)
-    for other, (_, length) in shared.items():
-        own[other, :length] = False
-    slot_row, slot = own.nonzero(as_tuple=True)
-    slot_ids = (own.flatten().cumsum(0) - 1).view_as(own)
-    for other, (leader, length) in shared.items():
-        slot_ids[other, :length] = slot_ids[leader, :length]
+    slot_row, slot = slot_mask.nonzero(as_tuple=True)
+    slot_ids = (slot_mask.flatten().cumsum(0) - 1).view_as(slot_mask)
     alive = _alive(mask, row, start, steps)
     source, target = rows[row].to(device), (start + 1).to(device)
     slot_source, slot = rows[slot_row].to(device), slot.to(device)
@@ -145,8 +134,6 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         slot_rows=slot_source,
         columns=slot,
         positions=slot if features.starts is None else slot + features.starts[slot_source],
-        slot_of=slot_ids[slot_mask].to(device),
-        own_places=own[slot_mask].nonzero()[:, 0].to(device),
         starts=slot_ids[row, start].to(device),
         alive=[step.to(device) for step in alive],
         alive_on_host=[step.tolist() for step in alive],
@@ -156,31 +143,6 @@ def pack_chains(features: Features, draft_tokens: Tensor, vocab_size: int, steps
         chains_per_row=starts_at.sum(1).tolist(),
         slots_per_row=slot_mask.sum(1).tolist(),
     )
-
-
-def _shared_prompts(features: Features, rows: Tensor, mask: Tensor) -> dict[int, tuple[int, int]]:
-    """Find the rows whose first slots are those of a row before, with that row and their number.
-
-    The slots are those of the whole prompt but its last token, beside which the response's first token stands. The
-    hidden states are compared too: those of the same prompt differ if they come from different passes.
-    """
-    leaders: dict[tuple[int, ...], int] = {}
-    found: dict[int, tuple[int, int]] = {}
-    equal: list[Tensor] = []
-    tokens = features.tokens.cpu()
-    starts = [0] * len(features.mask) if features.starts is None else features.starts.tolist()
-    sources = rows.tolist()
-    for row, (source, first) in enumerate(zip(sources, mask.int().argmax(1).tolist(), strict=True)):
-        if starts[source]:
-            continue  # a window, which lacks the beginning
-        leader = leaders.setdefault(tuple(tokens[source, : first + 1].tolist()), row)
-        if leader != row:
-            here, there = features.hidden[source, :first], features.hidden[sources[leader], :first]
-            equal.append((here == there).all())
-            found[row] = leader, first
-    if not found:
-        return found
-    return {row: shared for (row, shared), same in zip(found.items(), torch.stack(equal).tolist(), strict=True) if same}
 
 
 def _alive(mask: Tensor, row: Tensor, start: Tensor, steps: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from specrl.timeline import SPOT_TRAINING
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import metrics_from_sums
 from specrl.training.features import Features, padded, sequences
-from specrl.training.sample import even_sample
+from specrl.training.sample import by_length, even_sample
 
 MICRO_STEP_SECONDS = 0.1
 """The length that a micro-step should have; the last engine may have to wait for one."""
@@ -107,16 +107,10 @@ class SpotTraining:
         lengths = [row.tokens.shape[1] for row in rows]
         limit = self._drafter.config.max_tokens_per_step
         chosen = even_sample(lengths, self._random.random(), lambda part: sum(lengths[i] for i in part) <= limit)
-        batches: list[list[Features]] = []
-        for row in (rows[index] for index in chosen):
-            first = batches[-1][0] if batches else None
-            if (
-                first is not None
-                and first.head is row.head
-                and (len(batches[-1]) + 1) * first.tokens.shape[1] <= self._area
-            ):
-                batches[-1].append(row)
-            else:
-                batches.append([row])
+        alike: dict[int, list[int]] = {}
+        for index in chosen:
+            alike.setdefault(id(rows[index].head), []).append(index)
+        groups = [group for indices in alike.values() for group in by_length(indices, lengths, self._area)]
+        batches = [[rows[index] for index in group] for group in groups]
         self._random.shuffle(batches)
         return batches

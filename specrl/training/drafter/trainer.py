@@ -37,8 +37,6 @@ from specrl.training.schedules import lr_factor
 
 WARMUP_STEPS = 10
 FINAL_LR_FRACTION = 0.05
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -156,6 +154,9 @@ class Drafter:
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        for parameter in self._parameters:  # AdamW would begin with the same
+            moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.zeros((), device=ranks.device), **moments}
 
     @classmethod
     def create(
@@ -276,10 +277,7 @@ class Drafter:
         self.changes += 1
         for parameter in self._parameters:
             state = self.optimizer.state[parameter]
-            if not state:  # a rank that has not trained yet
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            for tensor in (parameter, *(state[key] for key in MOMENTS)):
                 tensor.mul_(weight)
                 self._all_reduce(tensor)
         steps = [state["step"] for state in self.optimizer.state.values()]
@@ -349,12 +347,10 @@ class Drafter:
     def state_dict(self) -> dict[str, Tensor]:
         """What an exact resume needs beside `SHARED`; the tensors are not copies."""
         state: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        steps = 0
         for name, parameter in self.model.named_parameters():
-            if moments := self.optimizer.state.get(parameter):
-                steps = int(moments["step"])
-                state |= {f"{key}/{name}": moments[key] for key in MOMENTS}
-        counters = {"adam_steps": torch.tensor(steps), "updates": torch.tensor(self._updates)}
+            state |= {f"{key}/{name}": self.optimizer.state[parameter][key] for key in MOMENTS}
+        steps = self.optimizer.state[self._parameters[0]]["step"].long()
+        counters = {"adam_steps": steps, "updates": torch.tensor(self._updates)}
         return {**state, **counters, "draft_tokens": self.draft_tokens}
 
     @torch.no_grad()
@@ -363,16 +359,13 @@ class Drafter:
         if not torch.equal(state["draft_tokens"].to(self.ranks.device), self.draft_tokens):
             raise ValueError("checkpoint holds a drafter of another draft vocabulary; start the run in a new folder")
         self.model.load_state_dict({name: state[f"model/{name}"] for name in self.model.state_dict()})
-        self.optimizer.state.clear()
         self.changes += 1
-        steps, self._updates = int(state["adam_steps"]), int(state["updates"])
+        self._updates = int(state["updates"])
         for name, parameter in self.model.named_parameters():
-            if f"exp_avg/{name}" in state:
-                moments = {key: state[f"{key}/{name}"].to(parameter.device, copy=True) for key in MOMENTS}
-                self.optimizer.state[parameter] = {
-                    **moments,
-                    "step": torch.tensor(float(steps), device=parameter.device),
-                }
+            own = self.optimizer.state[parameter]
+            own["step"].fill_(int(state["adam_steps"]))
+            for key in MOMENTS:
+                own[key].copy_(state[f"{key}/{name}"])
 
 
 def schedule(step: int, num_steps: int) -> float:

@@ -3,9 +3,9 @@
 A *chain* starts at a slot c of a response: it has token c + 1 beside the policy's feature of token c, and predicts
 token c + 2. Step j moves it to slot c + j: the true token c + j + 1 beside the chain's own output of step j - 1. Its
 query sees the keys of the policy-fed slots up to c (the same for every step) and the chain's own keys after
-that. Only chains are computed step by step: prompt slots contribute keys and values alone, once for all responses to a
-prompt, padding contributes nothing, and a chain ends where its response does. A drafter of several layers computes all
-but the last one for every slot, because the keys of a layer are made of what the layer before it returns.
+that. Only chains are computed step by step: prompt slots contribute keys and values alone, padding contributes nothing,
+and a chain ends where its response does. A drafter of several layers computes all but the last one for every slot,
+because the keys of a layer are made of what the layer before it returns.
 
 Chains do not see each other. A micro-batch with many of them is trained in parts, each forward and backward through all
 of its steps before the next, so that memory grows with the slots alone, and nothing is computed twice.
@@ -72,10 +72,9 @@ def feed_context(model: DraftModule, batch: ChainBatch) -> Context:
         all_keys.append(keys)
         all_values.append(values)
         if layer + 1 < len(model.attentions):
-            inputs = attention.queries(x, batch.positions), keys, values
-            q, k, v = (rows_of(each, batch.slot_of) for each in inputs)
-            attended = attend(q, k, v, batch.spans(), window=model.shape.sliding_window)
-            hidden = model.finish(layer, residual, attended.index_select(0, batch.own_places))
+            queries = attention.queries(x, batch.positions)
+            attended = attend(queries, keys, values, batch.spans(), window=model.shape.sliding_window)
+            hidden = model.finish(layer, residual, attended)
     return Context(embedded, residual, x, all_keys, all_values)
 
 

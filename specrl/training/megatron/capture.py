@@ -47,9 +47,10 @@ class KeptRows:
         firsts = batch.spans[:, 3].cumsum(0) - batch.spans[:, 3]
         token = (firsts[rows] + response)[mask]  # its number among the response tokens of the micro-batch
         sampled = batch.sampled[token]
-        self._num_outputs = batch.num_tokens
-        self._outputs = (batch.sampled.cumsum(0) - 1)[token[sampled]]
         device = batch.tokens.device
+        own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
+        self.outputs = None if windows is None else own.to(device)
+        """Those of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None where all have any."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -66,12 +67,6 @@ class KeptRows:
     def cut(self, tensor: Tensor) -> Tensor:
         """The rows of a [tokens, ...] tensor, [rows, width, ...], copied; what pads them has no meaning."""
         return tensor[self._places]
-
-    def outputs(self) -> Tensor:
-        """Find which of `MicroBatch.predictors` have targets in these rows, ascending int64 in host memory."""
-        found = torch.zeros(self._num_outputs, dtype=torch.bool)
-        found[self._outputs] = True
-        return found.nonzero()[:, 0]
 
 
 class LayerInputs:

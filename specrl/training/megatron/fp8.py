@@ -1,7 +1,7 @@
 """Blockwise FP8 (e4m3), emulated: the numbers of the GPU recipe on hardware without it.
 
 Recipe: activations and gradients in blocks of 1x128 along the dimension that the matrix product sums over, weights in
-blocks of 128x128, one FP32 scale amax / 448 per block (rounded up to a power of two as an option). Matrix products see
+blocks of 128x128, one FP32 scale amax / 448 per block. Matrix products see
 dequantised values in the compute type and accumulate in it; embeddings, output layer and norms are left alone.
 (DeepSeek-V3, arXiv:2412.19437, section 3.3; Transformer Engine's `Float8BlockScaling`.)
 
@@ -49,20 +49,15 @@ def fused_rows(layout: Layout, rows: int, config: Any) -> tuple[tuple[int, ...],
 class EmulatedLinear:
     """Takes the place of `_forward_impl` of one Megatron linear layer: all three products on quantised operands."""
 
-    def __init__(
-        self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None, *, power_of_two: bool
-    ) -> None:
+    def __init__(self, name: str, module: Any, sizes: tuple[int, ...], order: Tensor | None) -> None:
         self.name = name
         self.module = module
         self.sizes, self.order = sizes, order
-        self.power_of_two = power_of_two
         self.active = True
         """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
         self.num_forwards = 0
         self.num_backwards = 0
         self._plain: Any = module._forward_impl
-        self._source: Tensor | None = None
-        self._quantised: Tensor | None = None
 
     def __call__(
         self,
@@ -89,40 +84,13 @@ class EmulatedLinear:
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """The dequantised weight [out, in], recomputed when the weight has changed: once per optimizer update.
-
-        The weight itself is compared: Megatron's distributed optimizer writes it through a flat buffer, which neither
-        moves it nor raises its version counter. The comparison costs a hundredth of a forward pass.
-        """
+        """The weight's dequantised values [out, in]."""
         weight: Tensor = self.module.weight.detach()
-        if self._source is None or not torch.equal(weight, self._source):
-            self._source = weight.clone()
-            self._quantised = self.quantise_weight()
-        assert self._quantised is not None
-        return self._quantised
-
-    @torch.no_grad()
-    def quantise_weight(self) -> Tensor:
-        """Quantise the weight anew and return its dequantised values [out, in]."""
-        quantised = fake_quantise_rows(self._in_engine_order(), self.sizes, power_of_two=self.power_of_two)
         if self.order is None:
-            return quantised
-        return torch.empty_like(quantised).index_copy_(0, self.order.to(quantised.device), quantised)
-
-    def _in_engine_order(self) -> Tensor:
-        weight: Tensor = self.module.weight.detach()
-        return weight if self.order is None else weight[self.order.to(weight.device)]
-
-    def whole_row(self, inputs: Tensor) -> Tensor:
-        """Gather the inputs [tokens, 1, in] of the whole row where the layer gets a part of it (collective)."""
-        has_part = isinstance(self.module, ColumnParallelLinear) and self.module.sequence_parallel
-        return gather_from_sequence_parallel_region(inputs, group=self.module.tp_group) if has_part else inputs
-
-    def quantise(self, values: Tensor, block: tuple[int, int]) -> Tensor:
-        """The dequantised values of a matrix in blocks of this shape, with the layer's kind of scales."""
-        if not values.numel():  # an expert without tokens
-            return values
-        return fake_quantise(values, block, power_of_two=self.power_of_two)
+            return fake_quantise_rows(weight, self.sizes)
+        order = self.order.to(weight.device)
+        quantised = fake_quantise_rows(weight[order], self.sizes)
+        return torch.empty_like(quantised).index_copy_(0, order, quantised)
 
 
 class _QuantisedProduct(torch.autograd.Function):
@@ -138,7 +106,7 @@ class _QuantisedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])  # [tokens, in]
         ctx.save_for_backward(flat, quantised)
         ctx.layer, ctx.group, ctx.shape = layer, group, x.shape
-        return (layer.quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], quantised.shape[0])
+        return (fake_quantise(flat, ALONG_ROWS) @ quantised.t()).view(*x.shape[:-1], quantised.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -147,11 +115,11 @@ class _QuantisedProduct(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (layer.quantise(flat, ALONG_ROWS) @ quantised).view(ctx.shape)
+            grad_x = (fake_quantise(flat, ALONG_ROWS) @ quantised).view(ctx.shape)
             if ctx.group is not None:
                 dist.all_reduce(grad_x, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            grad_weight = layer.quantise(flat, ALONG_TOKENS).t() @ layer.quantise(x, ALONG_TOKENS)
+            grad_weight = fake_quantise(flat, ALONG_TOKENS).t() @ fake_quantise(x, ALONG_TOKENS)
         layer.num_backwards += 1
         return grad_x, grad_weight, None, None, None
 
@@ -188,29 +156,6 @@ def layer_of(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def emulate(model: Any, exclude: Collection[str] = (), *, power_of_two: bool = False) -> dict[str, EmulatedLinear]:
-    """Make the linear layers of a `PolicyModel` compute in emulated FP8, except those in `exclude`; return them.
-
-    Raises ValueError for Transformer Engine's layers, which have native FP8, and for names that the model does not
-    have.
-    """
-    unknown = sorted(set(exclude) - set(layer_names(model.family, model.config.num_layers)))
-    if unknown:
-        raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
-    installed = {}
-    for name, (linear, module) in linear_layers(model).items():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            raise ValueError(
-                f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear layers; "
-                'set precision.training = "bf16"'
-            )
-        if layer_of(name) not in exclude:
-            rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
-            installed[name] = EmulatedLinear(name, module, *rows, power_of_two=power_of_two)
-            module._forward_impl = installed[name]
-    return installed
-
-
 class LinearPrecision:
     """Makes the linear layers of one policy compute in FP8, all but `bf16_layers`.
 
@@ -218,11 +163,8 @@ class LinearPrecision:
     `emulates` it is an emulation on GPUs too, in which single layers can be switched.
     """
 
-    def __init__(
-        self, bf16_layers: Collection[str] = (), *, power_of_two: bool = False, emulates: bool = False
-    ) -> None:
+    def __init__(self, bf16_layers: Collection[str] = (), *, emulates: bool = False) -> None:
         self.bf16_layers = frozenset(bf16_layers)
-        self.power_of_two = power_of_two
         self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
@@ -236,16 +178,31 @@ class LinearPrecision:
             return "native"
         return "emulated" if self.linears else "off"
 
-    def attach(self, model: torch.nn.Module) -> None:
+    def attach(self, model: Any) -> None:
+        """Take over the linear layers of a `PolicyModel`.
+
+        Raises ValueError for names that the model does not have, and for layers that cannot be emulated.
+        """
         assert self._expected is None, "a LinearPrecision belongs to one policy"
-        layers = {name: module for name, (_, module) in linear_layers(model).items()}
+        if unknown := sorted(self.bf16_layers - set(layer_names(model.family, model.config.num_layers))):
+            raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
+        layers = linear_layers(model)
         kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)
         self._expected = frozenset(layers) - kept
         if self.is_native:
-            self._native = layers
-            native.keep_in_bf16(layers, kept)
+            self._native = {name: module for name, (_, module) in layers.items()}
+            native.keep_in_bf16(self._native, kept)
             return
-        self.linears = emulate(model, self.bf16_layers, power_of_two=self.power_of_two)
+        for name, (linear, module) in layers.items():
+            if name in kept:
+                continue
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                raise ValueError(
+                    f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear "
+                    'layers; set precision.training = "bf16"'
+                )
+            rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
+            module._forward_impl = self.linears[name] = EmulatedLinear(name, module, *rows)
 
     def set_fp8(self, names: Collection[str]) -> None:
         """Let exactly these layers compute in emulated FP8; names of layers that other ranks hold are ignored here."""
@@ -253,7 +210,7 @@ class LinearPrecision:
             linear.active = layer_of(name) in names
 
     def assert_quantised(self, *, trained: bool = False) -> None:
-        """Raise NotQuantisedError unless every layer that should has computed in FP8, with its present weight.
+        """Raise NotQuantisedError unless every layer that should has computed in FP8.
 
         Call it after a forward pass, with `trained` after a training step.
         """
@@ -272,5 +229,3 @@ class LinearPrecision:
                 raise NotQuantisedError(
                     f"{name} has run no {'backward' if linear.num_forwards else 'forward'} pass in FP8"
                 )
-            if not torch.equal(linear.quantised_weight(), linear.quantise_weight()):
-                raise NotQuantisedError(f"{name} computes with a stale or unquantised weight")

@@ -39,11 +39,9 @@ class TargetInput:
     draft_tokens: Tensor
     as_hidden: bool
     """Whether the targets are hidden states, and not logits on the draft vocabulary."""
-    kept: Tensor | None = None
-    """[kept] int64: those of the positions at which the output layer is evaluated that have targets on any
-    tensor-parallel rank; None for all."""
     own: Tensor | None = None
-    """[own] int64: those of `kept` that have targets on this rank; None for all."""
+    """[own] int64: those of the positions at which the output layer is evaluated whose targets this rank keeps; None
+    for all."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +143,9 @@ class _Targets:
 
     def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the wanted positions, given the output layer's input."""
-        wanted = self._wanted
-        targets, top1 = hidden if wanted.as_hidden else torch.cat(self._logits), torch.cat(self._top1)
-        for chosen in (wanted.kept, wanted.own):
-            if chosen is not None:
-                targets, top1 = targets[chosen], top1[chosen]
-        return targets, top1
+        targets, own = hidden if self._wanted.as_hidden else torch.cat(self._logits), self._wanted.own
+        top1 = torch.cat(self._top1)
+        return (targets, top1) if own is None else (targets[own], top1[own])
 
 
 def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:

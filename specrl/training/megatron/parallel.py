@@ -18,17 +18,8 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
     """Split the ranks into tensor x pipeline x data parallel groups, unless that is done already (collective).
 
     Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
-    groups that have all experts among them. Raises ValueError for sizes that do not divide the ranks.
+    groups that have all experts among them. Raises ValueError where this process has other groups already.
     """
-    world = dist.get_world_size()
-    if world % (tensor * pipeline):
-        raise ValueError(
-            f"policy.tensor_parallel x policy.pipeline_parallel = {tensor} x {pipeline} does not divide {world} ranks"
-        )
-    if world // pipeline % expert:
-        raise ValueError(
-            f"policy.expert_parallel = {expert} does not divide the {world // pipeline} ranks of a pipeline stage"
-        )
     if parallel_state.model_parallel_is_initialized():
         current = (
             parallel_state.get_tensor_model_parallel_world_size(),

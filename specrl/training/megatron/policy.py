@@ -64,13 +64,6 @@ FP8_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class _Kept:
-    rows: KeptRows
-    """The rows of this tensor-parallel rank, on whatever pipeline stage they are to be."""
-    wanted: TargetInput
-
-
-@dataclass(frozen=True)
 class _Outcome:
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
@@ -299,17 +292,19 @@ class Policy:
         device = self.ranks.device
         batches = [batch.to(device) for batch in self.evenly_many(micro_batches or [self._empty])]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
-        kept = [self._kept(batch, spec, windows) if batch.indices else None for batch in batches]
+        kept = [self._kept(batch, windows) if spec is not None else None for batch in batches]
         items = list(zip(batches, kept, strict=True))
 
         def forward_step(
-            iterator: Iterator[tuple[MicroBatch, _Kept | None]], model: Any
+            iterator: Iterator[tuple[MicroBatch, KeptRows | None]], model: Any
         ) -> tuple[Any, Callable[[HeadOutput], Any]]:
-            batch, part = next(iterator)
-            head = HeadInput(batch.predictors, batch.targets, temperature, part.wanted if part else None)
-            recording = inputs.micro_batch(part.rows) if part else nullcontext()
-            trains = loss is not None
-            with self._observed(batch, trains=trains), recording:
+            batch, rows = next(iterator)
+            wanted = None
+            if spec is not None and rows is not None:
+                wanted = TargetInput(spec.draft_tokens.to(device), spec.as_hidden, rows.outputs)
+            head = HeadInput(batch.predictors, batch.targets, temperature, wanted)
+            recording = inputs.micro_batch(rows) if rows is not None else nullcontext()
+            with self._observed(batch, trains=loss is not None), recording:
                 output = model(batch.tokens, batch.segments, head)
             return output, partial(_outcome, batch, loss)
 
@@ -330,21 +325,12 @@ class Policy:
             self.routing.end_pass()
         return outcomes, self._features(spec, kept, inputs, outcomes) if spec else []
 
-    def _kept(self, batch: MicroBatch, spec: FeatureSpec | None, windows: Mapping[int, Window] | None) -> _Kept | None:
-        if spec is None:
-            return None
-        draft_tokens = spec.draft_tokens.to(batch.tokens.device)
+    def _kept(self, batch: MicroBatch, windows: Mapping[int, Window] | None) -> KeptRows | None:
+        """What this tensor-parallel rank keeps, on whatever pipeline stage it will be; None where no rank keeps any."""
         if windows is None:
-            return _Kept(KeptRows(batch), TargetInput(draft_tokens, spec.as_hidden))
-        everyone = KeptRows(batch, windows, range(self.model_size))
-        if not len(everyone):
-            return None
-        own = KeptRows(batch, windows, range(self.tp_rank, self.model_size, self.config.tensor_parallel))
-        outputs = everyone.outputs()
-        own_outputs = torch.searchsorted(outputs, own.outputs())
-        device = batch.tokens.device
-        wanted = TargetInput(draft_tokens, spec.as_hidden, outputs.to(device), own_outputs.to(device))
-        return _Kept(own, wanted)
+            return KeptRows(batch) if batch.indices else None
+        owners = range(self.tp_rank, self.model_size, self.config.tensor_parallel)
+        return KeptRows(batch, windows, owners) if windows.keys() & batch.indices else None
 
     @contextmanager
     def _observed(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
@@ -368,17 +354,17 @@ class Policy:
         return [*micro_batches, *[self._empty] * (int(most) - len(micro_batches))]
 
     def _features(
-        self, spec: FeatureSpec, kept: list[_Kept | None], inputs: LayerInputs, outcomes: list[_Outcome]
+        self, spec: FeatureSpec, kept: list[KeptRows | None], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
         heads: list[HeadOutput | None] = [outcome.head for outcome in outcomes]
         heads = heads or [None] * len(kept)
-        chosen = [(part, head) for part, head in zip(kept, heads, strict=True) if part is not None]
+        chosen = [(rows, head) for rows, head in zip(kept, heads, strict=True) if rows is not None]
         head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
         # What was recorded goes as it is taken over: both at once would be twice the features.
         own, dtype = self.model_rank, self.dtype
         found = [
-            assemble(spec, part.rows, inputs.recorded.pop(0), head, self.hf_config, own, head_rows, dtype)
-            for part, head in chosen
+            assemble(spec, rows, inputs.recorded.pop(0), head, self.hf_config, own, head_rows, dtype)
+            for rows, head in chosen
         ]
         return [features for features in found if features is not None]
 
