@@ -99,9 +99,9 @@ def _reasoning_gym(config: GeneratorConfig) -> Generator:
         close = get_close_matches(config.name, names, n=5, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else f"allowed: {', '.join(names)}"
         raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
-    dataset, parameters = DATASETS[config.name]
+    _, parameters = DATASETS[config.name]
     try:
-        refuse_unreviewed(config.name, dataset)
+        refuse_unreviewed(config.name)
     except ValueError as error:
         raise ConfigError(f"data.generators: {config.name} cannot be used: {error}") from error
     fields = dataclasses.fields(parameters)
