@@ -19,7 +19,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
+from specrl.rollout.bubbles.texts import PregeneratedText
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
@@ -169,7 +169,7 @@ class LastAnswers:
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
         self._engine, self._folder, self._rank = engine, folder, rank
-        self._texts: dict[str, dict[int, list[PregeneratedText]]] = {}
+        self._texts: dict[str, list[PregeneratedText]] = {}
 
     @contextmanager
     def drafted(self, name: str, prompts: Sequence[Prompt]) -> Iterator[None]:
@@ -189,11 +189,11 @@ class LastAnswers:
         if not self._engine.replays:
             return
         texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
-        self._texts[name] = by_prompt(texts)
+        self._texts[name] = texts
         if self._engine.is_first:
             write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
 
-    def _read(self, name: str) -> dict[int, list[PregeneratedText]]:
+    def _read(self, name: str) -> list[PregeneratedText]:
         # A restart may have another number of ranks, which deals the prompts in another way.
         paths = sorted(self._folder.glob(f"{name}-????.arrow"))
-        return by_prompt([text for path in paths for text in read_texts(path)])
+        return [text for path in paths for text in read_texts(path)]

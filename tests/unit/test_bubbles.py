@@ -198,8 +198,7 @@ def test_prompts_of_equal_text_share_their_stored_responses() -> None:
     first, second, third, fourth, fifth = (
         PregeneratedText(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9)
     )
-    stored = {0: [first], 1: [second, third], 2: [fourth], 9: [fifth]}
-    assert by_tokens(prompts, stored) == {(1, 2): [first, second, third], (3,): [fourth]}
+    assert by_tokens(prompts, [first, second, third, fourth, fifth]) == {(1, 2): [first, second, third], (3,): [fourth]}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from specrl.rollout.bubbles.bubbles import Activity, Bubbles
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
@@ -92,8 +92,8 @@ class RolloutGenerator:
         self._bubbles = Bubbles(config, ranks, engine, source, training, rewards)
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
-        self._stored: dict[int, list[PregeneratedText]] = {}
-        """The texts to the next step's prompts of this rank's engine, by prompt id."""
+        self.next_texts: list[PregeneratedText] = []
+        """The texts that this rank's engine has to draft from in the next step."""
 
     def restore(self, rollouts_dir: Path, first_step: int) -> None:
         """Find the texts on disk that an undisturbed run would have before `first_step`."""
@@ -154,11 +154,6 @@ class RolloutGenerator:
         refuse_failure(failures, len(rollouts), self._config.data, self._config.environment.name)
         return rollouts, counters, failures
 
-    @property
-    def next_texts(self) -> list[PregeneratedText]:
-        """The texts that this rank's engine has to draft from in the next step."""
-        return [text for texts in self._stored.values() for text in texts]
-
     def _exchange(self, texts: Sequence[PregeneratedText], step: int) -> None:
         """Send what engines have generated ahead or earlier to those that answer the prompts of `step`."""
         if self._earlier is None and not self._config.bubbles.pregenerates:
@@ -167,7 +162,7 @@ class RolloutGenerator:
         engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
         earlier = self._earlier.to(engines) if self._earlier is not None else []
         size = self._config.engine.tensor_parallel
-        self._stored = by_prompt(deliver_texts(self._ranks, [*texts, *earlier], engines, size))
+        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], engines, size)
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
@@ -175,7 +170,7 @@ class RolloutGenerator:
         own = self._open(prompts[self._place.engine :: self._place.num_engines])
         self._bubbles.open()
         if self._earlier is not None or self._config.bubbles.pregenerates:
-            store_texts(self._engine, own, self._stored)
+            store_texts(self._engine, own, self.next_texts)
         started_at = time.time()
         unscored = self._collect(own, step)
         bubble, texts = self._bubbles.spend(step, started_at, unscored.generation)

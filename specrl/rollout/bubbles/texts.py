@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +17,6 @@ class PregeneratedText(NamedTuple):
     seed: int
     """The seed that it was sampled with."""
     tokens: Sequence[int]
-
-
-def by_prompt(texts: Iterable[PregeneratedText]) -> dict[int, list[PregeneratedText]]:
-    """Texts by the id of their prompt."""
-    found: dict[int, list[PregeneratedText]] = {}
-    for text in texts:
-        found.setdefault(text.prompt_id, []).append(text)
-    return found
 
 
 def deliver_texts(
