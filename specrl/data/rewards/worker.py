@@ -155,20 +155,15 @@ def _go_on_in_child(rank: Connection) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
+@dataclass
 class Scorer:
     """The process that has imported the rewards, and the forks of it that score one response each."""
 
-    def __init__(
-        self,
-        rank: Connection,
-        settings: DataConfig,
-        judges: Sequence[Judge],
-        scratch: Path,
-        held: sandbox.Confinement,
-    ) -> None:
-        self._rank, self._judges, self._held = rank, judges, held
-        self._timeout, self._network = settings.reward_timeout_s, settings.reward_network
-        self._scratch = scratch
+    rank: Connection
+    settings: DataConfig
+    judges: Sequence[Judge]
+    scratch: Path
+    held: sandbox.Confinement
 
     def serve(self) -> None:
         """Answer messages `(section's index, arguments of its judge pickled)` until the rank closes the connection."""
@@ -177,12 +172,12 @@ class Scorer:
         self._base = sandbox.address_space()
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                section, message = self._rank.recv()
-                self._rank.send_bytes(self._scored(section, message).json())
+                section, message = self.rank.recv()
+                self.rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        processes = self._judges[section].starts_processes
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        processes = self.judges[section].starts_processes
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, child = os.getpid(), os.fork()
         if not child:
@@ -191,9 +186,9 @@ class Scorer:
         theirs.close()
         try:
             with ours:
-                return _awaited(child, ours, self._timeout, supervised=processes and self._held.filters)
+                return _awaited(child, ours, self.settings.reward_timeout_s, supervised=processes and self.held.filters)
         finally:
-            sandbox.end_all_children(child, self._held)
+            sandbox.end_all_children(child, self.held)
             _remove(folder)
 
     def _score(
@@ -201,18 +196,18 @@ class Scorer:
     ) -> NoReturn:
         code = 70  # EX_SOFTWARE
         try:
-            self._rank.close()
+            self.rank.close()
             _silence()
-            if self._held.namespaces:
+            if self.held.namespaces:
                 os.setsid()  # elsewhere the rank ends this process by its group
             os.chdir(folder)
-            sandbox.limit_resources(self._timeout, self._base)
-            listener = sandbox.confine(folder, self._held, network=self._network, processes=processes)
+            sandbox.limit_resources(self.settings.reward_timeout_s, self._base)
+            listener = sandbox.confine(folder, self.held, network=self.settings.reward_network, processes=processes)
             end_with_parent(server)
             if listener is not None:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)
-            answer.send(Outcome.of(self._judges[section].call(*pickle.loads(message))).json())
+            answer.send(Outcome.of(self.judges[section].call(*pickle.loads(message))).json())
             code = 0
         finally:
             os._exit(code)
