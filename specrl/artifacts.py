@@ -154,17 +154,6 @@ class BestPolicy(Artifact):
     """The folder of the drafter that was trained along with it; for `mtp`, `policy_dir`; None without a drafter."""
 
 
-class SpeedupEstimate(Artifact):
-    """What drafts gained in the RL steps, estimated by the cost model: no matched pair."""
-
-    generation: float
-    """The ratio of the time of generation without drafts to that with them, median over the steps."""
-    step: float
-    """The same of whole steps without their validations, where plain decoding also trains no drafter."""
-    steps: int
-    """The number of steps that have an estimate."""
-
-
 class TrainResult(Artifact):
     """The result of `train`, summed up from the records of its steps."""
 
@@ -191,8 +180,6 @@ class TrainResult(Artifact):
     """The mean of each part of the reward in the first and the last step, unweighted; empty where there are none."""
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
-    speedup_estimate: SpeedupEstimate | None = None
-    """What drafts gained by the cost model; None where it knows no times."""
     mismatch: dict[str, float]
     """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()

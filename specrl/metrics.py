@@ -175,18 +175,6 @@ _DEFINITIONS = (
     Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
     Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
-    Metric(
-        "speedup/generation_estimate",
-        "",
-        "Estimated ratio of timing/generation_s without drafts to that with them: plain decoding needs an iteration "
-        "for each token of a request, and its iterations take as long as the cost model expects without drafts. No "
-        "matched pair; only with speculation.adaptive.",
-    ),
-    Metric(
-        "speedup/step_estimate",
-        "",
-        "The same of the whole step, without its validations and, for plain decoding, without the drafter's update.",
-    ),
     Metric("speedup/generation", "", "Median of speedup/generation_batch_I over the batch sizes measured."),
     Metric(
         "speedup/generation_batch_I",

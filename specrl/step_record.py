@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 
 from pydantic import TypeAdapter
 
 from specrl.algorithms.advantages import zero_signal_fraction
-from specrl.artifacts import SpeedupEstimate, write_json, write_text
+from specrl.artifacts import write_json, write_text
 from specrl.data.rewards.pool import describe
 from specrl.distributed import Ranks
 from specrl.events import drop_events, record_event
@@ -25,7 +25,7 @@ from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
 from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
-from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans, speedup_estimates
+from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans
 from specrl.tracking import LoggedSteps, Tracker
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
 """The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
 
-LATE = ("timing/step_s", "timing/checkpoint_s", "speedup/step_estimate")
+LATE = ("timing/step_s", "timing/checkpoint_s")
 """The metrics of a step that are known only after its checkpoint has begun."""
 
 OF_STEPS = frozenset({"drafter", "reward", "signal"})
@@ -84,7 +84,6 @@ class StepParts:
             **({"drafter/sampled_fraction": self.policy["sampled_fraction"]} if self.drafter else {}),
             **speculation_metrics(self.generated.stats),
             **bubble_metrics(self.generated.bubbles),
-            **speedup_estimates(self.generated.bubbles, seconds),
             **self.mismatch,
             **self.refit.metrics(),
         }
@@ -203,8 +202,7 @@ class StepRecorder:
             RankTimeline(rank.bubble, rank_spans(rank.bubble, own))
             for rank, own in zip(record.ranks, spans, strict=True)
         ]
-        late = timing_metrics(timer.seconds) | speedup_estimates([rank.bubble for rank in ranks], timer.seconds)
-        record = replace(record, metrics=record.metrics | late, ranks=ranks)
+        record = replace(record, metrics=record.metrics | timing_metrics(timer.seconds), ranks=ranks)
         self.log_record(record)
         self.write(record)
         if self._ranks.is_first:
@@ -291,13 +289,3 @@ def timing_share(records: list[StepRecord]) -> dict[str, float]:
     total = sum(record.metrics["timing/step_s"] for record in records)
     seconds = {part: sum(record.metrics.get(f"timing/{part}_s", 0.0) for record in records) for part in TIMED}
     return {part: value / total for part, value in seconds.items() if value}
-
-
-def speedup_estimate(records: list[StepRecord]) -> SpeedupEstimate | None:
-    """The medians of the steps' estimates of what drafts gain; None where no step has any."""
-    found = [record.metrics for record in records if "speedup/step_estimate" in record.metrics]
-    if not found:
-        return None
-    names = ("generation", "step")
-    medians = {name: median(metrics[f"speedup/{name}_estimate"] for metrics in found) for name in names}
-    return SpeedupEstimate(**medians, steps=len(found))

@@ -6,7 +6,7 @@ Times are Unix seconds. Those of several nodes agree as well as the nodes' clock
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,17 +75,8 @@ class Bubble:
     """The number of tokens of the next step that it generated in the bubble."""
     drafter_steps: int = 0
     """The number of updates of the drafter that it made in the bubble."""
-    saved_s: float | None = None
-    """An estimate of the seconds that drafts saved in its own share, and in refills, by the cost model's plain
-    iterations; None where there is none."""
     refills: list[Span] = field(default_factory=list)
     """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
-
-    @property
-    def own_s(self) -> float:
-        """The seconds of its own share, of refills too."""
-        refills = sum(span.ended_at - span.started_at for span in self.refills)
-        return self.generated_at - self.started_at + refills
 
 
 @dataclass(frozen=True)
@@ -107,28 +98,6 @@ def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:
         "bubble/overrun_s": max(overruns, default=0.0),
         "bubble/pregenerated_tokens": float(sum(bubble.pregenerated_tokens for bubble in bubbles)),
         "bubble/drafter_steps": float(sum(bubble.drafter_steps for bubble in bubbles)),
-    }
-
-
-def speedup_estimates(bubbles: Sequence[Bubble], seconds: Mapping[str, float]) -> dict[str, float]:
-    """By how much plain decoding would have made a step longer, under the names in MLflow; no matched pair.
-
-    Plain decoding trains no drafter, and validations do not count. What else a drafter costs, its share of the refit,
-    is left out.
-
-    Args:
-        bubbles: The bubbles of all ranks. Without an estimate for each of them, nothing is returned.
-        seconds: The wall times of the step's parts.
-    """
-    saved = [bubble.saved_s for bubble in bubbles if bubble.saved_s is not None]
-    if len(saved) < len(bubbles):
-        return {}
-    slowest = max(bubble.own_s for bubble in bubbles)
-    longer = max(bubble.own_s + gain for bubble, gain in zip(bubbles, saved, strict=True)) - slowest
-    step = seconds["step"] - seconds.get("validation", 0.0)
-    return {
-        "speedup/generation_estimate": 1 + longer / seconds["generation"],
-        "speedup/step_estimate": (step + longer - seconds.get("drafter_update", 0.0)) / step,
     }
 
 

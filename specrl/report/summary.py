@@ -57,8 +57,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
     `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
     ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
     those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
-    would come next, and draft from the text that it would find. In `train`, `speedup_estimate` has the medians over the
-    steps of what the cost model says of plain decoding.
+    would come next, and draft from the text that it would find.
     """
     config = readable_config(run_dir)
     prepare = readable(stages, "prepare", PrepareResult)
@@ -84,8 +83,7 @@ def build_summary(run_dir: Path, stages: Mapping[str, Path], mlflow_run_id: str 
         "train": train
         and _pick(
             train,
-            *("steps", "step_seconds_median", "timing_share", "speedup_estimate"),
-            *("reward_first", "reward_last", "reward_parts"),
+            *("steps", "step_seconds_median", "timing_share", "reward_first", "reward_last", "reward_parts"),
         ),
         "mismatch": train and train.mismatch,
         "precision": train and train.precision.model_dump(),
@@ -272,10 +270,6 @@ def _train_rows(train: TrainResult) -> list[tuple[str, str]]:
         *[(f"its part {name}", f"{first:.3f} -> {last:.3f}") for name, (first, last) in train.reward_parts.items()],
         ("step, median", f"{train.step_seconds_median:.1f} s"),
     ]
-    if (estimate := train.speedup_estimate) is not None:
-        ratios = f"generation {estimate.generation:.2f}x, step {estimate.step:.2f}x"
-        how = f"medians of {_count(estimate.steps, 'step')}, against expected times of plain decoding"
-        rows.append(("speedup, estimate", f"{ratios} ({how}; no matched pairs)"))
     difference = f"largest |log-prob difference| {train.refit_max_abs_logprob_diff:.3f}"
     rows.append(("refit parity", f"{train.refit_checks} checks, {train.refit_failures} failures, {difference}"))
     return [*rows, *(("drafter", event) for event in train.drafter_events)]

@@ -180,13 +180,11 @@ def converse(
         for number, answer in zip(left, answers, strict=True):
             talks[number].hear(answer, rendering, max_turns)
     responses = [talk.response() for talk in talks]
-    saved = [wave.saved_s for wave in waves if wave.saved_s is not None]
     whole = Generation(
         responses,
         SpeculationStats.merge(wave.stats for wave in waves),
         sum(wave.seconds for wave in waves),
         sum(wave.num_tokens for wave in waves),
-        sum(saved) if len(saved) == len(waves) else None,
     )
     scores = Scores.of([talk.result for talk in talks if talk.result is not None], waited_s, config.data)
     return whole, scores.log("environment.name", config.data.reward_on_failure)

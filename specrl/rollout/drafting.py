@@ -54,7 +54,6 @@ class Drafting:
     def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
         self._recalls, self._learns, self._last = recall, learn, None
-        self.costs.saved = 0.0
         self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(stop_tokens)
         numbers = (self.texts.number_of(request.prompt_tokens) for request in requests)
@@ -72,7 +71,7 @@ class Drafting:
         k = self._lengths[iteration.batch]
         self._drafted.append(k)
         if self._last is not None and self._last[1] == k and self._learns and self._fixed is None:
-            self.costs.observe(iteration.batch, k, now - self._last[0], iteration.tokens)
+            self.costs.observe(iteration.batch, k, now - self._last[0])
         self._last = now, k
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
@@ -100,11 +99,6 @@ class Drafting:
         """What the cost model chooses for batch sizes that are powers of two, once it knows times."""
         sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
         return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
-
-    @property
-    def saved_s(self) -> float | None:
-        """See `Generation.saved_s`."""
-        return self.costs.saved if self._is_measured else None
 
     def _measure(self) -> None:
         self._is_measured = True

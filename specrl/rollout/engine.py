@@ -184,8 +184,7 @@ class Engine(VllmEngine):
         drafts = chain.from_iterable(response.drafts for response in ordered)
         stats = SpeculationStats.of(drafts, self.decode_steps - decode_steps)
         num_tokens = sum(len(response.tokens) for response in ordered)
-        saved_s = self.drafting.saved_s if self.drafting is not None else None
-        return Generation(ordered, stats, time.perf_counter() - started, num_tokens, saved_s)
+        return Generation(ordered, stats, time.perf_counter() - started, num_tokens)
 
     def set_k(self, k: int | None) -> None:
         """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.

@@ -80,8 +80,6 @@ class Generation:
     seconds: float
     num_tokens: int
     """Of all responses together."""
-    saved_s: float | None = None
-    """An estimate of the seconds that drafts saved; None where the times of iterations are not known."""
 
 
 def response_seed(run_seed: int, step: int, prompt_id: int, sample: int, turn: int = 0) -> int:

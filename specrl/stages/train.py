@@ -51,7 +51,6 @@ from specrl.step_record import (
     StepRecorder,
     mean_of,
     read_steps,
-    speedup_estimate,
     timing_share,
 )
 from specrl.tracking import Tracker
@@ -305,7 +304,6 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
         "reward_parts": {name.removeprefix(OF_PARTS): (first[name], last[name]) for name in parts},
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
-        "speedup_estimate": speedup_estimate(records),
         "mismatch": mean_of(records, "mismatch"),
         "drafter_events": [event for record in records for event in record.events],
         "refit_checks": 1 + len(records),

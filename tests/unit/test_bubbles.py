@@ -29,7 +29,6 @@ from specrl.timeline import (
     bubble_metrics,
     joined,
     rank_spans,
-    speedup_estimates,
     timeline_from,
 )
 
@@ -160,21 +159,6 @@ def test_totals_count_waiting_use_and_overrun() -> None:
     found = bubble_metrics([early, late])
     assert [found[f"bubble/{name}_s"] for name in ("idle", "used", "overrun")] == [6.0, 5.0, 0.5]
     assert bubble_metrics([late])["bubble/overrun_s"] == 0.0
-
-
-def test_the_gain_of_drafts_is_estimated_for_the_engine_that_would_be_the_slowest_without_them() -> None:
-    bubbles = [
-        Bubble(0, 100.0, 110.0, saved_s=5.0),
-        Bubble(1, 100.0, 108.0, saved_s=9.0),
-    ]
-    seconds = {"generation": 11.0, "validation": 4.0, "drafter_update": 2.0, "step": 24.0}
-    assert speedup_estimates(bubbles, seconds) == {
-        "speedup/generation_estimate": pytest.approx(18 / 11),
-        "speedup/step_estimate": pytest.approx(25 / 20),
-    }
-    costly = [Bubble(0, 100.0, 110.0, saved_s=-2.0)]
-    assert speedup_estimates(costly, {"generation": 10.0, "step": 20.0})["speedup/step_estimate"] == pytest.approx(0.9)
-    assert speedup_estimates([*bubbles, Bubble(2, 100.0, 108.0)], seconds) == {}
 
 
 def test_spans_that_follow_one_another_are_joined() -> None:

@@ -144,7 +144,7 @@ def test_a_machine_that_slows_down_leaves_nearly_the_best_choice() -> None:
     for _ in range(200):
         for batch in (1, 4, 16, 48):
             k = model.best(batch)
-            model.observe(batch, k, 2 * seconds_of(batch, k, *seconds), batch)
+            model.observe(batch, k, 2 * seconds_of(batch, k, *seconds))
     for batch in range(1, MAX_BATCH + 1):
         rates = {
             k: sum(rate**place for place in range(min(k, 3) + 1)) / seconds_of(batch, k, *seconds)
@@ -161,8 +161,8 @@ def test_drafts_that_turn_out_to_be_slow_are_left() -> None:
     model.acceptance.learn(counts_of({DRAFTERS: 0.5}, 2000))
     assert model.best(4) > 0
     for _ in range(300):
-        model.observe(4, model.best(4), 3e-2 if model.best(4) else 1e-2, 8)
-        model.observe(48, 0, seconds_of(48, 0, 1e-2, 1e-5, 1e-5, 3), 48)
+        model.observe(4, model.best(4), 3e-2 if model.best(4) else 1e-2)
+        model.observe(48, 0, seconds_of(48, 0, 1e-2, 1e-5, 1e-5, 3))
     assert model.best(4) == 0
 
 
@@ -181,12 +181,3 @@ def test_the_drafter_brings_nothing_beyond_its_own_length() -> None:
     assert (accepted[3:, DRAFTERS] == accepted[3, DRAFTERS]).all()
     assert (np.diff(accepted[:, OWN]) > 0).all()
     assert accepted.shape == (K + 1, NOTHING)
-
-
-def test_what_drafts_have_saved_is_estimated() -> None:
-    model = model_of(1e-2, 0.0, 0.0, 3)
-    model.observe(4, 3, 1e-2, 12)  # three tokens a request in the time of one
-    assert model.saved == pytest.approx(2e-2, rel=0.01)
-    model.saved = 0.0
-    model.observe(4, 3, 2e-2, 4)
-    assert model.saved < 0

@@ -22,7 +22,6 @@ from specrl.artifacts import (
     PrepareResult,
     PretrainResult,
     SpeedPair,
-    SpeedupEstimate,
     TrainResult,
     ValidateResult,
     read_result,
@@ -188,7 +187,6 @@ def test_the_summary_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> Non
             "reward_first",
             "reward_last",
             "reward_parts",
-            "speedup_estimate",
             "step_seconds_median",
             "steps",
             "timing_share",
@@ -262,20 +260,6 @@ def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp
     summary = json.loads(write_summary(run_dir, stages, None).read_text())
     assert summary["speculation"]["token_share"] == {"1": shares}
     assert summary["speculation"]["text"]["num_stored"] == 1
-
-
-def test_the_estimated_speedup_of_training_is_marked_as_such(tmp_path: Path) -> None:
-    run_dir, stages = make_run(tmp_path, ("prepare", "pretrain", "calibrate", "train"))
-    assert "estimate" not in shown(run_dir)
-    result = read_result(stages["train"], TrainResult)
-    estimate = SpeedupEstimate(generation=1.7, step=1.31, steps=6)
-    write_result(stages["train"], result.model_copy(update={"speedup_estimate": estimate}))
-    assert "generation 1.70x, step 1.31x (medians of 6 steps, against expected times of plain decoding" in shown(
-        run_dir
-    )
-    summary = json.loads(write_summary(run_dir, stages, None).read_text())
-    assert summary["train"]["speedup_estimate"] == {"generation": 1.7, "step": 1.31, "steps": 6}
-    assert "speedup, estimate generation 1.70x, step 1.31x" in describe(run_dir)
 
 
 def test_job_ids_and_seconds_come_from_the_folder(tmp_path: Path) -> None:

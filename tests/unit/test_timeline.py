@@ -17,10 +17,9 @@ def test_seconds_of_parts_add_up() -> None:
     assert timer.seconds["update"] >= 0
 
 
-def test_refills_are_a_part_of_a_ranks_own_share_and_of_its_row() -> None:
+def test_refills_are_a_part_of_a_ranks_row() -> None:
     refills = [Span(GENERATION, 15.0, 17.0), Span(GENERATION, 18.0, 18.5)]
     bubble = Bubble(0, 10.0, 13.0, refills=refills)
     timeline = RankTimeline(bubble, rank_spans(bubble, [Span("step", 10.0, 20.0), Span("refit", 19.0, 20.0)]))
-    assert bubble.own_s == 5.5
     assert timeline.spans == [Span(GENERATION, 10.0, 13.0), *refills, Span("refit", 19.0, 20.0)]
     assert timeline_from(asdict(timeline)) == timeline

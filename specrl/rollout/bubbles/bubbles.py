@@ -18,7 +18,7 @@ from specrl.distributed import Ranks
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import Pregeneration
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.rollout.engine import Engine, Generation
+from specrl.rollout.engine import Engine
 from specrl.timeline import SPOT_TRAINING, Bubble, Span, joined
 
 
@@ -63,11 +63,11 @@ class Bubbles:
         if self._coordinator is not None:
             self._coordinator.open()
 
-    def spend(self, step: int, started_at: float, generation: Generation) -> tuple[Bubble, list[PregeneratedText]]:
+    def spend(self, step: int, started_at: float) -> tuple[Bubble, list[PregeneratedText]]:
         """Work from the end of this rank's own share to the end of the last rank's.
 
         Args:
-            started_at: The Unix time at which this rank began its own share, which `generation` is.
+            started_at: The Unix time at which this rank began its own share.
         """
         generated_at = time.time()
         spans = self._use(step) if self._coordinator is not None else []
@@ -79,7 +79,6 @@ class Bubbles:
             spans=joined(spans),
             pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
             drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
-            saved_s=generation.saved_s,
         )
         return bubble, texts
 

@@ -55,14 +55,9 @@ class _Counters:
     reward_s: float
 
     def add_refill(self, span: Span, generation: Generation, scores: Scores) -> _Counters:
-        bubble, saved_s = self.bubble, generation.saved_s
         return _Counters(
             SpeculationStats.merge([self.stats, generation.stats]),
-            replace(
-                bubble,
-                saved_s=None if bubble.saved_s is None or saved_s is None else bubble.saved_s + saved_s,
-                refills=[*bubble.refills, span],
-            ),
+            replace(self.bubble, refills=[*self.bubble.refills, span]),
             FailureTally.merge([self.failures, FailureTally.of(scores.failures)]),
             self.reward_s + scores.waited_s,
         )
@@ -173,7 +168,7 @@ class RolloutGenerator:
             store_texts(self._engine, own, self.next_texts)
         started_at = time.time()
         unscored = self._collect(own, step)
-        bubble, texts = self._bubbles.spend(step, started_at, unscored.generation)
+        bubble, texts = self._bubbles.spend(step, started_at)
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return rollouts, texts, counters

@@ -181,8 +181,6 @@ class CostModel:
         self.max_batch, self.lengths = max_batch, possible_lengths(k, drafter_k)
         self.acceptance = Acceptance(k, drafter_k)
         self._seconds = {length: Seconds(length, sorted(graph_sizes)) for length in self.lengths}
-        self.saved = 0.0
-        """An estimate of the seconds that drafts saved in a generation, negative where they cost some."""
 
     def to_measure(self) -> list[tuple[int, int]]:
         """The batch sizes and draft lengths that an engine measures when it starts."""
@@ -193,8 +191,8 @@ class CostModel:
         """Take the seconds of an iteration of `batch` requests with drafts of `k` tokens, the drafting included."""
         self._seconds[k].measure(batch, seconds)
 
-    def observe(self, batch: int, k: int, seconds: float, tokens: int) -> None:
-        """Learn from an iteration in which all of `batch` requests were decoding and got `tokens` tokens together.
+    def observe(self, batch: int, k: int, seconds: float) -> None:
+        """Learn from an iteration in which all of `batch` requests were decoding.
 
         All draft lengths share what is new: contexts that grow and machines that slow down change all of them.
         """
@@ -203,8 +201,6 @@ class CostModel:
         change = min(max(math.log(seconds) - rows.log(batch), -math.log(2)), math.log(2)) / TIME_WINDOW
         for length, others in self._seconds.items():
             others.move(batch, change if length == k else SHARED * change)
-        plain = tokens / batch * math.exp(self._seconds[0].log(batch))
-        self.saved += plain - seconds
 
     def choices(self, batch: int) -> list[Choice]:
         """What is expected of every draft length at a batch size."""

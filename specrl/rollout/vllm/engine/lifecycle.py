@@ -43,7 +43,6 @@ class Iteration(NamedTuple):
 
     batch: int
     """The number of requests that got tokens."""
-    tokens: int
     all_decoding: bool
     """Whether none of these were their first tokens."""
 
@@ -148,8 +147,7 @@ class VllmEngine:
         for request, output in zip(requests, outputs, strict=True):
             request.take(output)
         self.decode_steps += decoding > 0
-        tokens = sum(len(output.new_token_ids) for output in outputs)
-        self.last = Iteration(len(outputs), tokens, decoding == len(outputs)) if outputs else None
+        self.last = Iteration(len(outputs), decoding == len(outputs)) if outputs else None
         finished = [request for request in requests if request.finish_reason is not None]
         # Those that a stop string has ended still run in vLLM; of the others it knows no more.
         self.llm.engine_core.abort_requests([request.name for request in finished])
