@@ -31,7 +31,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened, weighted
-from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Order, Outcome, Parts
+from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Outcome, Parts
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,11 @@ class FailureTally:
     by_part: tuple[tuple[int, int], ...] = ()  # (number of the reward's part, failures)
 
     @classmethod
-    def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
-        reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
-        by_response = sum(failure.by_response for failure in failures)
-        by_part = Counter(part for failure in failures for part in failure.parts)
-        first = failures[0] if failures else None
-        return cls(len(failures), tuple(reasons), first, by_response, tuple(by_part.items()))
+    def of(cls, failures: Iterable[RewardFailure]) -> FailureTally:
+        return cls.merge(
+            cls(1, ((one.reason, 1),), one, int(one.by_response), tuple((part, 1) for part in one.parts))
+            for one in failures
+        )
 
     @classmethod
     def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
@@ -391,7 +390,7 @@ class _Worker:
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(Order(list(self._pool.sections), self._pool.environment, self._scratch))
+            self._connection.send((list(self._pool.sections), self._pool.environment, self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
                 raise RewardError(f"{self._pool.named}: its import took longer than {START_SECONDS} s")

@@ -180,7 +180,7 @@ class RolloutGenerator:
         return rollouts, texts, counters
 
     def _spend_bubble(self, step: int, started_at: float) -> tuple[Bubble, list[PregeneratedText]]:
-        """Work until the last rank has ended its share; `started_at`, in Unix seconds, is when this one began its own."""
+        """Work until the last rank has ended its share; this one began its own at the Unix time `started_at`."""
         generated_at, spans, texts = time.time(), list[Span](), list[PregeneratedText]()
         if self._coordinator is not None:
             if (ahead := self._pregeneration) is not None:
