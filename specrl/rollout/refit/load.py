@@ -13,30 +13,14 @@ from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
-from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
-from specrl.rollout.refit.policy_probe import ParityReport, RefitProbe
+from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class RefitReport:
-    """What the checks after one refit found."""
-
-    parity: ParityReport
-    guard: GuardReport
-
-    def metrics(self) -> dict[str, float]:
-        """The findings under their names in MLflow."""
-        return {
-            "refit/max_abs_logprob_diff": self.parity.maximum,
-            "refit/mean_abs_logprob_diff": self.parity.mean,
-            **self.guard.metrics(),
-        }
 
 
 @dataclass
@@ -51,8 +35,8 @@ class Refit:
     ranks: Ranks
     num_loads: int = 0
 
-    def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> RefitReport:
-        """Give the engine the trainer's policy and drafter, and check that it computes with them.
+    def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> dict[str, float]:
+        """Give the engine the trainer's policy and drafter; return what is found of how it computes, as in MLflow.
 
         A wrong drafter is replaced by `DrafterGuard`, and is no error.
 
@@ -70,15 +54,8 @@ class Refit:
         parity = self._on_all_ranks(lambda: self.probe.check(self.engine, self.policy))
         guard = self.guard.check(version, probe=probe or not self.num_loads)
         self.num_loads += 1
-        return RefitReport(parity, guard)
-
-    def confirm_drafter(self, version: int) -> None:
-        """Probe the drafter of a checkpoint unless that was done at its refit (collective)."""
-        self.guard.confirm(version)
-
-    def take_events(self) -> list[str]:
-        """A line for each collapse of the drafter since the last call, with what was done about it."""
-        return self.guard.take_events()
+        differences = {"refit/max_abs_logprob_diff": parity.maximum, "refit/mean_abs_logprob_diff": parity.mean}
+        return {**differences, **guard.metrics()}
 
     def _send(self, kv_scales: KvScales | None) -> None:
         engine, expected = self.engine, None
