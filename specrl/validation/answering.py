@@ -19,14 +19,13 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.validation.scores import SetResponses, score_set
-from specrl.validation.text_files import read_texts, write_texts
 
 SHORTEST = 16  # tokens: the upper end of the first range of lengths; each further range is as long as all before it
 

@@ -25,13 +25,12 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.schemas import rollout_path
-from specrl.validation.text_files import read_texts, write_texts
 
 Run = list[Generation]
 

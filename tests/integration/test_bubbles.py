@@ -19,8 +19,8 @@ from specrl.artifacts import TrainResult, read_curve, read_result
 from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, simulate
+from specrl.rollout.bubbles.texts import read_texts
 from specrl.schemas import read_folder
-from specrl.validation.text_files import read_texts
 from tests.checkpoints import whole_state
 from tests.integration.loop_plan import ON_FAILURE, LoopRun
 from tests.integration.pipeline_runs import outside_of_engines

@@ -1,13 +1,24 @@
-"""Texts to draft from on their way from the ranks that made them to those that draft with them."""
+"""Texts to draft from, on their way from the ranks that made them to those that draft with them, and in files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
+from specrl.artifacts import atomic_path
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
+
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_id", pa.int64(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
+    ]
+)
 
 
 class PregeneratedText(NamedTuple):
@@ -46,3 +57,16 @@ def deliver_texts(
     own = wanted[ranks.rank]
     about = zip(columns["prompt_id"][own].tolist(), columns["seed"][own].tolist(), tokens, strict=True)
     return [PregeneratedText(prompt, seed, row.tolist()) for prompt, seed, row in about]
+
+
+def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
+    """Write texts as an Arrow file with a row for each."""
+    table = pa.Table.from_pylist([text._asdict() for text in texts], schema=SCHEMA)
+    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as file:
+        file.write_table(table)
+
+
+def read_texts(path: Path) -> list[PregeneratedText]:
+    """Read the texts of a file that `write_texts` wrote."""
+    with pa.memory_map(str(path)) as source:
+        return [PregeneratedText(**row) for row in pa.ipc.open_file(source).read_all().to_pylist()]
