@@ -40,10 +40,8 @@ class HeldOutSet:
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
     """The sets of `validate.sets` in their order; raise ConfigError if one is wrong or has too few problems."""
-    found = []
-    for name, chosen in config.validate_.held_out_sets.items():
-        found.append(HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen))
-    return found
+    sets = config.validate_.held_out_sets.items()
+    return [HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen) for name, chosen in sets]
 
 
 def answer(
