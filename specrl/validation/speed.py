@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from specrl.artifacts import NextStepText, SpeedPair, write_json
@@ -30,7 +29,7 @@ from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
-from specrl.schemas import rollout_path
+from specrl.schemas import read_table, rollout_path
 
 Run = list[Generation]
 
@@ -173,8 +172,7 @@ def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[li
     found: list[list[list[int]]] = []
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all().select(["rank", "finished_at", "response_tokens"])
+        table = read_table(path).select(["rank", "finished_at", "response_tokens"])
         table = table.filter(pc.equal(table["rank"], 0))
         responses = table.take(pc.sort_indices(table["finished_at"]))["response_tokens"].to_pylist()
         found.append(responses)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from specrl.artifacts import atomic_path
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
+from specrl.schemas import read_table, write_table
 
 SCHEMA = pa.schema(
     [
@@ -61,12 +61,9 @@ def deliver_texts(
 
 def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
     """Write texts as an Arrow file with a row for each."""
-    table = pa.Table.from_pylist([text._asdict() for text in texts], schema=SCHEMA)
-    with atomic_path(path) as temporary, pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as file:
-        file.write_table(table)
+    write_table(path, pa.Table.from_pylist([text._asdict() for text in texts], schema=SCHEMA))
 
 
 def read_texts(path: Path) -> list[PregeneratedText]:
     """Read the texts of a file that `write_texts` wrote."""
-    with pa.memory_map(str(path)) as source:
-        return [PregeneratedText(**row) for row in pa.ipc.open_file(source).read_all().to_pylist()]
+    return [PregeneratedText(**row) for row in read_table(path).to_pylist()]
