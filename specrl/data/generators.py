@@ -55,9 +55,7 @@ class ReasoningGym:
         try:
             safe = stated if stated == answer else review.guard(stated, entry)
             return float(self._scorer.score_answer(safe, entry))
-        except NotAnAnswerError:
-            return 0.0
-        except review.refusals:
+        except (NotAnAnswerError, *review.refusals):
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
