@@ -245,7 +245,8 @@ class ParityCounts(Artifact):
     """The number of differences that are not near-ties, and of tokens that are not what their own distribution gives.
     Validation fails unless it is 0."""
     cdf_noise: float
-    """The largest movement of a CDF step between two batch shapes of plain decoding."""
+    """The largest movement of a CDF step between two batch shapes of plain decoding; 0 where no token differs, since it
+    is not measured then."""
     logprob_gap_noise: float
     """The largest movement of the gap between the two best log-probs, in nats."""
     limit: float

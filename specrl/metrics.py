@@ -62,7 +62,14 @@ _DEFINITIONS = (
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),
     Metric("spec/recent_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from recent rollouts."),
     Metric("spec/recent_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from recent rollouts."),
+    Metric(
+        "spec/continued_draft_tokens", "tokens", "The part of spec/num_draft_tokens of the drafter with text behind it."
+    ),
+    Metric("spec/continued_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens of these drafts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
+    Metric(
+        "spec/drafter_passes", "", "Passes of the drafter in an iteration, a mean as spec/k; none while text suffices."
+    ),
     Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
     Metric("spec/chosen_k_batch_I", "tokens", "Draft length chosen for I running requests, with speculation.adaptive."),
     Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Tokens per second that are expected with this length."),
@@ -173,7 +180,11 @@ _DEFINITIONS = (
     Metric("validate/differences_per_1000_tokens", "", "First tokens that speculation changes in sampled responses."),
     Metric("validate/greedy_differences_per_1000_tokens", "", "The same in greedy responses."),
     Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
-    Metric("validate/cdf_noise", "", "Largest movement of a CDF step between two batch shapes of plain decoding."),
+    Metric(
+        "validate/cdf_noise",
+        "",
+        "Largest movement of a CDF step between batches of plain decoding, where tokens differ.",
+    ),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric("speedup/generation", "", "Median of speedup/generation_batch_I over the batch sizes measured."),
     Metric(
@@ -231,8 +242,8 @@ FAMILIES = (
     Metric(
         "validate/NAME_token_share_batch_I",
         "",
-        "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay or recent) "
-        "drafted and that were accepted.",
+        "Share of the tokens in the matched pairs at batch size I that the source NAME (drafter, replay, recent or "
+        "continued) drafted and that were accepted.",
     ),
     POLICY,
     Metric(f"{OF_PARTS}NAME", "", "Mean of the part NAME of data.reward over the step's responses, unweighted."),

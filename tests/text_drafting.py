@@ -85,6 +85,18 @@ def best_draft(
     return max(possible, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
 
 
+def continued(
+    texts: Sequence[Text], output: Sequence[int], ask: Ask, drafter: list[int], k: int, worth: Sequence[float]
+) -> list[int]:
+    """The drafter's tokens and those of the text behind them that is worth most, `k` together."""
+    read = [*output, *drafter]
+    stored = by_last_tokens([text for text in texts if text.prompt == ask.prompt], read, STORED)
+    recent = by_last_tokens([text for text in texts if text.prompt == ANY_PROMPT], read, RECENT_TEXT)
+    found = [one for one in (stored, recent) if one is not None]
+    after = max(found, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
+    return [*drafter, *after.tokens][:k]
+
+
 class Compared(NamedTuple):
     """How often each kind was compared and right, by position, [kinds, k]."""
 
@@ -239,7 +251,8 @@ def iterate(
     made = drafts(len(tokens), k)
     made.index, made.has_drafter = TextIndex(texts), True
     made.begin([3, 2])
-    made.expect(np.random.default_rng(k).random((k + 1, NOTHING)).round(1), recalls=length % 2 == 0)
+    worth = np.random.default_rng(k).random((k + 1, NOTHING)).round(1).cumsum(0)
+    made.expect(worth, recalls=length % 2 == 0)
     found = []
     for of_iteration in rows:
         known, batch = laid_out(of_iteration, tokens, made.index)

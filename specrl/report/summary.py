@@ -39,7 +39,12 @@ from specrl.report.tables import print_line, print_table
 from specrl.tracking import registered_version
 
 SUMMARY_FILE = "summary.json"
-SOURCES = {"drafter": "the drafter's", "replay": "pre-generated", "recent": "from recent rollouts"}
+SOURCES = {
+    "drafter": "the drafter's",
+    "replay": "pre-generated",
+    "recent": "from recent rollouts",
+    "continued": "the drafter's with text behind it",
+}
 """Drafts of a user's own source have its name."""
 POSITIONS_SHOWN = 8  # draft positions; the summary has all
 

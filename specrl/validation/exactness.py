@@ -11,6 +11,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
+NO_NOISE = Noise(0.0, 0.0, 0)
 Tokens = tuple[int, ...]
 
 
@@ -61,16 +62,26 @@ def check(found: ExactnessResult) -> None:
 
 
 def measure_exactness(engine: Engine, requests: list[Request], k: int) -> ExactnessResult:
-    """Compare speculative generation, with drafts of up to `k` tokens, with plain generation."""
-    greedy = [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
-    plain = traces(engine, requests, len(requests), 0)
-    noise = noise_of_shapes(engine, requests, plain, k)
+    """Compare speculative generation, with drafts of up to `k` tokens, with plain generation.
+
+    The noise of plain decoding is measured only where tokens differ, since nothing else has to be explained by it.
+    """
+    ways = requests, [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
+    plain = [traces(engine, way, len(way), 0) for way in ways]
     if engine.replays:
-        engine.set_replay(texts_to_replay(requests, plain))
-    parities = against(plain, engine, requests, k, noise), measure_parity(engine, greedy, k, noise)
+        engine.set_replay(texts_to_replay(requests, plain[0]))
+    speculative = [recorded(engine, way, len(way), k) for way in ways]
     if engine.replays:
         engine.set_replay({})
-    return exactness_of(*parities)
+    noise = NO_NOISE
+    if any(compare(*pair, noise).divergences for pair in zip(plain, [found for found, _ in speculative], strict=True)):
+        noise = noise_of_shapes(engine, requests, plain[0], k)
+    return exactness_of(
+        *(
+            Parity(compare(left, right, noise), noise, drafts)
+            for left, (right, drafts) in zip(plain, speculative, strict=True)
+        )
+    )
 
 
 def exactness_of(sampled: Parity, greedy: Parity) -> ExactnessResult:
@@ -109,11 +120,7 @@ def texts_to_replay(requests: list[Request], plain: list[Trace]) -> dict[Tokens,
 
 def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
     """Compare plain with speculative generation of the same batch, each with all prompts prefilled anew."""
-    return against(traces(engine, requests, len(requests), 0), engine, requests, k, noise)
-
-
-def against(plain: list[Trace], engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
-    """Compare what plain decoding of a batch picked with speculative generation, with drafts of up to `k` tokens."""
+    plain = traces(engine, requests, len(requests), 0)
     speculative, drafts = recorded(engine, requests, len(requests), k)
     return Parity(compare(plain, speculative, noise), noise, drafts)
 

@@ -26,7 +26,7 @@ from tests.waits import counting
 pytestmark = pytest.mark.engine
 REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
 K = 5
-WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2)
+WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2, 2.2)
 """The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
 CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
 """Prompts are read in pieces, beside requests that decode."""
@@ -160,6 +160,21 @@ def test_text_changes_no_token_and_is_compared(
             wanted = expected(stored, plain)
             assert (counts.seen == wanted.seen).all()
             assert (counts.right == wanted.right).all()
+
+
+def test_the_drafter_rests_while_text_has_a_draft_for_each_request(
+    directories: tuple[Path, Path], plain: list[list[int]]
+) -> None:
+    requests, tokens = REQUESTS[:6], plain[:6]
+    with running(*directories, config_of("eagle3+replay", 3)) as engine:
+        drafting: Any = engine.drafting
+        passes = []
+        for stored in (Stored(), by_prompt(requests, tokens)):
+            drafting.metrics()  # those of earlier generations
+            assert answers(engine, requests, stored)[0] == tokens
+            passes.append(drafting.metrics()["spec/drafter_passes"])
+    assert passes[0] == 3
+    assert passes[1] < 1.5
 
 
 def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:

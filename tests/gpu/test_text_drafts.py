@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: drafts from text were only tested on a CPU"),
 ]
-WORTH = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1]
+WORTH = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
 
 
 class WaitingIsAnError(Run):

@@ -13,9 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
-from specrl.rollout.drafts.text_index import ANY_PROMPT, DRAFTERS, END, LONGEST, NOTHING, Text, TextIndex
+from specrl.rollout.drafts.text_index import (
+    ANY_PROMPT,
+    DRAFTERS,
+    END,
+    LONGEST,
+    NOTHING,
+    SOURCES,
+    STORED,
+    Text,
+    TextIndex,
+)
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
-from tests.text_drafting import Ask, Run, candidates, follow, laid_out, last_tokens
+from tests.text_drafting import Ask, Run, candidates, continued, follow, laid_out, last_tokens, own_text
 
 K = 5
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -67,7 +77,7 @@ def test_drafts_are_chosen_and_compared_as_in_plain_python(
     stop = 3
     ended = [[*answer, stop] if index % 2 else answer for index, answer in enumerate(answers)]
     run = Run(texts, ended, slots, stop, K)
-    worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1]
+    worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
     run.run(worth, ghosts)  # it checks what is chosen
     counts = run.drafts.counts()
     seen, right = np.zeros((NOTHING + 1, K), np.int64), np.zeros((NOTHING + 1, K), np.int64)
@@ -81,7 +91,7 @@ def test_drafts_are_chosen_and_compared_as_in_plain_python(
 def test_what_was_not_drafted_is_compared_as_well() -> None:
     answer = list(range(10, 40))
     run = Run([Text(answer, 0, 7), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3, K)
-    run.run([9.0] + [1.0] * 9, False)
+    run.run([9.0] + [1.0] * 10, False)
     counts = run.drafts.counts()
     assert counts.right[0].sum() == counts.seen[0].sum() > 20
     assert 0 < counts.right[5:].sum() < counts.seen[5:].sum()
@@ -101,7 +111,48 @@ def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     drafter = torch.tensor([[50, 51, 52]] * 2)
     assert drafts.choose(*asked, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
     assert drafts.choose(*asked, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
-    assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0]
+    assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, TOKENS.filter(len), st.lists(st.integers(0, 2), min_size=1, max_size=3), st.integers(0, 2**32))
+def test_text_goes_on_behind_the_drafters_tokens(
+    texts: list[Text], output: list[int], drafter: list[int], seed: int
+) -> None:
+    drafts = DeviceDrafts(1, K)
+    drafts.index = TextIndex(texts)
+    worth = np.random.default_rng(seed).permutation(NOTHING) / 100
+    worth[DRAFTERS:] = 20
+    drafts.expect(np.outer(range(K + 1), worth), recalls=True)
+    tokens = torch.tensor([[9, 9, *output]], dtype=torch.int32)
+    asked = laid_out([(0, 1, 0, 8, 2, 2 + len(output), 99, 1)], tokens, drafts.index)
+    wanted = continued(texts, output, Ask(0, 8), drafter, K, worth.tolist())
+    if own_text([text for text in texts if text.prompt == 0], output, Ask(0, 8)):
+        return  # it goes first
+    found = drafts.choose(*asked, torch.tensor([drafter]), K)
+    assert found.tolist() == [[*wanted, *[output[-1]] * (K - len(wanted))]]
+    assert SOURCES[int(drafts.sources[0])] == ("continued" if len(wanted) > len(drafter) else "drafter")
+    assert int(drafts.lengths[0]) == len(wanted)
+
+
+def test_recent_text_goes_on_behind_the_drafters_tokens_only_where_it_may_be_drafted() -> None:
+    drafts = DeviceDrafts(1, K)
+    drafts.index = TextIndex([Text([5, 6, 7, 8, 9])])
+    tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
+    for recalls, draft in ((True, [6, 7, 8, 9, 5]), (False, [6, 7, 5, 5, 5])):
+        drafts.expect(np.outer(range(K + 1), np.ones(NOTHING)), recalls)
+        asked = laid_out([(0, 1, 0, 8, 2, 3, 60, 1)], tokens, drafts.index)
+        assert drafts.choose(*asked, torch.tensor([[6, 7]]), K).tolist() == [draft]
+
+
+def test_what_text_behind_the_drafters_tokens_is_worth_counts_only_where_all_of_these_are_right() -> None:
+    drafts = DeviceDrafts(1, K)
+    expected = np.outer(range(K + 1), np.full(NOTHING, 0.5))
+    expected[:, DRAFTERS] = [0, 0.9, 1.5, 1.5, 1.5, 1.5]  # both of its tokens are right in six of ten drafts
+    drafts.expect(expected, recalls=True)
+    assert drafts.behind[K, 2, STORED] == pytest.approx(1.5 + 0.6 * 1.5)
+    assert drafts.behind[K, 2, NOTHING] == pytest.approx(1.5)
+    assert drafts.behind[2, 2, STORED] == pytest.approx(1.5)
 
 
 def test_no_other_text_goes_before_that_of_the_own_seed() -> None:

@@ -71,7 +71,7 @@ def test_requests_that_take_turns_get_the_right_drafts(interpreter: ProcessPoolE
     @settings(max_examples=15)
     @given(TEXTS, st.lists(TOKENS.filter(len), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
     def holds(texts: list[Text], answers: list[list[int]], slots: int, ghosts: bool) -> None:
-        worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1]
+        worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
         arguments = texts, answers, slots, 3, 5
         found = interpreter.submit(run_with_text, *arguments, worth, ghosts).result()
         run = Run(*arguments)

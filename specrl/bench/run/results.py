@@ -71,9 +71,10 @@ class Results:
             (self.tokens[step] - metrics["spec/num_accepted_tokens"]) * metrics.get("spec/k", 0.0)
             for step, metrics in zip(steps, own, strict=True)
         )
-        speculation = self.training.context.config.speculation
-        most = speculation.draft_lengths[0] if speculation.draft_method.has_weights else 0
-        passes = sum(metrics["spec/decode_steps"] * min(most, metrics.get("spec/k", most)) for metrics in own)
+        has_model = self.training.context.config.speculation.draft_method.has_weights
+        passes = sum(
+            metrics["spec/decode_steps"] * metrics.get("spec/drafter_passes", 0.0) * has_model for metrics in own
+        )
         return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes / tokens)
 
     def accepted(self, source: str) -> float | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-DRAFTER, REPLAY, RECENT = "drafter", "replay", "recent"
-"""The names of draft sources: vLLM's proposer, text stored for the prompt, and recent responses to any prompt."""
+DRAFTER, REPLAY, RECENT, CONTINUED_DRAFT = "drafter", "replay", "recent", "continued"
+"""The names of draft sources: vLLM's proposer, text stored for the prompt, recent responses to any prompt, and the
+proposer with text behind its own tokens."""
 
 
 class VerifiedDraft(NamedTuple):

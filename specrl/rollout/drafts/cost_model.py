@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN, SIZES
+from specrl.rollout.drafts.text_index import CONTINUED, DRAFTERS, NOTHING, OWN, SIZES
 
 Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
@@ -62,16 +62,22 @@ class Acceptance:
         self.own_share = 0.0
         """The share of the requests of the present generation for which there is text of their own seed."""
         agreements = np.array([OWN_SEED, *SIZES, *SIZES])
-        self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), GUESSED_ACCEPTANCE)
+        self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
     def learn(self, counts: Counts) -> None:
         """Learn from the counters of a generation."""
         weights = np.minimum(1, TEXT_WINDOW / np.maximum(self._seen[:, :1], 1))
-        self._seen = self._seen * weights + counts.seen[:NOTHING]
-        self._right = self._right * weights + counts.right[:NOTHING]
+        self._seen = self._seen * weights + self._with_drafters(counts.seen[:NOTHING])
+        self._right = self._right * weights + self._with_drafters(counts.right[:NOTHING])
         weight = min(1, TEXT_WINDOW / max(self._offered.sum(), 1))
         self._offered = self._offered * weight + counts.offered
         self._own = self._own * weight + self.own_share * counts.offered.sum()
+
+    def _with_drafters(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        # The drafter's own tokens, with text behind them or without.
+        counts, own = counts.copy(), slice(0, self._drafter_k)
+        counts[DRAFTERS, own] = counts[CONTINUED, own] = counts[DRAFTERS, own] + counts[CONTINUED, own]
+        return counts
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""

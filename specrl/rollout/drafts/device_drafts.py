@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrl.rollout.drafts.text_index import (
+    CONTINUED,
     DRAFTERS,
     END,
     LONGEST,
@@ -26,7 +27,8 @@ from specrl.rollout.drafts.text_index import (
 )
 
 CANDIDATES = 4
-"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's."""
+"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's, which text
+continues."""
 KINDS = NOTHING + 1
 FACTS = 5
 PROMPT, NUMBER, LIMIT, OWN_START, OWN_END = range(FACTS)
@@ -77,6 +79,8 @@ class DeviceDrafts:
         self.index = TextIndex([], device)
         self.expected = torch.zeros(k + 1, KINDS, device=device)
         """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
+        self.behind = torch.zeros(k + 1, k + 1, KINDS, device=device)
+        """The same of a drafter's draft, by its length, the drafter's passes, and the kind of the text behind it."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
         # What was predicted for the request of each slot, and for which request, at which length.
@@ -84,7 +88,7 @@ class DeviceDrafts:
         self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
-        """Whether there is a drafter, in iterations without its drafts too."""
+        """Whether a drafter might have drafts, in iterations without them too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -109,6 +113,12 @@ class DeviceDrafts:
             table[:, RECENT_TEXT:DRAFTERS] = -2.0
         table[:, OWN] = table[:, :DRAFTERS].max(1)
         self.expected.copy_(torch.from_numpy(table))
+        behind = np.repeat(table[:, DRAFTERS], (self.k + 1) * KINDS).reshape(self.behind.shape)
+        for passes in range(1, self.k):
+            all_right = table[passes, DRAFTERS] - table[passes - 1, DRAFTERS]
+            text = table[1 : self.k + 1 - passes].clip(min=0)
+            behind[passes + 1 :, passes] = table[passes, DRAFTERS] + all_right * text
+        self.behind.copy_(torch.from_numpy(behind))
 
     def counts(self) -> Counts:
         """All counters since `begin`; this waits for the device."""
@@ -148,16 +158,21 @@ class DeviceDrafts:
         found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START:], lengths - prompt_lengths)
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
+        length, passes = max(length, 1), 0 if drafter is None else drafter.shape[1]
+        worth_behind = self.expected[0, DRAFTERS]
         if drafter is not None:
-            candidates[:, -1, : drafter.shape[1]] = until_end(drafter)
+            candidates[:, -1], worth_behind = self._with_text(drafter, last, facts[:, PROMPT], length)
         # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
         # iteration before vLLM learns that it has ended: nothing is predicted for it.
         has_ended = (last[:, :1] == self.stop_tokens).any(1)
         room = torch.where(has_ended, 0, facts[:, LIMIT] - lengths - 1)
         candidates = torch.where(self._column < room[:, None, None], candidates, END)
-        kinds = torch.cat((found.kinds, torch.full_like(found.kinds[:, :1], DRAFTERS)), 1)
+        is_continued = (candidates[:, -1:, passes:] != END).any(2)
+        kinds = torch.cat((found.kinds, torch.where(is_continued, CONTINUED, DRAFTERS)), 1)
         kinds = torch.where(candidates[:, :, 0] == END, NOTHING, kinds)
-        chosen = self.expected[max(length, 1)][kinds].argmax(1)
+        worth = self.expected[length][kinds]
+        worth[:, -1] = torch.where(kinds[:, -1] == CONTINUED, worth_behind, worth[:, -1])
+        chosen = worth.argmax(1)
 
         self.made_at[slots] = torch.stack((facts[:, NUMBER], lengths.long()), 1)
         self.tokens[slots], self.kinds[slots] = candidates, kinds
@@ -165,9 +180,17 @@ class DeviceDrafts:
         if self.offers(drafter):
             self.offered.index_add_(0, kind, (~has_ended).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
-        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int()
+        self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int() + (kind == CONTINUED).int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)
         return torch.where(drafts == END, tokens[:, :1], drafts)
+
+    def _with_text(self, drafter: Tensor, last: Tensor, prompts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        # The drafter's drafts with text behind them, and the accepted tokens that each of both together should bring.
+        found = self.index.find_by_last(torch.cat((drafter.flip(1), last), 1)[:, :LONGEST], prompts)
+        worth = self.behind[length, drafter.shape[1]][found.kinds]
+        best = worth.argmax(1, keepdim=True)
+        text = self.index.ahead(found.places.gather(1, best)[:, 0], self.k - drafter.shape[1])
+        return until_end(torch.cat((drafter, text), 1)), worth.gather(1, best)[:, 0]
 
     def offers(self, drafter: Tensor | None) -> bool:
         """Whether an iteration counts in `Counts.offered`: a drafter that made no drafts might have had some."""

@@ -21,6 +21,7 @@ ANY_PROMPT = tl.constexpr(text_index.ANY_PROMPT)
 STORED = tl.constexpr(text_index.STORED)
 RECENT_TEXT = tl.constexpr(text_index.RECENT_TEXT)
 DRAFTERS = tl.constexpr(text_index.DRAFTERS)
+CONTINUED = tl.constexpr(text_index.CONTINUED)
 NOTHING = tl.constexpr(text_index.NOTHING)
 KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
@@ -46,7 +47,7 @@ class TritonDrafts(DeviceDrafts):
         drafts = torch.empty(len(batch.slots), self.k, dtype=torch.int64, device=self.device)
         asked = batch.slots, *requests, requests.tokens.stride(0)
         made = (drafts, 0, 0) if drafter is None else (drafter, drafter.stride(0), drafter.shape[1])
-        decides = self.expected, max(length, 1)
+        decides = self.expected, self.behind, max(length, 1)
         noted = self.made_at, self.tokens, self.kinds, self.offered, int(self.offers(drafter))
         chosen = self.sources, self.lengths, drafts, self.k
         stops = self.stop_tokens, len(self.stop_tokens)
@@ -122,6 +123,7 @@ def find_drafts(
     drafter_stride,
     passes,
     expected,
+    worth_behind,
     draft_length,
     made_at,
     predictions,
@@ -140,7 +142,7 @@ def find_drafts(
     """Find all candidates of a request, write them down to be compared, and choose one."""
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
-    facts += slot * FACTS
+    facts, drafter = facts + slot * FACTS, drafter + request * drafter_stride
     prompt = tl.load(facts)
     length, first = tl.load(lengths + slot).to(tl.int64), tl.load(prompt_lengths + slot).to(tl.int64)
     back = tl.arange(0, LONGEST)
@@ -148,22 +150,23 @@ def find_drafts(
     last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)
     none = num_tokens - 1
 
-    own = tl.load(facts + OWN_START) + length - first
-    goes_on = own < tl.load(facts + OWN_END)
-    before = tl.load(text + tl.where(goes_on, own, LONGEST) - 1 - back).to(tl.int64)
-    own = tl.where(goes_on & (tl.sum((before != last).to(tl.int32)) == 0), own, none)
+    own = _own_place(text, facts, length - first, last, none)
     candidate = tl.arange(0, CANDIDATES)
-    owner = tl.where(candidate == 1, prompt, ANY_PROMPT)
-    found, best = _by_last(keys, places, num_keys, key_steps, hashing, last_of_size, last, owner, none)
-    found = tl.where(candidate == 0, own, tl.where(candidate == CANDIDATES - 1, none, found))
-    kind = tl.where(candidate == 1, STORED, RECENT_TEXT) + best
-    kind = tl.where(candidate == 0, 0, tl.where(candidate == CANDIDATES - 1, DRAFTERS, kind))
+    owner, first_kind = tl.where(candidate == 1, prompt, ANY_PROMPT), tl.where(candidate == 1, STORED, RECENT_TEXT)
+    searched = keys, places, num_keys, key_steps, hashing, last_of_size
+    found, kind = _by_last(*searched, last, owner, first_kind, none)
+    asked = drafter, passes, all_tokens + slot * stride, length, first
+    behind = worth_behind + (draft_length * (k + 1) + passes) * KINDS
+    after, worth_after = _continuing(searched, owner, first_kind, *asked, behind, none)
 
+    is_drafters = candidate == CANDIDATES - 1
+    found = tl.where(candidate == 0, own, tl.where(is_drafters, after - passes, found))
+    kind = tl.where(candidate == 0, 0, tl.where(is_drafters, DRAFTERS, kind))
     column = tl.arange(0, columns)
-    ahead = tl.minimum(found[:, None] + column[None, :], none)
-    from_text = tl.load(text + ahead).to(tl.int64)
-    from_drafter = tl.load(drafter + request * drafter_stride + column, mask=column < passes, other=END)
-    tokens = tl.where(candidate[:, None] == CANDIDATES - 1, from_drafter[None, :], from_text)
+    ahead = tl.maximum(tl.minimum(found[:, None] + column[None, :], none), 0)
+    tokens = tl.load(text + ahead).to(tl.int64)
+    from_drafter = tl.load(drafter + column, mask=column < passes, other=END)
+    tokens = tl.where(is_drafters[:, None] & (column < passes)[None, :], from_drafter[None, :], tokens)
     # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
     # iteration before vLLM learns that it has ended: nothing is predicted for it.
     latest, stop = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64), tl.arange(0, all_stops)
@@ -173,8 +176,10 @@ def find_drafts(
     ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
     ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
     tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
+    kind = tl.where(is_drafters & (ends > passes), CONTINUED, kind)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
-    chosen = tl.argmax(tl.load(expected + draft_length * KINDS + kind), 0)
+    worth = tl.where(kind == CONTINUED, worth_after, tl.load(expected + draft_length * KINDS + kind))
+    chosen = tl.argmax(worth, 0)
 
     tl.store(made_at + 2 * slot, tl.load(facts + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
@@ -184,15 +189,40 @@ def find_drafts(
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
     tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
-    tl.store(sources + slot, (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32))
+    source = (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32)
+    tl.store(sources + slot, source + (of_kind == CONTINUED).to(tl.int32))
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
 
 
 @triton.jit
-def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, none):
-    """For each owner of text the place where the most of the last tokens are found, and which of the sizes they are."""
+def _own_place(text, facts, length, last, none):
+    """The place of the text of the request's own seed behind a response of this length that agrees with it."""
+    place, back = tl.load(facts + OWN_START) + length, tl.arange(0, LONGEST)
+    goes_on = place < tl.load(facts + OWN_END)
+    before = tl.load(text + tl.where(goes_on, place, LONGEST) - 1 - back).to(tl.int64)
+    return tl.where(goes_on & (tl.sum((before != last).to(tl.int32)) == 0), place, none)
+
+
+@triton.jit
+def _continuing(searched, owner, first_kind, drafter, passes, response, length, first, worth, none):
+    """The place of the text behind the drafter's tokens, searched for as if they had come, and what both are worth."""
+    back, candidate = tl.arange(0, LONGEST), tl.arange(0, CANDIDATES)
+    earlier = length - 1 - back + passes
+    is_earlier = (back >= passes) & (earlier >= first)
+    behind = tl.load(drafter + passes - 1 - back, mask=back < passes, other=END)
+    behind = tl.where(back < passes, behind, tl.load(response + earlier, mask=is_earlier, other=END).to(tl.int64))
+    found, kind = _by_last(*searched, behind, owner, first_kind, none)
+    is_text = (candidate > 0) & (candidate < CANDIDATES - 1)
+    worth = tl.where(is_text, tl.load(worth + kind), float("-inf"))
+    place = tl.sum(tl.where(candidate == tl.argmax(worth, 0), found, 0))
+    return tl.where(passes > 0, place, none), tl.max(worth, 0)
+
+
+@triton.jit
+def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, first_kind, none):
+    """For each owner of text the place where the most of the last tokens are found, and the kind of draft that is."""
     back, size = tl.arange(0, LONGEST), tl.arange(0, SIZES)
     within = back[None, :] <= tl.load(last_of_size + size)[:, None]
     sums = tl.sum(tl.where(within, (last * tl.load(hashing + back))[None, :], 0), 1)
@@ -201,7 +231,7 @@ def _by_last(keys, places, count, steps, hashing, last_of_size, last, owner, non
     at = _search(keys, count, steps, wanted)
     best = tl.min(tl.where(tl.load(keys + at) == wanted, size[None, :], SIZES), 1)
     found = tl.sum(tl.where(size[None, :] == best[:, None], tl.load(places + at), 0), 1)
-    return tl.where(best < SIZES, found, none), best
+    return tl.where(best < SIZES, found, none), tl.where(best < SIZES, first_kind + best, NOTHING)
 
 
 @triton.jit

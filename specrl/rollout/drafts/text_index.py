@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.acceptance import CONTINUED_DRAFT, DRAFTER, RECENT, REPLAY
 
 END = -1
 """The marker before and after texts, and of the places of a draft that hold no token; no token has this id."""
@@ -24,10 +24,12 @@ SIZES = (8, 5, 3, 2)
 LONGEST = SIZES[0]
 OWN, STORED, RECENT_TEXT = 0, 1, 1 + len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
-"""The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's."""
-NOTHING = DRAFTERS + 1
-SOURCES = (REPLAY, RECENT, DRAFTER)
-"""The sources of drafts: of stored text, of recent text, and the drafter's."""
+CONTINUED = DRAFTERS + 1
+"""The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's, and
+the drafter's with text behind it."""
+NOTHING = CONTINUED + 1
+SOURCES = (REPLAY, RECENT, DRAFTER, CONTINUED_DRAFT)
+"""The sources of drafts: of stored text, of recent text, and the last two kinds."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
 _RANDOM = torch.randint(
@@ -50,12 +52,12 @@ class Text(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Text that may continue each request of a batch: of its own seed, stored, recent."""
+    """Text that may continue each request of a batch."""
 
     places: Tensor
-    """[requests, 3] int64, where in `TextIndex.tokens` it goes on; at an `END` where there is none."""
+    """[requests, texts] int64, where in `TextIndex.tokens` it goes on; at an `END` where there is none."""
     kinds: Tensor
-    """[requests, 3] int64."""
+    """[requests, texts] int64; `NOTHING` where there is none."""
 
 
 class TextIndex:
@@ -96,7 +98,7 @@ class TextIndex:
         self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
     def find(self, last: Tensor, prompts: Tensor, spans: Tensor, lengths: Tensor) -> Found:
-        """Find text that may continue each request; nothing here waits for the device.
+        """Find text of each request's own seed, stored text and recent text; nothing here waits for the device.
 
         Args:
             last: [requests, LONGEST] int64, the last tokens of its response, the latest first; `END` beyond its start.
@@ -104,19 +106,25 @@ class TextIndex:
             spans: [requests, 2] int64, where the text of its own seed begins and ends; the same where there is none.
             lengths: [requests], the number of tokens of its response.
         """
+        found = self.find_by_last(last, prompts)
         none = len(self.tokens) - 1
+        own = spans[:, 0] + lengths
+        goes_on = own < spans[:, 1]
+        before = self.tokens[torch.where(goes_on, own, LONGEST)[:, None] - 1 - self._column]
+        own = torch.where(goes_on & (before == last).all(1), own, none)
+        own_kind = torch.where(own < none, OWN, NOTHING)
+        return Found(torch.cat((own[:, None], found.places), 1), torch.cat((own_kind[:, None], found.kinds), 1))
+
+    def find_by_last(self, last: Tensor, prompts: Tensor) -> Found:
+        """Find stored and recent text, in this order, by the last tokens; the arguments are those of `find`."""
         both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
         wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]
         at = torch.searchsorted(self.keys, wanted)
         hits = self.keys[at] == wanted
         size = hits.int().argmax(2, keepdim=True)
-        places = torch.where(hits.any(2), self.places[at.gather(2, size)[:, :, 0]], none)
-        own = spans[:, 0] + lengths
-        goes_on = own < spans[:, 1]
-        before = self.tokens[torch.where(goes_on, own, LONGEST)[:, None] - 1 - self._column]
-        own = torch.where(goes_on & (before == last).all(1), own, none)
-        kinds = size[:, :, 0] + self._firsts
-        return Found(torch.cat((own[:, None], places), 1), torch.cat((torch.zeros_like(kinds[:, :1]), kinds), 1))
+        is_found = hits.any(2)
+        places = torch.where(is_found, self.places[at.gather(2, size)[:, :, 0]], len(self.tokens) - 1)
+        return Found(places, torch.where(is_found, size[:, :, 0] + self._firsts, NOTHING))
 
     def ahead(self, places: Tensor, k: int) -> Tensor:
         """The next `k` tokens at each place, int64 [*places, k], `END` after the end of the text."""
