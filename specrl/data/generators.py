@@ -55,7 +55,9 @@ class ReasoningGym:
         try:
             safe = stated if stated == answer else review.guard(stated, entry)
             return float(self._scorer.score_answer(safe, entry))
-        except (NotAnAnswerError, *review.refusals):
+        except NotAnAnswerError:
+            return 0.0
+        except review.refusals:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
