@@ -141,7 +141,7 @@ def test_every_run_of_a_shipped_configuration_that_a_page_shows_is_a_valid_one(p
 
 
 def test_what_is_no_key_metric_or_event_is_found() -> None:
-    text = "`spec/acceptance_lengths`, `spec/k`, `mismatch/...`, `speedup/*_estimate`, `export/policy`, `spec/*_none`"
+    text = "`spec/acceptance_lengths`, `spec/k`, `mismatch/...`, `bubble/*_s`, `export/policy`, `spec/*_none`"
     assert list(wrong_metrics(text)) == ["spec/acceptance_lengths", "spec/*_none"]
     assert not exists(("speculation", "kk"))
     assert default_of("drafter.loss") == '`"cross_entropy"`'
