@@ -100,10 +100,7 @@ def _reasoning_gym(config: GeneratorConfig) -> ReasoningGym:
         hint = f"did you mean {', '.join(close)}?" if close else f"allowed: {', '.join(names)}"
         raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
     _, parameters = DATASETS[config.name]
-    try:
-        refuse_unreviewed(config.name)
-    except ValueError as error:
-        raise ConfigError(f"data.generators: {config.name} cannot be used: {error}") from error
+    refuse_unreviewed(config.name)
     fields = dataclasses.fields(parameters)
     allowed = [field.name for field in fields if field.name not in ("seed", "size")]
     unknown = sorted(config.parameters.keys() - set(allowed))

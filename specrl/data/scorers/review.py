@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from specrl.config import ConfigError
 from specrl.data.scorers.expressions import (
     LONGEST,
     LONGEST_LISTING,
@@ -150,11 +151,12 @@ REVIEWED: dict[str, Review] = {
 
 
 def refuse_unreviewed(name: str) -> None:
-    """Raise ValueError for a generator whose scorer was not reviewed, or not in the version that is installed."""
+    """Raise ConfigError for a generator whose scorer was not reviewed, or not in the version that is installed."""
+    refused = f"data.generators: {name} cannot be used"
     if name not in REVIEWED:
-        raise ValueError("its scorer has not been reviewed for what it does with a model's text")
+        raise ConfigError(f"{refused}: its scorer has not been reviewed for what it does with a model's text")
     if (installed := version("reasoning-gym")) != VERSION:
-        raise ValueError(
-            f"what scorers do with a model's text has been reviewed for reasoning-gym {VERSION}, and {installed} is "
-            "installed; install the locked requirements"
+        raise ConfigError(
+            f"{refused}: what scorers do with a model's text has been reviewed for reasoning-gym {VERSION}, and "
+            f"{installed} is installed; install the locked requirements"
         )
