@@ -184,9 +184,9 @@ class TrainResult(Artifact):
     """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()
     refit_checks: int
-    """The number of refits checked in all starts of the stage; loading a drafter again counts as another one."""
+    """The number of refits that were checked: the first one, and one after each step."""
     refit_failures: int
-    """The number of checked refits after which the policy or the drafter was found wrong."""
+    """The number of refits after which the drafter was found wrong; a wrong policy ends the stage."""
     refit_max_abs_logprob_diff: float
     """The largest |log p_engine - log p_trainer| on the parity probe of any step, in nats."""
     drafter_events: list[str] = []

@@ -21,7 +21,7 @@ from specrl.precision.recipe import KvScales
 from specrl.progress import Progress
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
-from specrl.rollout.refit.load import Refit, RefitReport
+from specrl.rollout.refit.load import Refit
 from specrl.schemas import Rollout
 from specrl.step_record import StepParts, StepRecord, StepRecorder
 from specrl.timeline import Timer
@@ -162,7 +162,7 @@ class Trainer:
             self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
-                record = StepRecord.of(step, parts, others, self.refit.take_events(), timer)
+                record = StepRecord.of(step, parts, others, self.refit.guard.take_events(), timer)
                 self.recorder.report(record, generated)
                 self.report_lost_signals(record)
                 self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)
@@ -202,7 +202,7 @@ class Trainer:
             self.spot.remember(features)
         return metrics if metrics["num_tokens"] else {}  # or nothing was measured
 
-    def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> RefitReport:
+    def refit_engine(self, version: int, kv_scales: KvScales | None = None) -> dict[str, float]:
         """Load policy and drafter into the engine and check them.
 
         The drafter is probed every so many steps and before a checkpoint; `save` makes up for one that is not foreseen.
@@ -254,8 +254,8 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Begin to write the checkpoint from which `step` can start, beside the generation of that step."""
-        self.refit.confirm_drafter(step)
-        for event in self.refit.take_events() if self.ranks.is_first else ():
+        self.refit.guard.confirm(step)
+        for event in self.refit.guard.take_events() if self.ranks.is_first else ():
             record_event(self.checkpoints.directory.parent, "drafter", event, step)
         self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 

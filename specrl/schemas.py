@@ -193,13 +193,7 @@ def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
 
 def write_rollouts(path: Path, rollouts: list[Rollout]) -> None:
     """Write an Arrow IPC file, which `pyarrow.dataset.dataset(folder, format="ipc")` reads too."""
-    table = to_table(rollouts)
-    with (
-        atomic_path(path) as temporary,
-        pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_file(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
+    write_table(path, to_table(rollouts))
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -208,8 +202,23 @@ def read_rollouts(path: Path) -> list[Rollout]:
     Raises:
         ValueError: The file was written with another schema version.
     """
+    return from_table(read_table(path))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as an Arrow IPC file."""
+    with (
+        atomic_path(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+
+
+def read_table(path: Path) -> pa.Table:
+    """Map the table of an Arrow IPC file into memory."""
     with pa.memory_map(str(path)) as source:
-        return from_table(pa.ipc.open_file(source).read_all())
+        return pa.ipc.open_file(source).read_all()
 
 
 def merge_ranks(step_dir: Path) -> None:
@@ -221,14 +230,7 @@ def merge_ranks(step_dir: Path) -> None:
     if not merged.exists():
         if len(paths) < 2:
             return
-        with (
-            atomic_path(merged) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, ROLLOUT_SCHEMA) as writer,
-        ):
-            for path in paths:
-                with pa.memory_map(str(path)) as source:
-                    writer.write_table(pa.ipc.open_file(source).read_all())
+        write_table(merged, pa.concat_tables(map(read_table, paths)))
     for path in paths:
         path.unlink()
     merged.rename(step_dir / "rank-0000.arrow")

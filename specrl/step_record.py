@@ -22,7 +22,6 @@ from specrl.progress import Progress
 from specrl.report.gantt import gantt
 from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
-from specrl.rollout.refit.load import RefitReport
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans
 from specrl.tracking import Tracker
@@ -54,7 +53,8 @@ class StepParts:
     """The metrics of the drafter's update by their names below `drafter/`; empty without a drafter."""
     mismatch: Mapping[str, float]
     """The disagreement of the engines, as `mismatch/...`; empty where nothing was trained on."""
-    refit: RefitReport
+    refit: Mapping[str, float]
+    """What was found at the refit, as `refit/...`."""
 
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Everything that a step is judged by, with the wall times so far on this rank, by part."""
@@ -80,7 +80,7 @@ class StepParts:
             **speculation_metrics(self.generated.stats),
             **bubble_metrics(self.generated.bubbles),
             **self.mismatch,
-            **self.refit.metrics(),
+            **self.refit,
         }
 
 

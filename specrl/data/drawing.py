@@ -28,11 +28,11 @@ def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place:
     deadline, needs_more = time.monotonic() + QUICK_S, False
     needed = islice(source.shards(first, others=True), rank, None, ranks)
     later = islice(source.shards(range(FIRST_STEPS, config.train.num_steps + 1)), rank, None, ranks)
-    for is_needed, shard in chain(((True, one) for one in needed), ((False, one) for one in later)):
+    for is_needed, (mixture, stream, number) in chain(((True, one) for one in needed), ((False, one) for one in later)):
         if time.monotonic() > deadline:
             needs_more = is_needed
             break
-        source.keep(shard)
+        mixture.keep(stream, number)
     if needs_more:
         own = range(rank * cores, (rank + 1) * cores)
         for process in _start(source, config, tokenizer_dir, first, own, ranks * cores, needed=True):
@@ -43,7 +43,7 @@ def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place:
 def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first_step: int) -> Iterator[None]:
     """Draw the problems of all steps from this one on in a process of low priority, unless all are there."""
     steps = range(first_step, config.train.num_steps + 1)  # there is one after the last step, which is validated
-    is_missing = not all(map(source.has, source.shards(steps)))
+    is_missing = not all(mixture.has(stream, number) for mixture, stream, number in source.shards(steps))
     processes = _start(source, config, tokenizer_dir, steps, range(1), 1, needed=False) if is_missing else []
     try:
         yield
@@ -75,5 +75,5 @@ def main(rank: Connection) -> None:
             Path("/proc/self/autogroup").write_text(str(NICENESS))
     source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
     with contextlib.suppress(ConfigError):  # the rank comes to the same, and says it
-        for shard in islice(source.shards(steps, others=needed), index, None, total):
-            source.keep(shard)
+        for mixture, stream, number in islice(source.shards(steps, others=needed), index, None, total):
+            mixture.keep(stream, number)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from specrl.config import ConfigError, GeneratorConfig
 from specrl.config.errors import explain
 from specrl.data.answers import extract_answer, format_answer
-from specrl.data.problems import Generator, Problem, derive_seed
+from specrl.data.problems import Problem, derive_seed
 from specrl.data.scorers.expressions import NotAnAnswerError
 from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
@@ -24,7 +24,7 @@ MAX_MISSES = 2000  # draws without a (new) problem after which generators count 
 
 
 class ReasoningGym:
-    """One of reasoning-gym's generators, with its parameters."""
+    """One of reasoning-gym's generators, with its parameters; it has the methods of `WorkedSums`."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
         self.name = name
@@ -77,12 +77,12 @@ class ReasoningGym:
         return create_dataset(self.name, seed=seed, size=CHUNK, **self.parameters)
 
 
-def make_generator(config: GeneratorConfig) -> Generator:
+def make_generator(config: GeneratorConfig) -> ReasoningGym | WorkedSums:
     """The generator of one entry of `data.generators`."""
     return _worked_sums(config) if config.name == "worked_sums" else _reasoning_gym(config)
 
 
-def _worked_sums(config: GeneratorConfig) -> Generator:
+def _worked_sums(config: GeneratorConfig) -> WorkedSums:
     try:
         return WorkedSums.model_validate(config.parameters)
     except ValidationError as error:
@@ -90,7 +90,7 @@ def _worked_sums(config: GeneratorConfig) -> Generator:
         raise _refused(config.name, reason, list(WorkedSums.model_fields)) from error
 
 
-def _reasoning_gym(config: GeneratorConfig) -> Generator:
+def _reasoning_gym(config: GeneratorConfig) -> ReasoningGym:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies' sources causes them
         from reasoning_gym.factory import DATASETS
@@ -99,11 +99,8 @@ def _reasoning_gym(config: GeneratorConfig) -> Generator:
         close = get_close_matches(config.name, names, n=5, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else f"allowed: {', '.join(names)}"
         raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
-    dataset, parameters = DATASETS[config.name]
-    try:
-        refuse_unreviewed(config.name, dataset)
-    except ValueError as error:
-        raise ConfigError(f"data.generators: {config.name} cannot be used: {error}") from error
+    _, parameters = DATASETS[config.name]
+    refuse_unreviewed(config.name)
     fields = dataclasses.fields(parameters)
     allowed = [field.name for field in fields if field.name not in ("seed", "size")]
     unknown = sorted(config.parameters.keys() - set(allowed))

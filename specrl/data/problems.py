@@ -1,12 +1,12 @@
-"""Problems and the prompts made from them, the protocol of generators, and deterministic seeds."""
+"""Problems and the prompts made from them, and deterministic seeds."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,6 @@ Fit = Callable[[Sequence[Problem], Counts], list[Problem | Misfit]]
 def fit_all(problems: Sequence[Problem], _: Counts) -> list[Problem | Misfit]:
     """All problems as they are, for checks that are made without a tokenizer."""
     return list(problems)
-
-
-class Generator(Protocol):
-    """An endless source of problems, with its own scorer."""
-
-    def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield problems without end, a pure function of the seed and the generator's parameters."""
-        ...
-
-    def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """The reward of a response, 0 to 1, given the problem's `answer` and `entry`."""
-        ...
 
 
 def derive_seed(*parts: int | str) -> int:

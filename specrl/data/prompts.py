@@ -20,8 +20,8 @@ from specrl.data.rendering import Rendering
 from specrl.data.shards import HELD_OUT, GeneratorMixture
 
 RECENT = 3  # steps whose prompts are kept: where idle time is used, two steps' are asked for in turn
-Shard = tuple[str, str, int]
-"""A held-out set's name, or "" for the run's own problems; the stream, and the shard's number."""
+Shard = tuple[GeneratorMixture, str, int]
+"""Whose problems it has, the stream, and the shard's number."""
 
 
 class PromptSource:
@@ -91,37 +91,24 @@ class PromptSource:
         first, count = self._first(steps.start), len(steps) * config.train.prompts_per_step
         if config.data.num_problems is not None:
             first, count = 0, config.data.num_problems
-        wanted = [("", "train", first, count)]
+        own, fit = self._problems, self._rendering.fit
+        wanted = [(own, "train", first, count)]
         if config.train.refill_rounds and config.data.num_problems is None:
-            wanted.append(("", _refill(1), first, count))
+            wanted.append((own, _refill(1), first, count))
         if others:
             streams = {"pretraining": config.drafter.num_prompts, "demonstrations": config.warm_start.num_examples}
-            sets = {name: one for name, one in validate.held_out_sets.items() if one.generators}
+            sets = {name: one.num_prompts for name, one in validate.held_out_sets.items() if one.generators}
+            problems = {name: make_problems(config_of_set(config, name), fit, None, self.prompts_dir) for name in sets}
             wanted = [
-                *(("", stream, 0, count) for stream, count in streams.items()),
-                ("", HELD_OUT, 0, self._num_held_out),
-                *((name, HELD_OUT, 0, one.num_prompts or validate.num_prompts) for name, one in sets.items()),
+                *((own, stream, 0, count) for stream, count in streams.items()),
+                (own, HELD_OUT, 0, self._num_held_out),
+                *((problems[name], HELD_OUT, 0, count or validate.num_prompts) for name, count in sets.items()),
                 *wanted,
             ]
-        for name, stream, first, count in wanted:
-            source = self._mixture(name)
-            for number in source.shards(stream, first, count) if source is not None else ():
-                yield name, stream, number
-
-    def has(self, shard: Shard) -> bool:
-        """Whether a shard is in the folder."""
-        source = self._mixture(shard[0])
-        return source is None or source.has(*shard[1:])
-
-    def keep(self, shard: Shard) -> None:
-        """Draw a shard unless it is in the folder."""
-        if (source := self._mixture(shard[0])) is not None:
-            source.keep(*shard[1:])
-
-    def _mixture(self, name: str) -> GeneratorMixture | None:
-        config = config_of_set(self._config, name) if name else None
-        source = make_problems(config, self._rendering.fit, None, self.prompts_dir) if config else self._problems
-        return source if isinstance(source, GeneratorMixture) else None
+        for source, stream, first, count in wanted:
+            if isinstance(source, GeneratorMixture):
+                for number in source.shards(stream, first, count):
+                    yield source, stream, number
 
     @property
     def _num_held_out(self) -> int:

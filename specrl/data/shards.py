@@ -18,10 +18,10 @@ from random import Random
 
 import pyarrow as pa
 
-from specrl.artifacts import atomic_path
 from specrl.config import ConfigError, DataConfig
 from specrl.data.generators import MAX_MISSES, make_generator
 from specrl.data.problems import Counts, Fit, Problem, derive_seed, is_held_out
+from specrl.schemas import read_table, write_table
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +170,7 @@ def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None
     rows = [{**vars(problem), "entry": repr(problem.entry)} for problem in problems]
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({"counts": json.dumps(asdict(counts))}))
     try:
-        with (
-            atomic_path(path) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, table.schema) as writer,
-        ):
-            writer.write_table(table)
+        write_table(path, table)
     except OSError as error:
         logger.warning("%s cannot be written, and its problems are drawn each time: %s", path, error)
 
@@ -183,8 +178,7 @@ def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None
 def read_shard(path: Path) -> tuple[list[Problem], Counts] | None:
     """What `write_shard` wrote; None where nothing is there that can be read."""
     try:
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all()
+        table = read_table(path)
         rows = [{**row, "entry": ast.literal_eval(row["entry"])} for row in table.to_pylist()]
         return [Problem(**row) for row in rows], Counts(**json.loads(table.schema.metadata[b"counts"]))
     except FileNotFoundError:

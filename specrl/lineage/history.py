@@ -12,7 +12,8 @@ from specrl.artifacts import CURVE_FOLDER, atomic_path
 from specrl.events import EVENTS_FILE, read_events, record_event
 from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, saved_steps
 
-CARRIED_ON = ("mlflow_run_id", "refits.json")  # files that a continuation goes on writing, as copies
+RUN_ID = "mlflow_run_id"  # the file that a continuation goes on with, as a copy
+
 ADOPTED = "adopted"  # the folder of the best checkpoint of the stages before a continuation. It is none to go on from
 CHANGES = ("settings", "code")  # the kinds of events that say what was changed while a run went on
 
@@ -24,7 +25,7 @@ def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Seque
     """
     stage_dir.mkdir(parents=True, exist_ok=True)
     (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # of a call that was killed
-    for name in (EVENTS_FILE, *CARRIED_ON):
+    for name in (EVENTS_FILE, RUN_ID):
         if (previous / name).exists():
             with atomic_path(stage_dir / name) as temporary:
                 shutil.copyfile(previous / name, temporary)

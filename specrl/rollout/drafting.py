@@ -12,7 +12,6 @@ from specrl.rollout.drafts.text_store import TextStore
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
-from specrl.rollout.vllm.group import agreed
 
 MEASURED = 2
 """The number of iterations that are measured for a batch size and a draft length when an engine starts."""
@@ -115,7 +114,7 @@ class Drafting:
             for k in sorted(k for of, k in pairs if of == batch):
                 seconds = self._measure_iterations(batch, k)
                 if seconds is not None:
-                    self.costs.measure(batch, k, *agreed(seconds))
+                    self.costs.measure(batch, k, *self._engine.agreed(seconds))
             self._engine.end()
 
     def _measure_iterations(self, batch: int, k: int) -> float | None:
@@ -137,6 +136,6 @@ class Drafting:
             lengths = [self._fixed] * self._max_batch
         else:
             lengths = [self.costs.best(batch) for batch in range(1, self._max_batch + 1)]
-            lengths = [int(length) for length in agreed(*lengths)]
+            lengths = [int(length) for length in self._engine.agreed(*lengths)]
         self._lengths = [0, *lengths]
         self._engine.draft_up_to(self._lengths)

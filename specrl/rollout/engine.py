@@ -32,7 +32,6 @@ from specrl.rollout.vllm.engine.arguments import (
 )
 from specrl.rollout.vllm.engine.lifecycle import VllmEngine, require_version, set_environment
 from specrl.rollout.vllm.engine.running import RunningRequest
-from specrl.rollout.vllm.group import agreed, is_first, of_first, true_on_any
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.rollout.vllm.self_test import CraftedInputs
 from specrl.rollout.vllm.weights.comparison import Expected
@@ -116,8 +115,6 @@ class Engine(VllmEngine):
         self.tokenizer: Any = load_tokenizer(policy_dir)
         """The policy's tokenizer."""
         self.stop_tokens = stop_tokens(policy_dir, self.tokenizer)
-        self.is_first = is_first()
-        """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self._directories = policy_dir, drafter_dir or policy_dir
         self.drafting = Drafting(self, config) if longest else None
         """What chooses how far to draft while no `k` is set; None if nothing is drafted."""
@@ -157,9 +154,6 @@ class Engine(VllmEngine):
                 for rollouts. A probe, which repeats its requests, would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.
             routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
-
-        Raises:
-            ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
@@ -338,18 +332,6 @@ class Engine(VllmEngine):
                     routes[index] = request.routes(len(sequences[index]) - 1)
         self.set_k(self.k)
         return logprobs, routes
-
-    def agreed(self, *values: float) -> list[float]:
-        """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
-        return agreed(*values)
-
-    def of_first(self, value: Any) -> Any:
-        """The first rank's value, whatever it is, on all ranks of the engine (collective)."""
-        return of_first(value)
-
-    def true_on_any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank of the engine (collective)."""
-        return true_on_any(flag)
 
     def self_test(self) -> None:
         """Send crafted logits and drafts through the installed sampler, and compare it with a reference.

@@ -65,8 +65,6 @@ from specrl.validation.speed import write_next_step
 from specrl.validation.stopping import EarlyStop
 from specrl.validation.validation import Validation
 
-REFITS_FILE = "refits.json"
-
 
 def main(context: StageContext) -> None:
     """Run the stage in this rank; what a killed job had completed is not done again."""
@@ -162,8 +160,7 @@ def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Poli
         drafter,
         RefitProbe(probe_sequences(rollouts_dir, MAX_TOKENS), config),
         DrafterGuard(engine, drafter, own_requests, ranks),
-        ranks=ranks,
-        counts_path=context.stage_dir / REFITS_FILE,
+        ranks,
     )
 
 
@@ -229,8 +226,6 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
         best=best,
         **sum_up(records),
         precision=precision_report(trainer),
-        refit_checks=trainer.refit.counts.checks,
-        refit_failures=trainer.refit.counts.failures,
         seconds=seconds,
     )
     tracker.log_params({f"precision_{name}": value for name, value in result.precision.model_dump().items()})
@@ -297,6 +292,8 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
         "mismatch": mean_of(records, "mismatch"),
         "drafter_events": [event for record in records for event in record.events],
+        "refit_checks": 1 + len(records),
+        "refit_failures": sum(len(record.events) for record in records),
         "refit_max_abs_logprob_diff": max(record.metrics["refit/max_abs_logprob_diff"] for record in records),
     }
 

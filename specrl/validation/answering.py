@@ -19,14 +19,13 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
 from specrl.distributed import Ranks, gather_columns
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
 from specrl.validation.scores import SetResponses, score_set
-from specrl.validation.text_files import read_texts, write_texts
 
 SHORTEST = 16  # tokens: the upper end of the first range of lengths; each further range is as long as all before it
 
@@ -41,10 +40,8 @@ class HeldOutSet:
 
 def held_out_sets(config: Config, source: PromptSource) -> list[HeldOutSet]:
     """The sets of `validate.sets` in their order; raise ConfigError if one is wrong or has too few problems."""
-    found = []
-    for name, chosen in config.validate_.held_out_sets.items():
-        found.append(HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen))
-    return found
+    sets = config.validate_.held_out_sets.items()
+    return [HeldOutSet(name, config_of_set(config, name), source.validation(name), chosen) for name, chosen in sets]
 
 
 def answer(
@@ -169,7 +166,7 @@ class LastAnswers:
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
         self._engine, self._folder, self._rank = engine, folder, rank
-        self._texts: dict[str, dict[int, list[PregeneratedText]]] = {}
+        self._texts: dict[str, list[PregeneratedText]] = {}
 
     @contextmanager
     def drafted(self, name: str, prompts: Sequence[Prompt]) -> Iterator[None]:
@@ -189,11 +186,11 @@ class LastAnswers:
         if not self._engine.replays:
             return
         texts = [PregeneratedText(rollout.prompt_id, rollout.seed, [*rollout.response_tokens]) for rollout in rollouts]
-        self._texts[name] = by_prompt(texts)
+        self._texts[name] = texts
         if self._engine.is_first:
             write_texts(self._folder / f"{name}-{self._rank:04d}.arrow", texts)
 
-    def _read(self, name: str) -> dict[int, list[PregeneratedText]]:
+    def _read(self, name: str) -> list[PregeneratedText]:
         # A restart may have another number of ranks, which deals the prompts in another way.
         paths = sorted(self._folder.glob(f"{name}-????.arrow"))
-        return by_prompt([text for path in paths for text in read_texts(path)])
+        return [text for path in paths for text in read_texts(path)]

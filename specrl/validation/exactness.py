@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specrl.artifacts import ExactnessResult, ParityCounts
 from specrl.precision.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
@@ -17,25 +17,6 @@ Tokens = tuple[int, ...]
 
 class ExactnessError(RuntimeError):
     """Speculation changed what is sampled; the rollouts are not the policy's."""
-
-
-@dataclass(frozen=True)
-class Parity:
-    comparison: Comparison
-    noise: Noise
-    drafts: SpeculationStats  # some must be accepted and some rejected for the comparison to say much
-
-    def counts(self, *, greedy: bool) -> ParityCounts:
-        return ParityCounts(
-            num_responses=self.comparison.num_responses,
-            num_tokens=self.comparison.num_tokens,
-            num_differences=len(self.comparison.divergences),
-            num_unexplained=self.comparison.num_unexplained,
-            cdf_noise=self.noise.cdf,
-            logprob_gap_noise=self.noise.gap,
-            limit=self.noise.limit(greedy=greedy),
-            largest_distance=max((item.distance for item in self.comparison.divergences), default=0.0),
-        )
 
 
 def exactness_metrics(found: ExactnessResult) -> dict[str, float]:
@@ -70,27 +51,36 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
     plain = [traces(engine, way, len(way), 0) for way in ways]
     if engine.replays:
         engine.set_replay(texts_to_replay(requests, plain[0]))
-    speculative = [recorded(engine, way, len(way), k) for way in ways]
+    speculative, drafts = zip(*(recorded(engine, way, len(way), k) for way in ways), strict=True)
     if engine.replays:
         engine.set_replay({})
     noise = NO_NOISE
-    if any(compare(*pair, noise).divergences for pair in zip(plain, [found for found, _ in speculative], strict=True)):
+    if any(compare(*pair, noise).divergences for pair in zip(plain, speculative, strict=True)):
         noise = noise_of_shapes(engine, requests, plain[0], k)
-    return exactness_of(
-        *(
-            Parity(compare(left, right, noise), noise, drafts)
-            for left, (right, drafts) in zip(plain, speculative, strict=True)
-        )
-    )
+    sampled, greedy = (compare(*pair, noise) for pair in zip(plain, speculative, strict=True))
+    return exactness_of(sampled, greedy, noise, SpeculationStats.merge(drafts))
 
 
-def exactness_of(sampled: Parity, greedy: Parity) -> ExactnessResult:
-    drafts = SpeculationStats.merge((sampled.drafts, greedy.drafts))
+def exactness_of(sampled: Comparison, greedy: Comparison, noise: Noise, drafts: SpeculationStats) -> ExactnessResult:
+    """Sum up two comparisons, which say much where some drafts were accepted and some rejected."""
     return ExactnessResult(
         num_draft_tokens=drafts.num_draft_tokens,
         num_accepted_tokens=drafts.num_accepted_tokens,
-        sampled=sampled.counts(greedy=False),
-        greedy=greedy.counts(greedy=True),
+        sampled=_counts(sampled, noise, greedy=False),
+        greedy=_counts(greedy, noise, greedy=True),
+    )
+
+
+def _counts(found: Comparison, noise: Noise, *, greedy: bool) -> ParityCounts:
+    return ParityCounts(
+        num_responses=found.num_responses,
+        num_tokens=found.num_tokens,
+        num_differences=len(found.divergences),
+        num_unexplained=found.num_unexplained,
+        cdf_noise=noise.cdf,
+        logprob_gap_noise=noise.gap,
+        limit=noise.limit(greedy=greedy),
+        largest_distance=max((item.distance for item in found.divergences), default=0.0),
     )
 
 
@@ -116,13 +106,6 @@ def texts_to_replay(requests: list[Request], plain: list[Trace]) -> dict[Tokens,
             text[len(text) // 2] = text[0]
         texts[tuple(request.prompt_tokens)] = [text]
     return texts
-
-
-def measure_parity(engine: Engine, requests: list[Request], k: int, noise: Noise) -> Parity:
-    """Compare plain with speculative generation of the same batch, each with all prompts prefilled anew."""
-    plain = traces(engine, requests, len(requests), 0)
-    speculative, drafts = recorded(engine, requests, len(requests), k)
-    return Parity(compare(plain, speculative, noise), noise, drafts)
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:

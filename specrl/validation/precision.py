@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,46 +23,40 @@ class EngineMismatchError(RuntimeError):
     """Training and generation disagree by more than the run allows."""
 
 
+@dataclass
 class PrecisionMonitor:
     """Checks and measures the precision of one rank's engine and trainer, step by step."""
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        generation: Engine,
-        training: LinearPrecision | None,
-        kv_observer: KvObserver | None,
-        layers_path: Path,
-    ) -> None:
-        """`training` and `kv_observer` are None where the trainer's layers and the KV cache are not in FP8."""
-        self._config, self._ranks = config, ranks
-        self._generation, self._training, self._kv_observer = generation, training, kv_observer
-        self._layers_path = layers_path
-        self._is_checked = False
+    config: Config
+    ranks: Ranks
+    generation: Engine
+    training: LinearPrecision | None  # None where the trainer's layers are not in FP8
+    kv_observer: KvObserver | None  # None where the KV cache is not
+    layers_path: Path
+    is_checked: bool = False  # whether the trainer has computed since the start
 
     @property
     def training_mode(self) -> Mode:
-        return self._training.mode if self._training is not None else "off"
+        return self.training.mode if self.training is not None else "off"
 
     def check_engine(self) -> None:
         """Raise NotQuantisedError unless the engine has computed in FP8 where it should since the last refit."""
-        self._generation.assert_quantised()
+        self.generation.assert_quantised()
 
     def check_trainer(self, num_tokens: float) -> None:
         """Raise NotQuantisedError unless the trainer, once it has computed, has done so in FP8 where it should."""
-        if self._training is not None and num_tokens and not self._is_checked:
-            self._training.assert_quantised(trained=True)
-            self._is_checked = True
+        if self.training is not None and num_tokens and not self.is_checked:
+            self.training.assert_quantised(trained=True)
+            self.is_checked = True
 
     def measure_kv_scales(self) -> KvScales | None:
         """The scales of an FP8 KV cache for the tokens trained on (collective)."""
-        return self._kv_observer.take(self._ranks) if self._kv_observer is not None else None
+        return self.kv_observer.take(self.ranks) if self.kv_observer is not None else None
 
     def check_agreement(self, mismatch: MismatchSums) -> dict[str, float]:
         """The `mismatch/...` metrics over all ranks' tokens; EngineMismatchError above the limit (collective)."""
-        metrics = mismatch.over(self._ranks).metrics()
-        check_agreement(metrics, self._config.precision.max_token_mult_prob_error, self._layers_path)
+        metrics = mismatch.over(self.ranks).metrics()
+        check_agreement(metrics, self.config.precision.max_token_mult_prob_error, self.layers_path)
         return metrics
 
 

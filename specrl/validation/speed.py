@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from specrl.artifacts import NextStepText, SpeedPair, write_json
@@ -25,13 +24,12 @@ from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, make_request
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
-from specrl.schemas import rollout_path
-from specrl.validation.text_files import read_texts, write_texts
+from specrl.schemas import read_table, rollout_path
 
 Run = list[Generation]
 
@@ -119,8 +117,8 @@ class NextStep:
     step: int
     prompts: list[Prompt]
     samples_per_prompt: int
-    stored: Mapping[int, Sequence[PregeneratedText]]
-    """The texts that were pre-generated for the step, by the prompt's id."""
+    stored: Sequence[PregeneratedText]
+    """The texts that were pre-generated for the step."""
     recent: Sequence[Sequence[Sequence[int]]]  # the first engine's responses, by step; the oldest first in both
 
     @classmethod
@@ -138,7 +136,7 @@ class NextStep:
             step=step,
             prompts=PromptSource(config, source.tokenizer, (begun, before), prompts_dir=source.prompts_dir).batch(step),
             samples_per_prompt=config.train.samples_per_prompt,
-            stored=by_prompt(text for file in files for text in read_texts(file)),
+            stored=[text for file in files for text in read_texts(file)],
             recent=recent_responses(train_dir / "rollouts", step, most),
         )
 
@@ -158,13 +156,12 @@ class NextStep:
             store_texts(engine, self.prompts, self.stored)
 
     def text(self) -> NextStepText:
-        stored = [text for prompt in self.prompts for text in self.stored.get(prompt.id, ())]
         responses = [response for generation in self.recent for response in generation]
         return NextStepText(
             step=self.step,
             num_responses=len(self.prompts) * self.samples_per_prompt,
-            num_stored=len(stored),
-            stored_tokens=sum(len(text.tokens) for text in stored),
+            num_stored=len(self.stored),
+            stored_tokens=sum(len(text.tokens) for text in self.stored),
             num_recent=len(responses),
             recent_tokens=sum(map(len, responses)),
         )
@@ -175,8 +172,7 @@ def recent_responses(rollouts_dir: Path, step: int, most_tokens: int) -> list[li
     found: list[list[list[int]]] = []
     count = 0
     while count < most_tokens and (path := rollout_path(rollouts_dir, step - 1 - len(found), 0)).is_file():
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all().select(["rank", "finished_at", "response_tokens"])
+        table = read_table(path).select(["rank", "finished_at", "response_tokens"])
         table = table.filter(pc.equal(table["rank"], 0))
         responses = table.take(pc.sort_indices(table["finished_at"]))["response_tokens"].to_pylist()
         found.append(responses)

@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
     trainer.run(0, Progress(folder, enabled=False))
     assert trainer.policy.routing is not None
     trainer.policy.routing.clear()
-    trainer.refit._probe.check(engine, trainer.policy)
+    trainer.refit.probe.check(engine, trainer.policy)
     write_json(folder / "probe.json", trainer.policy.routing.disagreement())
     engine.shutdown()
     leave()

@@ -69,8 +69,7 @@ def test_the_drafters_loss_leaves_every_policy_gradient_at_zero(folder: Path) ->
     assert set(gradients.values()) == {None}
 
 
-def test_tensors_swapped_on_their_way_to_the_engine_are_named_and_counted(folder: Path) -> None:
+def test_tensors_swapped_on_their_way_to_the_engine_are_named(folder: Path) -> None:
     found = json.loads((folder / "swapped.json").read_text())
     assert "the engine's policy differs from the trainer's in" in found["error"]
     assert all(name in found["error"] for name in SWAPPED)
-    assert found["counts"] == {"checks": 1, "failures": 1}

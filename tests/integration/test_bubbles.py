@@ -19,8 +19,8 @@ from specrl.artifacts import TrainResult, read_curve, read_result
 from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
 from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, simulate
+from specrl.rollout.bubbles.texts import read_texts
 from specrl.schemas import read_folder
-from specrl.validation.text_files import read_texts
 from tests.checkpoints import whole_state
 from tests.integration.loop_plan import ON_FAILURE, LoopRun
 from tests.integration.pipeline_runs import outside_of_engines
@@ -439,15 +439,7 @@ def test_a_step_logs_every_metric_that_is_defined_for_it_and_no_other(runs: Path
     assert expected - families == experts | conversations
 
 
-def collapses(run_dir: Path) -> int:
-    return sum(int(record["metrics"]["refit/drafter_reloads"]) for record in steps(run_dir))
-
-
-def test_checks_of_refits_are_counted_over_restarts(runs: Path) -> None:
-    """Every start of the stage has one more refit than it completes steps, but for the start that was killed."""
-    counts = {name: json.loads((runs / name / "train-toy" / "refits.json").read_text()) for name in NAMES}
-    assert counts["none"] == {"checks": 4, "failures": 0}
-    assert counts["both-long-killed"]["checks"] >= 13
-    # How far a drafter trains in idle time depends on the machine, and so does whether its drafts suit the probe.
-    assert all(counts[name]["failures"] == 0 for name in ("pregenerate", "other-seeds", "four-ranks"))
-    assert all(collapses(runs / name) <= count["failures"] for name, count in counts.items())
+def test_no_drafter_collapses_that_is_not_trained_in_idle_time(runs: Path) -> None:
+    """How far one trains in idle time depends on the machine, and so does whether its drafts suit the probe."""
+    for name in ("none", "pregenerate", "other-seeds", "four-ranks"):
+        assert not any(record["events"] for record in steps(runs / name))

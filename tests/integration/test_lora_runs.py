@@ -104,11 +104,10 @@ def test_rewards_rise_and_every_refit_is_checked(runs: Path) -> None:
     metrics = [json.loads(path.read_text())["metrics"] for path in steps]
     assert len(metrics) == NUM_STEPS
     assert max(step["refit/max_abs_logprob_diff"] for step in metrics) < 1e-3
+    assert not any(step["refit/drafter_reloads"] for step in metrics)
     rewards = [step["reward/mean"] for step in metrics]
     print(rewards)
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.05
-    refits = json.loads((runs / "undisturbed" / "train-toy" / "refits.json").read_text())
-    assert refits["checks"] >= NUM_STEPS and not refits["failures"]
 
 
 @pytest.mark.engine

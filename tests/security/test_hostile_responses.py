@@ -24,7 +24,9 @@ from specrl.data.problems import Problem, Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.functions import judge, make_rewards
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, RewardPool, Scores, refuse_failure
-from specrl.data.scorers.review import REVIEWED, dangerous_calls
+from specrl.data.scorers import review
+from specrl.data.scorers.review import REVIEWED
+from tests.security.scorer_calls import REVIEWED_CALLS, dangerous_calls
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)
@@ -57,7 +59,7 @@ MORE = (
     "Answer:" * 20_000,
 )
 """For those that evaluate most."""
-EVALUATING = sorted(name for name, review in REVIEWED.items() if review.calls)
+EVALUATING = sorted(REVIEWED_CALLS)
 LATEX = (
     "9^{9^{9}}",
     "$9^{9^{9^{9}}}$",
@@ -92,7 +94,8 @@ def score(pool: RewardPool, prompts: list[Prompt], responses: list[str]) -> Scor
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scorer_was_reviewed(name: str) -> None:
-    assert dangerous_calls(DATASETS[name][0]) == REVIEWED[name].calls
+    assert name in REVIEWED
+    assert dangerous_calls(DATASETS[name][0]) == REVIEWED_CALLS.get(name, set())
 
 
 class Unreviewed(DATASETS["chain_sum"][0]):  # type: ignore[misc]
@@ -111,11 +114,14 @@ class Unreviewed(DATASETS["chain_sum"][0]):  # type: ignore[misc]
         return exec(answer)
 
 
-def test_a_scorer_that_evaluates_is_found_whatever_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_that_evaluates_is_found_whatever_it_calls() -> None:
     assert dangerous_calls(Unreviewed) >= {"eval", "sympify", "loads", "load"}
-    monkeypatch.setitem(DATASETS, "chain_sum", (Unreviewed, DATASETS["chain_sum"][1]))
+
+
+def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(review, "VERSION", "0.1.2")
     with pytest.raises(
-        ConfigError, match=r"^data\.generators: chain_sum cannot be used: its scorer calls eval, .*"
+        ConfigError, match=r"^data\.generators: chain_sum cannot be used: .* for reasoning-gym 0\.1\.2, and 0\.1\.25 .*"
     ) as error:
         make_generator(GeneratorConfig(name="chain_sum"))
     assert "\n" not in str(error.value)

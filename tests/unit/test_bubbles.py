@@ -16,7 +16,7 @@ from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
 from specrl.report.gantt import gantt
-from specrl.rollout.bubbles.bubbles import Bubbles
+from specrl.rollout.bubbles.bubbles import put_to_use
 from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.pregeneration import by_tokens
 from specrl.rollout.bubbles.texts import PregeneratedText
@@ -104,29 +104,24 @@ class Use:
 def test_a_use_goes_on_while_any_rank_of_an_engine_has_something_to_do() -> None:
     """The first rank itself has nothing to learn from."""
     calls: list[str] = []
-    ranks = Ranks(0, 1, 0, torch.device("cpu"))
     training = Use(SPOT_TRAINING, calls, works=False)
-    engine, source = cast(Any, TwoRanks()), cast(Any, None)
-    bubbles: Any = Bubbles(parse_config({"name": "toy"}), ranks, engine, source, training)
-    bubbles._coordinator, other = make_coordinators(2)
-    bubbles._coordinator.open(), other.open()
-    bubbles._coordinator.all_done = lambda: len(calls) == 3
-    assert bubbles._use(0) == [] and calls == [SPOT_TRAINING] * 3
+    coordinator, other = make_coordinators(2)
+    coordinator.open(), other.open()
+    watched: Any = coordinator
+    watched.all_done = lambda: len(calls) == 3
+    assert put_to_use(cast(Any, TwoRanks()), coordinator, [training]) == [] and calls == [SPOT_TRAINING] * 3
 
 
 def test_the_drafter_is_trained_once_nothing_is_left_to_pregenerate() -> None:
     calls: list[str] = []
-    ranks, engine, source = Ranks(0, 1, 0, torch.device("cpu")), cast(Any, Alone()), cast(Any, None)
     training = Use(SPOT_TRAINING, calls, works=True)
-    bubbles: Any = Bubbles(parse_config({"name": "toy"}), ranks, engine, source, training)
-    bubbles._coordinator, other = make_coordinators(2)
-    bubbles._coordinator.open(), other.open()
+    coordinator, other = make_coordinators(2)
+    coordinator.open(), other.open()
     pieces = [True, True, False]
-    bubbles._pregeneration = SimpleNamespace(
-        name=PREGENERATION, begin=lambda step: None, work=lambda stop: calls.append(PREGENERATION) or pieces.pop(0)
-    )
-    bubbles._coordinator.all_done = lambda: SPOT_TRAINING in calls
-    spans = bubbles._use(0)
+    ahead: Any = SimpleNamespace(name=PREGENERATION, work=lambda stop: calls.append(PREGENERATION) or pieces.pop(0))
+    watched: Any = coordinator
+    watched.all_done = lambda: SPOT_TRAINING in calls
+    spans = put_to_use(cast(Any, Alone()), coordinator, [ahead, training])
     assert calls == [PREGENERATION] * 3 + [SPOT_TRAINING]
     assert [span.name for span in spans] == [PREGENERATION] * 2 + [SPOT_TRAINING]
 
@@ -182,8 +177,7 @@ def test_prompts_of_equal_text_share_their_stored_responses() -> None:
     first, second, third, fourth, fifth = (
         PregeneratedText(prompt, 40 + prompt, [prompt]) for prompt in (0, 1, 1, 2, 9)
     )
-    stored = {0: [first], 1: [second, third], 2: [fourth], 9: [fifth]}
-    assert by_tokens(prompts, stored) == {(1, 2): [first, second, third], (3,): [fourth]}
+    assert by_tokens(prompts, [first, second, third, fourth, fifth]) == {(1, 2): [first, second, third], (3,): [fourth]}
 
 
 @pytest.mark.parametrize(

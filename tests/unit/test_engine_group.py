@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specrl.rollout.vllm.group import own_parts
+from specrl.rollout.vllm.weights.comparison import own_parts
 
 
 def layer(kind: str, **attributes: Any) -> Any:

@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_generates_with_the_scales_it_stopped_with(
             engine=SimpleNamespace(precision=precision),
             recorder=StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps"),
             generator=SimpleNamespace(restore=lambda *_: None),
-            refit=SimpleNamespace(confirm_drafter=lambda _: None, take_events=list),
+            refit=SimpleNamespace(guard=SimpleNamespace(confirm=lambda _: None, take_events=list)),
             checkpoints=Checkpoints(tmp_path / "checkpoints", policy, Retention(1)),
             continues=None,
             validation=SimpleNamespace(restore=lambda _: None, best=lambda: None, measured=[]),

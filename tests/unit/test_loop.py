@@ -136,7 +136,7 @@ def test_a_checkpoint_holds_a_drafter_that_was_probed_and_tells_of_one_that_was_
 
     trainer = SimpleNamespace(
         ranks=ALONE,
-        refit=SimpleNamespace(confirm_drafter=confirm, take_events=lambda: events),
+        refit=SimpleNamespace(guard=SimpleNamespace(confirm=confirm, take_events=lambda: events)),
         policy=policy,
         drafter=SimpleNamespace(state_dict=lambda: drafters[-1]),
         engine=SimpleNamespace(precision=SimpleNamespace(kv_scales=None)),
@@ -156,7 +156,7 @@ def test_the_drafter_is_probed_before_a_checkpoint_and_every_few_steps() -> None
 
     def load(version: int, kv_scales: Any, *, probe: bool) -> Any:
         probed.extend([version] * probe)
-        return SimpleNamespace(guard=GuardReport(reloaded=False, speculating=True, acceptance_length=None))
+        return GuardReport(reloaded=False, speculating=True, acceptance_length=None).metrics()
 
     trainer = SimpleNamespace(
         config=parse_config({"name": "run", "refit": {"probe_every": 4}, "train": {"checkpoint_every": 5}}),

@@ -8,7 +8,7 @@ import pytest
 
 from specrl.precision.near_ties import Noise, Pick, compare, measure_noise, worst
 from specrl.rollout.drafts.acceptance import SpeculationStats
-from specrl.validation.exactness import ExactnessError, Parity, check, exactness_metrics, exactness_of
+from specrl.validation.exactness import ExactnessError, check, exactness_metrics, exactness_of
 
 NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
 LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)
@@ -22,8 +22,8 @@ def test_a_step_of_the_cdf_that_moved_by_no_more_than_noise_explains_a_differenc
     assert [(d.request, d.position) for d in comparison.divergences] == [(0, 6)]
     assert comparison.divergences[0].distance == pytest.approx(5e-4)
     assert (comparison.num_tokens, comparison.num_unexplained) == (2, 0)
-    parity = Parity(comparison, NOISE, DRAFTS)
-    assert exactness_metrics(exactness_of(parity, parity))["validate/differences_per_1000_tokens"] == 500
+    found = exactness_of(comparison, comparison, NOISE, DRAFTS)
+    assert exactness_metrics(found)["validate/differences_per_1000_tokens"] == 500
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_a_response_that_only_goes_on_is_an_error() -> None:
 
 @pytest.mark.parametrize(("broken", "message"), [("sampled", "sampled responses"), ("greedy", "greedy responses")])
 def test_a_failed_gate_is_an_error_with_its_figures(broken: str, message: str) -> None:
-    fine = Parity(compare([{5: SAME}], [{5: SAME}], NOISE), NOISE, DRAFTS)
-    wrong = Parity(compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE), NOISE, DRAFTS)
-    good = exactness_of(fine, fine)
+    fine = compare([{5: SAME}], [{5: SAME}], NOISE)
+    wrong = compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE)
+    good = exactness_of(fine, fine, NOISE, DRAFTS)
     check(good)
     assert exactness_metrics(good)["validate/unexplained_differences"] == 0
     with pytest.raises(ExactnessError, match=message):
-        check(exactness_of(**{"sampled": fine, "greedy": fine, broken: wrong}))
+        check(exactness_of(**{"sampled": fine, "greedy": fine, broken: wrong}, noise=NOISE, drafts=DRAFTS))
 
 
 def test_noise_is_never_assumed_below_one_rounding_of_a_logit() -> None:

@@ -12,11 +12,10 @@ from specrl.config import parse_config
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.models.tiny import character_tokenizer
-from specrl.rollout.bubbles.texts import PregeneratedText
+from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.engine import response_seed
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.speed import NextStep, recent_responses, write_next_step
-from specrl.validation.text_files import read_texts, write_texts
 
 TOKENIZER = character_tokenizer(2048)
 CONFIG = parse_config(

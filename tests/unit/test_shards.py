@@ -20,7 +20,7 @@ from specrl.data import drawing
 from specrl.data.drawing import FIRST_STEPS, draw_first, drawn_ahead
 from specrl.data.generators import plain
 from specrl.data.problems import Counts, Problem, Prompt
-from specrl.data.prompts import PromptSource
+from specrl.data.prompts import PromptSource, Shard
 from specrl.data.shards import HELD_OUT_SHARD, SHARD, GeneratorMixture, read_shard, write_shard
 from specrl.models.tiny import character_tokenizer
 
@@ -171,6 +171,11 @@ def test_entries_are_kept_as_they_are(tmp_path: Path) -> None:
     assert pa.ipc.open_file(path).read_all()["question"].to_pylist() == ["question"]
 
 
+def has(shard: Shard) -> bool:
+    mixture, stream, number = shard
+    return mixture.has(stream, number)
+
+
 class Slow(GeneratorMixture):
     """Each problem takes its time."""
 
@@ -199,8 +204,8 @@ def test_before_the_first_step_only_what_it_needs_is_drawn(tmp_path: Path, monke
     needed = [*source.shards(range(FIRST_STEPS), others=True)]
     assert [shard[1:] for shard in needed] == [("pretraining", 0), ("held-out", 0), ("train", 0), ("train", 1)]
     assert len(started) == 1 and Slow.drawn < 2 * HELD_OUT_SHARD * 20  # of hundreds of thousands
-    for shard in needed:  # what the processes do
-        source.keep(shard)
+    for mixture, stream, number in needed:  # what the processes do
+        mixture.keep(stream, number)
     drawn = Slow.drawn
     source.check()
     for step in range(FIRST_STEPS):
@@ -217,7 +222,7 @@ def test_all_problems_of_a_quick_generator_are_there_before_the_first_step(
     source = source_of(config)
     for rank in range(2):
         draw_first(source, config, tmp_path, (rank, 2))
-    assert all(map(source.has, source.shards(range(21), others=True)))
+    assert all(map(has, source.shards(range(21), others=True)))
     forbid(monkeypatch)
     with drawn_ahead(source, config, tmp_path, 0):
         everything(source_of(config))
@@ -232,14 +237,14 @@ def test_processes_draw_what_the_first_step_needs_and_then_the_other_steps(
     source = source_of(config)
     monkeypatch.setattr(drawing, "QUICK_S", -1.0)
     draw_first(source, config, tmp_path / "tokenizer", (0, 1))
-    assert all(map(source.has, source.shards(range(FIRST_STEPS), others=True)))
-    missing = [shard for shard in source.shards(range(10)) if not source.has(shard)]
-    assert missing == [("", "train", number) for number in range(2, 7)]
+    assert all(map(has, source.shards(range(FIRST_STEPS), others=True)))
+    missing = [shard for shard in source.shards(range(10)) if not has(shard)]
+    assert [shard[1:] for shard in missing] == [("train", number) for number in range(2, 7)]
     start = drawing._start  # a busy machine leaves nothing to low priority
     monkeypatch.setattr(drawing, "_start", lambda *arguments, needed: start(*arguments, needed=True))
     with drawn_ahead(source, config, tmp_path / "tokenizer", 3):
         deadline = time.monotonic() + 300
-        while not all(map(source.has, missing)) and time.monotonic() < deadline:
+        while not all(map(has, missing)) and time.monotonic() < deadline:
             time.sleep(0.1)
     forbid(monkeypatch)
     assert [source.batch(step) for step in range(10)] == drawn

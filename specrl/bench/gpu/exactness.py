@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
+from specrl.precision.near_ties import compare
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.validation.exactness import measure_parity, noise_of_shapes, traces
+from specrl.validation.exactness import noise_of_shapes, recorded, traces
 
 K = 3
 MAX_LENGTH = 192
@@ -42,17 +43,17 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                 )
                 engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
                 requests = mixed_requests(scale.requests)
-                noise = noise_of_shapes(engine, requests, traces(engine, requests, len(requests), 0), K)
-                comparison = measure_parity(engine, requests, K, noise).comparison
-                engine.set_k(K)
-                accepted = engine.generate(requests).stats.num_accepted_tokens
+                plain = traces(engine, requests, len(requests), 0)
+                noise = noise_of_shapes(engine, requests, plain, K)
+                speculative, drafts = recorded(engine, requests, len(requests), K)
+                comparison = compare(plain, speculative, noise)
                 engine.shutdown()
                 yield {
                     "type": dtype,
                     "drafts": method,
                     "graphs": graphs,
                     "tokens": comparison.num_tokens,
-                    "accepted": accepted,
+                    "accepted": drafts.num_accepted_tokens,
                     "near_ties": len(comparison.divergences) - comparison.num_unexplained,
                     "unexplained": comparison.num_unexplained,
                     "noise": noise.cdf,

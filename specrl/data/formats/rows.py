@@ -117,10 +117,6 @@ def _object(place: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _jsonl(path: Path, columns: Sequence[str]) -> Rows:
-    return read_objects(path)
-
-
 def _json(path: Path, columns: Sequence[str]) -> Rows:
     """Yield the objects of one list, which may be the only member of an object or its `data`; or those of the lines."""
     with _open(path) as file:
@@ -176,7 +172,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Rows:
 
 
 READERS: Mapping[str, Callable[[Path, Sequence[str]], Rows]] = {
-    ".jsonl": _jsonl,
+    ".jsonl": lambda path, _: read_objects(path),
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,

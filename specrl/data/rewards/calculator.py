@@ -1,10 +1,12 @@
 """The environment `calculator`: a policy that writes `12 + 30 =` is told the result, until it states its answer.
 
-What the policy writes is parsed here, number by number, and never evaluated by Python.
+What the policy writes is parsed and computed number by number, and never evaluated by Python.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from fractions import Fraction
 
@@ -14,8 +16,8 @@ CALL = re.compile(r"\s*=([-+*/(). \d]+)")  # the end of a turn that asks, read b
 BEFORE = re.compile(r"\A(?:.*\.\s+(?=[\d(])|\s*\.+\s+)?(?:\s*\d+\)\s+(?=[\d(]))?")  # a sentence, or `1)` of a list
 LONGEST = 100  # characters of an expression
 ANSWER = re.compile(r"Answer: (-?\d[\d.,/]*)")
-TOKEN = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?|[-+*/()])")
-DEEPEST = 20  # brackets and signs within each other
+NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,6})?")
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class NotArithmeticError(ValueError):
@@ -39,7 +41,7 @@ class Calculator:
             return [], 0.0, True
         expression = BEFORE.sub("", call[1][::-1])
         try:
-            result = written(value(expression)) if len(expression) <= LONGEST else "?"
+            result = written(value(expression))
         except NotArithmeticError:
             result = "?"
         return [{"role": "tool", "content": f" {result}"}], 0.0, False
@@ -52,55 +54,21 @@ def written(number: Fraction) -> str:
 
 def value(expression: str) -> Fraction:
     """The value of an expression of numbers, + - * / and brackets; raise NotArithmeticError if it has none."""
-    tokens, place = [], 0
-    while place < len(expression.rstrip()):
-        if (found := TOKEN.match(expression, place)) is None:
-            raise NotArithmeticError(expression)
-        tokens.append(found[1])
-        place = found.end()
-    parser = _Parser(tokens)
-    result = parser.sum(0)
-    if parser.tokens:
-        raise NotArithmeticError(expression)
-    return result
+    text = expression.strip()
+    try:
+        if len(text) <= LONGEST:
+            return _computed(text, ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError) as error:
+        raise NotArithmeticError(text) from error
+    raise NotArithmeticError("too long")
 
 
-class _Parser:
-    """Takes the tokens of sums, products and factors from the front of a list, by recursive descent."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens
-
-    def sum(self, depth: int) -> Fraction:
-        total = self._product(depth)
-        while (operator := self._take("+-")) is not None:
-            term = self._product(depth)
-            total += term if operator == "+" else -term
-        return total
-
-    def _product(self, depth: int) -> Fraction:
-        total = self._factor(depth)
-        while (operator := self._take("*/")) is not None:
-            factor = self._factor(depth)
-            if operator == "/" and not factor:
-                raise NotArithmeticError("division by zero")
-            total = total * factor if operator == "*" else total / factor
-        return total
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth > DEEPEST or not self.tokens:
-            raise NotArithmeticError("too deep, or cut off")
-        if self._take("-") is not None:
-            return -self._factor(depth + 1)
-        if self._take("(") is not None:
-            total = self.sum(depth + 1)
-            if self._take(")") is None:
-                raise NotArithmeticError("a bracket without an end")
-            return total
-        token = self.tokens.pop(0)
-        if not token[0].isdigit():
-            raise NotArithmeticError(token)
-        return Fraction(token)
-
-    def _take(self, operators: str) -> str | None:
-        return self.tokens.pop(0) if self.tokens and self.tokens[0] in operators else None
+def _computed(text: str, node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant() if NUMBER.fullmatch(number := ast.get_source_segment(text, node) or ""):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
+            return -_computed(text, operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return Fraction(OPERATIONS[type(op)](_computed(text, left), _computed(text, right)))
+    raise NotArithmeticError(text)

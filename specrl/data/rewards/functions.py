@@ -142,9 +142,9 @@ def is_built_in(config: DataConfig, environment: str | None = None) -> bool:
     return ":" not in environment if environment is not None else not any(part.is_own for part in config.reward)
 
 
-def starts_processes(config: DataConfig) -> bool:
-    """Whether a part of `data.reward` may start processes."""
-    return runs_code(config) or not is_built_in(config)
+def starts_processes(config: DataConfig, environment: str | None = None) -> bool:
+    """Whether a part of `data.reward`, or the environment in its place, may start processes."""
+    return not is_built_in(config, environment) or (environment is None and runs_code(config))
 
 
 def runs_code(config: DataConfig) -> bool:

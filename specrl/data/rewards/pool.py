@@ -31,7 +31,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.environments import Turn
 from specrl.data.rewards.functions import is_built_in, shortened, weighted
-from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Order, Outcome, Parts
+from specrl.data.rewards.worker import ANSWER_BYTES, STRANGE, Outcome, Parts
 from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,11 @@ class FailureTally:
     by_part: tuple[tuple[int, int], ...] = ()  # (number of the reward's part, failures)
 
     @classmethod
-    def of(cls, failures: Sequence[RewardFailure]) -> FailureTally:
-        reasons = Counter(failure.reason for failure in failures).most_common(REASONS)
-        by_response = sum(failure.by_response for failure in failures)
-        by_part = Counter(part for failure in failures for part in failure.parts)
-        first = failures[0] if failures else None
-        return cls(len(failures), tuple(reasons), first, by_response, tuple(by_part.items()))
+    def of(cls, failures: Iterable[RewardFailure]) -> FailureTally:
+        return cls.merge(
+            cls(1, ((one.reason, 1),), one, int(one.by_response), tuple((part, 1) for part in one.parts))
+            for one in failures
+        )
 
     @classmethod
     def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
@@ -193,9 +192,10 @@ class RewardPool:
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.error: Exception | None = None  # why the pool can do nothing more
         self.closed = False
+        self.has_answered = False  # then the reward is not broken, whatever later responses make it do
         self._lock = threading.Lock()
         self._lost = 0
-        self._has_answered = self._said = False
+        self._said = False
         self._ready = threading.Event()
         self._workers: list[_Worker] = []
         self.grow()
@@ -222,17 +222,12 @@ class RewardPool:
         """Wait until the first process has imported the rewards, or has failed to."""
         self._ready.wait()
 
-    def answered(self) -> None:
-        """Note that a process has answered: the reward is not broken, whatever later responses make it do."""
-        with self._lock:
-            self._has_answered = True
-
     def lost(self, failure: RewardFailure) -> None:
         """Note that a process was lost to a response."""
         with self._lock:
             self._lost += 1
             is_own = not is_built_in(self.config, self.environment)
-            if self._lost == LOST_IN_A_ROW and not self._has_answered and is_own:
+            if self._lost == LOST_IN_A_ROW and not self.has_answered and is_own:
                 self.error = RewardError(
                     f"{self.named} was lost {LOST_IN_A_ROW} times in a row; the last one "
                     f"{failure}; fix it, or give it more time (data.reward_timeout_s = "
@@ -329,31 +324,32 @@ class _Worker:
             return job.failed(f"cannot be asked, since the problem's data cannot be copied: {shortened(str(error))}")
         if self._pool.jobs.qsize() > BACKLOG:
             self._pool.grow()
-        ending = ""
         for _ in range(TRIES):
-            connection = self._running()
-            try:
-                connection.send((job.section, message))
-                if not self._answers(connection):
-                    self._kill()
-                    return self._lost(job, self._late)
-                outcome = Outcome.parse(connection.recv_bytes(LONGEST_ANSWER))
-            except (EOFError, OSError, ValueError):
-                self._kill()
-                assert self._process is not None
-                ending = how_ended(self._process.returncode)
-                continue
+            outcome = self._asked(self._running(), job.section, message)
             if outcome.late:
-                return self._lost(job, self._late)
+                return self._lost(job, f"took longer than data.reward_timeout_s = {self._timeout:g}")
             if outcome.ended is not None:
                 ending = how_ended(outcome.ended)
                 continue
-            self._pool.answered()
+            self._pool.has_answered = True
             found = outcome.parts if self._pool.environment is None else outcome.turn
             if found is None or (isinstance(found, list) and len(found) != len(job.data.reward)):
                 return job.failed(outcome.failure or STRANGE)
             return job.judged(found) if isinstance(found, list) else found
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
+
+    def _asked(self, connection: Connection, section: int, message: bytes) -> Outcome:
+        """What comes of a response; the process may hang or end itself, and not only its fork."""
+        try:
+            connection.send((section, message))
+            if self._answers(connection):
+                return Outcome.parse(connection.recv_bytes(LONGEST_ANSWER))
+            self._kill()
+            return Outcome(late=True)
+        except (EOFError, OSError, ValueError):
+            self._kill()
+            assert self._process is not None
+            return Outcome(ended=self._process.returncode)
 
     def _lost(self, job: _Job, reason: str) -> RewardFailure:
         failure = replace(job.failed(reason), by_response=True)
@@ -363,10 +359,6 @@ class _Worker:
     @property
     def _timeout(self) -> float:
         return self._pool.config.reward_timeout_s
-
-    @property
-    def _late(self) -> str:
-        return f"took longer than data.reward_timeout_s = {self._timeout:g}"
 
     def _answers(self, connection: Connection) -> bool:
         patience = min(PATIENCE_SECONDS, self._timeout)
@@ -391,7 +383,7 @@ class _Worker:
         if self._pool.closed:  # perhaps before there was a process to end
             self._kill()
         try:
-            self._connection.send(Order(list(self._pool.sections), self._pool.environment, self._scratch))
+            self._connection.send((list(self._pool.sections), self._pool.environment, self._scratch))
             if not self._connection.poll(START_SECONDS):
                 self._kill()
                 raise RewardError(f"{self._pool.named}: its import took longer than {START_SECONDS} s")

@@ -21,6 +21,8 @@ from errno import EAGAIN, ENOSYS, EPERM
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond what the reward's import took
 FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
 FILES = 10_000  # in a scratch folder that is a file system of its own
@@ -294,7 +296,7 @@ def end_all_children(child: int, held: Confinement) -> None:
             for process in waiting:
                 os.waitpid(process, 0)
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where there is nobody any more
-            waiting = [-1] if held.namespaces else _children()
+            waiting = [-1] if held.namespaces else [found.pid for found in psutil.Process().children()]
 
 
 def adopt_orphans() -> None:
@@ -307,18 +309,6 @@ def hide_memory(hidden: bool = True) -> None:
     """Keep other processes of the user from reading or changing the memory of this one, or let them."""
     pr_set_dumpable = 4
     _checked(_libc.prctl(pr_set_dumpable, int(not hidden), 0, 0, 0))
-
-
-def _children() -> list[int]:
-    found, own = [], os.getpid()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == own:
-            found.append(int(path.parent.name))
-    return found
 
 
 def _number(name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -52,13 +53,14 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
     """Score a response to the training problem with this number."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
-    pool = RewardPool(config.data, environment=config.environment.name)
-    try:
-        scores, seconds = _scored(pool, _prompt(config, problem), response)
-    except RewardError as reason:
-        raise ConfigError(str(reason)) from reason
-    finally:
-        pool.close()
+    with closing(RewardPool(config.data, environment=config.environment.name)) as pool:
+        pool.wait_until_ready()
+        started = time.perf_counter()
+        try:
+            scores = _scored(pool, [(_prompt(config, problem), response if pool.environment is None else (response,))])
+        except RewardError as reason:
+            raise ConfigError(str(reason)) from reason
+        seconds = time.perf_counter() - started
     score, *values = (None if math.isnan(value) else value for value in (*scores.rewards, *scores.parts[0]))
     parts = dict(zip(config.data.part_names, values, strict=False))
     error = next((failure.reason for failure in scores.failures), None)
@@ -68,14 +70,8 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
     """Lines if the reward fails on references that are stated word by word, or gives them less than what is right."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
-    pool = RewardPool(config.data)
-    try:
-        scoring = pool.begin(config.data)
-        for number, (prompt, text) in enumerate(found):
-            scoring.submit(number, prompt, text)
-        scores = scoring.wait(logs=False)
-    finally:
-        pool.close()
+    with closing(RewardPool(config.data)) as pool:
+        scores = _scored(pool, found)
     right = of_references(config.data)
     lost = [prompt.answer for (prompt, _), reward in zip(found, scores.rewards, strict=True) if reward != right]
     failures = FailureTally.of(scores.failures)
@@ -93,12 +89,11 @@ def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, s
     ]
 
 
-def _scored(pool: RewardPool, prompt: Prompt, response: str) -> tuple[Scores, float]:
-    pool.wait_until_ready()
-    started = time.perf_counter()
+def _scored(pool: RewardPool, asked: Sequence[tuple[Prompt, str | tuple[str, ...]]]) -> Scores:
     scoring = pool.begin(pool.config)
-    scoring.submit(0, prompt, response if pool.environment is None else (response,))
-    return scoring.wait(logs=False), time.perf_counter() - started
+    for number, (prompt, response) in enumerate(asked):
+        scoring.submit(number, prompt, response)
+    return scoring.wait(logs=False)
 
 
 def _prompt(config: Config, problem: Problem) -> Prompt:

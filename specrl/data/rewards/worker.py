@@ -30,7 +30,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import Turn, make_environment, play
-from specrl.data.rewards.functions import is_built_in, judge, make_rewards, runs_code, starts_processes, warm_up
+from specrl.data.rewards.functions import judge, make_rewards, runs_code, starts_processes, warm_up
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
@@ -38,6 +38,8 @@ CHECK_SECONDS = 0.05  # how often a silent fork is looked at
 STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
 Parts = list[float | str | None]
+Judge = Callable[[Prompt, Any], Parts | Turn | str]
+"""What is called for each response, or for each turn of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Outcome:
 
     @classmethod
     def of(cls, found: Parts | Turn | str) -> Outcome:
-        """The outcome of what `Judge.call` has returned."""
+        """The outcome of what a `Judge` has returned."""
         if not isinstance(found, Turn):
             return cls(failure=found) if isinstance(found, str) else cls(parts=found)
         size = len((outcome := cls(turn=found)).json())
@@ -85,30 +87,23 @@ class Outcome:
         return json.dumps(asdict(self)).encode()
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the rank asks a process to be; pickled, like all that the rank sends."""
-
-    sections: Sequence[str]  # sections as JSON; the first one's settings of rewards hold
-    environment: str | None  # the `environment.name` that answers turns in place of the rewards
-    scratch: Path  # an empty folder of this process's own
-
-
 def main(rank: Connection) -> None:
     """Answer prompts and responses with outcomes until the rank closes the connection.
 
-    The first two messages are the rank's process id and an `Order`. The answer to them is JSON: `problem`, empty or why
-    there is no such reward, and `gaps`, what `Confinement.gaps` says.
+    The first two messages are the rank's process id, and what this process is to be: sections as JSON, of which the
+    first one's settings of rewards hold, the `environment.name` that answers turns in place of the rewards, if any, and
+    an empty folder of its own. The answer to them is JSON: `problem`, empty or why there is no such reward, and `gaps`,
+    what `Confinement.gaps` says.
     """
     parent = rank.recv()
     become_helper(parent)
     os.dup2(2, 1)  # what a reward's import prints: standard output may be JSON, see `specrl reward --json -`
-    order: Order = rank.recv()
+    texts, environment, scratch = rank.recv()
     sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]  # responses are scored in another folder
-    sections = [DataConfig.model_validate_json(section) for section in order.sections]
+    sections = [DataConfig.model_validate_json(text) for text in texts]
     held = sandbox.available(sections[0].reward_network)
     if held.namespaces:
-        sandbox.enter_namespaces(order.scratch, sections[0].reward_network)
+        sandbox.enter_namespaces(scratch, sections[0].reward_network)
         end_with_parent(parent)  # once more: the kernel forgets it where a process gets other rights
         _go_on_in_child(rank)
     else:
@@ -117,32 +112,24 @@ def main(rank: Connection) -> None:
     try:
         if any(map(runs_code, sections)):
             refuse_open_sandbox(held)
-        judges = [Judge.of(section, order.environment) for section in sections]
-        problem = ""
+        judges, problem = [make_judge(section, environment) for section in sections], ""
     except ConfigError as error:
         judges, problem = [], str(error)
     rank.send_bytes(json.dumps({"problem": problem, "gaps": held.gaps(sections[0].reward_network)}).encode())
     if not problem:
-        Scorer(rank, sections[0], judges, order.scratch, held).serve()
+        processes = [starts_processes(section, environment) for section in sections]
+        Scorer(rank, sections[0], judges, processes, scratch, held).serve()
     os._exit(0)  # threads that the reward has started shall not keep the process
 
 
-@dataclass(frozen=True)
-class Judge:
-    """What is called for each response, or for each turn of a conversation."""
-
-    call: Callable[[Prompt, Any], Parts | Turn | str]
-    starts_processes: bool
-
-    @classmethod
-    def of(cls, section: DataConfig, environment: str | None) -> Judge:
-        """The environment, or without one the parts of the section's reward; raise ConfigError if there is none."""
-        if environment is not None:
-            return cls(partial(play, make_environment(environment)), not is_built_in(section, environment))
-        rewards = make_rewards(section)
-        for part, reward in zip(section.reward, rewards, strict=True):
-            warm_up(section, part, reward)
-        return cls(lambda prompt, said: [judge(reward, prompt, said) for reward in rewards], starts_processes(section))
+def make_judge(section: DataConfig, environment: str | None) -> Judge:
+    """The environment, or without one the parts of the section's reward; raise ConfigError if there is none."""
+    if environment is not None:
+        return partial(play, make_environment(environment))
+    rewards = make_rewards(section)
+    for part, reward in zip(section.reward, rewards, strict=True):
+        warm_up(section, part, reward)
+    return lambda prompt, said: [judge(reward, prompt, said) for reward in rewards]
 
 
 def _go_on_in_child(rank: Connection) -> None:
@@ -155,20 +142,16 @@ def _go_on_in_child(rank: Connection) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
+@dataclass
 class Scorer:
     """The process that has imported the rewards, and the forks of it that score one response each."""
 
-    def __init__(
-        self,
-        rank: Connection,
-        settings: DataConfig,
-        judges: Sequence[Judge],
-        scratch: Path,
-        held: sandbox.Confinement,
-    ) -> None:
-        self._rank, self._judges, self._held = rank, judges, held
-        self._timeout, self._network = settings.reward_timeout_s, settings.reward_network
-        self._scratch = scratch
+    rank: Connection
+    settings: DataConfig
+    judges: Sequence[Judge]
+    processes: Sequence[bool]  # whether each judge may start some
+    scratch: Path
+    held: sandbox.Confinement
 
     def serve(self) -> None:
         """Answer messages `(section's index, arguments of its judge pickled)` until the rank closes the connection."""
@@ -177,12 +160,12 @@ class Scorer:
         self._base = sandbox.address_space()
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                section, message = self._rank.recv()
-                self._rank.send_bytes(self._scored(section, message).json())
+                section, message = self.rank.recv()
+                self.rank.send_bytes(self._scored(section, message).json())
 
     def _scored(self, section: int, message: bytes) -> Outcome:
-        processes = self._judges[section].starts_processes
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        processes = self.processes[section]
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server, child = os.getpid(), os.fork()
         if not child:
@@ -191,9 +174,9 @@ class Scorer:
         theirs.close()
         try:
             with ours:
-                return _awaited(child, ours, self._timeout, supervised=processes and self._held.filters)
+                return _awaited(child, ours, self.settings.reward_timeout_s, supervised=processes and self.held.filters)
         finally:
-            sandbox.end_all_children(child, self._held)
+            sandbox.end_all_children(child, self.held)
             _remove(folder)
 
     def _score(
@@ -201,18 +184,18 @@ class Scorer:
     ) -> NoReturn:
         code = 70  # EX_SOFTWARE
         try:
-            self._rank.close()
+            self.rank.close()
             _silence()
-            if self._held.namespaces:
+            if self.held.namespaces:
                 os.setsid()  # elsewhere the rank ends this process by its group
             os.chdir(folder)
-            sandbox.limit_resources(self._timeout, self._base)
-            listener = sandbox.confine(folder, self._held, network=self._network, processes=processes)
+            sandbox.limit_resources(self.settings.reward_timeout_s, self._base)
+            listener = sandbox.confine(folder, self.held, network=self.settings.reward_network, processes=processes)
             end_with_parent(server)
             if listener is not None:
                 socket.send_fds(answer, [b"listener"], [listener])
                 os.close(listener)
-            answer.send(Outcome.of(self._judges[section].call(*pickle.loads(message))).json())
+            answer.send(Outcome.of(self.judges[section](*pickle.loads(message))).json())
             code = 0
         finally:
             os._exit(code)

@@ -1,20 +1,17 @@
 """The review of reasoning-gym's scorers: what each does with an answer, and how the answer is made safe for it.
 
-A generator that is not in this table, or whose scorer calls what was not reviewed, is refused: an upgrade of
-reasoning-gym brings nothing that nobody has looked at.
+A generator that is not in this table, and another version of the library, is refused: an upgrade brings nothing that
+nobody has looked at. `tests/security/scorer_calls.py` lists what the scorers of a version call.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
+from specrl.config import ConfigError
 from specrl.data.scorers.expressions import (
     LONGEST,
     LONGEST_LISTING,
@@ -23,14 +20,8 @@ from specrl.data.scorers.expressions import (
     bounded_listing,
 )
 
-PACKAGE = "reasoning_gym"
-_DANGEROUS = (
-    "eval exec compile parse_expr sympify S parse_latex lambdify literal_eval __import__ import_module run_path "
-    "run_module system popen Popen check_output check_call run call spawn safe_load unsafe_load full_load "
-    "safe_load_all load loads load_module getattr setattr globals locals vars open fork simplify"
-)
-DANGEROUS = frozenset(_DANGEROUS.split())  # they evaluate text, import, start programs, or reach by name
-HARMLESS = frozenset(("re.compile", "json.loads", "json.load"))  # calls that only look dangerous
+VERSION = "0.1.25"
+"""The version of reasoning-gym whose scorers were reviewed."""
 LONGEST_CUBE = 1_000  # turns of a cube in one answer
 CONSTANT_OF_INTEGRATION = re.compile(r"[A-DF-HJ-MPRT-Za-z](?:_?\d)?|[Cc]onst(?:ant)?")  # E, I, N, O, Q, S: SymPy's
 
@@ -111,18 +102,11 @@ def formula(answer: str, _: Entry) -> str:
     return answer
 
 
-@dataclass(frozen=True)
-class Review:
+class Review(NamedTuple):
     """How answers to one generator are made safe."""
 
     guard: Guard = plain
-    calls: frozenset[str] = frozenset()
-    """Functions of `DANGEROUS` that only read what `guard` returns, or the problem's own data."""
-    refusals: tuple[type[Exception], ...] = field(default=())  # what the scorer raises on a text that is no answer
-
-
-def _on(guard: Guard, *calls: str) -> Review:
-    return Review(guard, frozenset(calls))
+    refusals: tuple[type[Exception], ...] = ()  # what the scorer raises on a text that is no answer
 
 
 _COMPARING = (
@@ -139,92 +123,40 @@ _COMPARING = (
     "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles"
 )  # their scorers compare the answer with the right one, split it, or read numbers or JSON
 REVIEWED: dict[str, Review] = {
-    "binary_matrix": _on(listing, "eval"),
-    "bitwise_arithmetic": _on(plain, "eval"),  # of the problem's own text
+    "binary_matrix": Review(listing),
+    "bitwise_arithmetic": Review(),  # evaluates the problem's own text
     "boxnet": Review(refusals=(AttributeError, IndexError, KeyError, TypeError)),
     "calendar_arithmetic": Review(refusals=(OverflowError,)),
-    "complex_arithmetic": _on(finite),
+    "complex_arithmetic": Review(finite),
     "codeio": Review(refusals=(RecursionError,)),
-    "coin_flip": _on(short_number),
-    "countdown": _on(numbers_only, "parse_expr"),
+    "coin_flip": Review(short_number),
+    "countdown": Review(numbers_only),
     "game_of_life": Review(refusals=(KeyError,)),
-    "game_of_life_halting": _on(same),
-    "intermediate_integration": _on(antiderivative, "parse_expr", "simplify"),
-    "n_queens": _on(listing, "eval"),
-    "number_sorting": _on(finite, "eval"),  # of the problem's own text
-    "polynomial_multiplication": _on(polynomial, "parse_expr"),
+    "game_of_life_halting": Review(same),
+    "intermediate_integration": Review(antiderivative),
+    "n_queens": Review(listing),
+    "number_sorting": Review(finite),  # evaluates the problem's own text
+    "polynomial_multiplication": Review(polynomial),
     "prime_factorization": Review(refusals=(ValueError,)),
-    "propositional_logic": _on(formula, "simplify"),  # a method of its own
-    "puzzle24": _on(numbers_only, "parse_expr"),
-    "rubiks_cube": _on(cube_turns),
-    "rush_hour": _on(short_moves),
-    "simple_integration": _on(antiderivative, "parse_expr", "simplify"),
-    "spiral_matrix": _on(listing, "eval"),
-    "string_insertion": _on(listing, "eval"),
+    "propositional_logic": Review(formula),
+    "puzzle24": Review(numbers_only),
+    "rubiks_cube": Review(cube_turns),
+    "rush_hour": Review(short_moves),
+    "simple_integration": Review(antiderivative),
+    "spiral_matrix": Review(listing),
+    "string_insertion": Review(listing),
     "time_intervals": Review(refusals=(OverflowError,)),
     **dict.fromkeys(_COMPARING.split(), Review()),
 }
 
 
-def refuse_unreviewed(name: str, dataset: type) -> None:
-    """Raise ValueError for a generator whose scorer was not reviewed, or has changed since it was."""
-    review = REVIEWED.get(name)
-    if review is None:
-        raise ValueError("its scorer has not been reviewed for what it does with a model's text")
-    unknown = sorted(dangerous_calls(dataset) - review.calls)
-    if unknown:
-        raise ValueError(
-            f"its scorer calls {', '.join(unknown)}, which has not been reviewed: a model's text may reach it"
+def refuse_unreviewed(name: str) -> None:
+    """Raise ConfigError for a generator whose scorer was not reviewed, or not in the version that is installed."""
+    refused = f"data.generators: {name} cannot be used"
+    if name not in REVIEWED:
+        raise ConfigError(f"{refused}: its scorer has not been reviewed for what it does with a model's text")
+    if (installed := version("reasoning-gym")) != VERSION:
+        raise ConfigError(
+            f"{refused}: what scorers do with a model's text has been reviewed for reasoning-gym {VERSION}, and "
+            f"{installed} is installed; install the locked requirements"
         )
-
-
-def dangerous_calls(dataset: type) -> frozenset[str]:
-    """The functions of `DANGEROUS` that a data set's `score_answer`, or what it uses of the package, calls."""
-    found: set[str] = set()
-    seen: set[Any] = set()
-    waiting: list[tuple[Any, type]] = [(inspect.getattr_static(dataset, "score_answer"), dataset)]
-    while waiting:
-        function, owner = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        names = {**inspect.unwrap(function).__globals__, "self": owner, "cls": owner}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name | ast.Attribute):
-                target = _resolved(node, names)
-                own = list(_functions(target, owner))
-                waiting += own
-                if not own and _last(node) in DANGEROUS and ast.unparse(node) not in HARMLESS:
-                    found.add(_last(node))
-    return frozenset(found)
-
-
-def _last(node: ast.Name | ast.Attribute) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr
-
-
-def _resolved(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = _resolved(node.value, names)
-        if isinstance(owner, ModuleType | type):
-            return inspect.getattr_static(owner, node.attr, None)
-    return None
-
-
-def _functions(target: Any, owner: type) -> Iterator[tuple[Any, type]]:
-    if isinstance(target, staticmethod | classmethod):
-        target = target.__func__
-    if isinstance(target, property):
-        target = target.fget
-    if not str(getattr(target, "__module__", "")).startswith(PACKAGE):
-        return
-    if inspect.isfunction(target):
-        if PACKAGE in inspect.unwrap(target).__code__.co_filename:  # what `dataclass` makes has no source
-            yield target, owner
-    elif inspect.isclass(target) and target is not owner:
-        for value in vars(target).values():
-            for function, _ in _functions(value, target):
-                yield function, target

@@ -7,10 +7,8 @@ from collections.abc import Container, Iterable
 from itertools import groupby, islice
 from pathlib import Path
 
-import pyarrow as pa
-
 from specrl.rollout.bubbles.texts import PregeneratedText
-from specrl.schemas import Rollout
+from specrl.schemas import Rollout, read_table
 
 PER_PROMPT = 4
 """The responses kept of each group."""
@@ -78,14 +76,13 @@ def _read(
     dealt: dict[int, int] = {}  # the engine of each rank that wrote, in turn: there may have been another number
     prompt_ids: set[int] = set()
     for path in sorted(folder.glob("rank-*.arrow")):
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all()
-            columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "seed")]
-            for row, (rank, prompt_id, seed) in enumerate(zip(*columns, strict=True)):
-                prompt_ids.add(prompt_id)
-                if dealt.setdefault(rank, len(dealt) % num_engines) != engine or prompt_id in known:
-                    continue
-                if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
-                    tokens = table["response_tokens"][row].values.to_numpy()
-                    group.append(PregeneratedText(prompt_id, seed, array("i", tokens.tobytes())))
+        table = read_table(path)
+        columns = [table[name].to_pylist() for name in ("rank", "prompt_id", "seed")]
+        for row, (rank, prompt_id, seed) in enumerate(zip(*columns, strict=True)):
+            prompt_ids.add(prompt_id)
+            if dealt.setdefault(rank, len(dealt) % num_engines) != engine or prompt_id in known:
+                continue
+            if len(group := groups.setdefault(prompt_id, [])) < PER_PROMPT:
+                tokens = table["response_tokens"][row].values.to_numpy()
+                group.append(PregeneratedText(prompt_id, seed, array("i", tokens.tobytes())))
     return list(groups.values()), prompt_ids

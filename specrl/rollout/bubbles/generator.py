@@ -12,17 +12,17 @@ from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, Scores, refuse_failure
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.bubbles import Activity, Bubbles
-from specrl.rollout.bubbles.coordinator import EngineRank
+from specrl.rollout.bubbles.bubbles import Activity, put_to_use
+from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
 from specrl.rollout.bubbles.earlier import EarlierResponses
-from specrl.rollout.bubbles.pregeneration import store_texts
-from specrl.rollout.bubbles.texts import PregeneratedText, by_prompt, deliver_texts
+from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
+from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts
 from specrl.rollout.collect import Origin, Unscored, collect
 from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, over_engines
 from specrl.rollout.engine import Engine, Generation
 from specrl.schemas import Rollout
-from specrl.timeline import GENERATION, Bubble, Span
+from specrl.timeline import GENERATION, SPOT_TRAINING, Bubble, Span, joined
 from specrl.training.rollouts import RolloutBatch
 
 
@@ -83,12 +83,17 @@ class RolloutGenerator:
         """
         self.source = source
         self._config, self._ranks, self._engine, self._rewards = config, ranks, engine, rewards
-        self._place = EngineRank.of(ranks, config.engine.tensor_parallel)
-        self._bubbles = Bubbles(config, ranks, engine, source, training, rewards)
+        self._place = place = EngineRank.of(ranks, config.engine.tensor_parallel)
+        self._coordinator = self._pregeneration = None
+        if place.num_engines > 1 and config.bubbles.use != "none":
+            self._coordinator = BubbleCoordinator(ranks.store(), place)
+        if self._coordinator is not None and config.bubbles.pregenerates:
+            self._pregeneration = Pregeneration(engine, source, config, self._coordinator, rewards)
+        self._training = training
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
         """None where no prompt comes again, or its earlier responses could not be drafted from."""
-        self._stored: dict[int, list[PregeneratedText]] = {}
-        """The texts to the next step's prompts of this rank's engine, by prompt id."""
+        self.next_texts: list[PregeneratedText] = []
+        """The texts that this rank's engine has to draft from in the next step."""
 
     def restore(self, rollouts_dir: Path, first_step: int) -> None:
         """Find the texts on disk that an undisturbed run would have before `first_step`."""
@@ -149,11 +154,6 @@ class RolloutGenerator:
         refuse_failure(failures, len(rollouts), self._config.data, self._config.environment.name)
         return rollouts, counters, failures
 
-    @property
-    def next_texts(self) -> list[PregeneratedText]:
-        """The texts that this rank's engine has to draft from in the next step."""
-        return [text for texts in self._stored.values() for text in texts]
-
     def _exchange(self, texts: Sequence[PregeneratedText], step: int) -> None:
         """Send what engines have generated ahead or earlier to those that answer the prompts of `step`."""
         if self._earlier is None and not self._config.bubbles.pregenerates:
@@ -162,21 +162,41 @@ class RolloutGenerator:
         engines = {prompt.id: i % self._place.num_engines for i, prompt in enumerate(self.source.batch(step))}
         earlier = self._earlier.to(engines) if self._earlier is not None else []
         size = self._config.engine.tensor_parallel
-        self._stored = by_prompt(deliver_texts(self._ranks, [*texts, *earlier], engines, size))
+        self.next_texts = deliver_texts(self._ranks, [*texts, *earlier], engines, size)
 
     def _own_share(
         self, prompts: Sequence[Prompt], step: int
     ) -> tuple[list[Rollout], list[PregeneratedText], _Counters]:
         own = self._open(prompts[self._place.engine :: self._place.num_engines])
-        self._bubbles.open()
+        if self._coordinator is not None:
+            self._coordinator.open()
         if self._earlier is not None or self._config.bubbles.pregenerates:
-            store_texts(self._engine, own, self._stored)
+            store_texts(self._engine, own, self.next_texts)
         started_at = time.time()
         unscored = self._collect(own, step)
-        bubble, texts = self._bubbles.spend(step, started_at)
+        bubble, texts = self._spend_bubble(step, started_at)
         rollouts, scores = unscored.scored()
         counters = _Counters(unscored.generation.stats, bubble, FailureTally.of(scores.failures), scores.waited_s)
         return rollouts, texts, counters
+
+    def _spend_bubble(self, step: int, started_at: float) -> tuple[Bubble, list[PregeneratedText]]:
+        """Work until the last rank has ended its share; this one began its own at the Unix time `started_at`."""
+        generated_at, spans, texts = time.time(), list[Span](), list[PregeneratedText]()
+        if self._coordinator is not None:
+            if (ahead := self._pregeneration) is not None:
+                ahead.begin(step)
+            uses: tuple[Activity | None, ...] = ahead, self._training
+            spans = put_to_use(self._engine, self._coordinator, [use for use in uses if use is not None])
+            texts = ahead.texts if ahead is not None else []
+        bubble = Bubble(
+            rank=self._ranks.rank,
+            started_at=started_at,
+            generated_at=generated_at,
+            spans=joined(spans),
+            pregenerated_tokens=sum(len(text.tokens) for text in texts) if self._engine.is_first else 0,
+            drafter_steps=sum(span.name == SPOT_TRAINING for span in spans),
+        )
+        return bubble, texts
 
     def _refill(self, prompts: Sequence[Prompt], step: int, own: list[Rollout], counted: _Counters) -> _Counters:
         """Add this rank's share of a refill to its rollouts and counters; a rank that is done earlier waits."""

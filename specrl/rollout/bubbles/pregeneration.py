@@ -5,7 +5,8 @@ Of conversations with an environment these are the first turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from specrl.config import Config
 from specrl.data.problems import Prompt
@@ -19,49 +20,45 @@ from specrl.rollout.engine import Engine
 from specrl.timeline import PREGENERATION
 
 
+@dataclass
 class Pregeneration:
     """Generates responses to the next step's prompts under the current policy."""
 
     name = PREGENERATION
-
-    def __init__(
-        self,
-        engine: Engine,
-        source: PromptSource,
-        config: Config,
-        coordinator: BubbleCoordinator,
-        rewards: RewardPool | None = None,
-    ) -> None:
-        self._rewards = rewards
-        self._engine, self._source, self._config, self._coordinator = engine, source, config, coordinator
-        self.begin(0)
+    engine: Engine
+    source: PromptSource
+    config: Config
+    coordinator: BubbleCoordinator
+    rewards: RewardPool | None = None
+    step: int = 0
+    """The step whose prompts are answered."""
+    texts: list[PregeneratedText] = field(default_factory=list)
+    """The texts made in this bubble."""
 
     def begin(self, step: int) -> None:
         """Begin a new bubble, in the generation of `step`."""
-        self._step = step + 1
-        self.texts: list[PregeneratedText] = []
-        """The texts made in this bubble."""
+        self.step, self.texts = step + 1, []
 
     def work(self, stop: Callable[[], bool]) -> bool:
         """Generate a share of what is left until `stop()`, which ends the bubble: responses may lack their end."""
         # There is a step after the last one, too: `validate` measures what it would be like.
-        prompts, samples = self._source.batch(self._step), self._config.train.samples_per_prompt
-        claimed = self._coordinator.claim(len(prompts) * samples, samples)
-        places = range(*map(int, self._engine.agreed(claimed.start, claimed.stop)))
+        prompts, samples = self.source.batch(self.step), self.config.train.samples_per_prompt
+        claimed = self.coordinator.claim(len(prompts) * samples, samples)
+        places = range(*map(int, self.engine.agreed(claimed.start, claimed.stop)))
         if not places:
             return False
         number = places[0] // samples
         prompts = prompts[number : places[-1] // samples + 1]
-        opened = open_conversations(self._engine, prompts, self._config, self._rewards)
+        opened = open_conversations(self.engine, prompts, self.config, self.rewards)
         asked = [opened[place // samples - number] for place in places]
         # Random numbers go by seed and position, so that with the next step's own seeds most of its text comes out.
-        first = samples if self._config.bubbles.seeds == "other" else 0
-        origin = Origin(self._config.seed, self._step)
+        first = samples if self.config.bubbles.seeds == "other" else 0
+        origin = Origin(self.config.seed, self.step)
         requests = [
-            make_request(prompt, first + place % samples, self._config, origin)
+            make_request(prompt, first + place % samples, self.config, origin)
             for place, prompt in zip(places, asked, strict=True)
         ]
-        responses = self._engine.generate(requests, stop=stop, recall=True).responses
+        responses = self.engine.generate(requests, stop=stop, recall=True).responses
         self.texts += [
             PregeneratedText(prompt.id, request.seed, response.tokens)
             for prompt, request, response in zip(asked, requests, responses, strict=True)
@@ -70,21 +67,22 @@ class Pregeneration:
         return True
 
 
-def store_texts(engine: Engine, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]) -> None:
-    """Let the engine draft from the texts stored for these prompts, by the prompt's id, and from no other ones."""
-    found = by_tokens(prompts, stored)
+def store_texts(engine: Engine, prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]) -> None:
+    """Let the engine draft from these texts where they answer one of the prompts, and from no other ones."""
+    found = by_tokens(prompts, texts)
     engine.set_replay(
-        {prompt: [text.tokens for text in texts] for prompt, texts in found.items()},
-        {prompt: [text.seed for text in texts] for prompt, texts in found.items()},
+        {prompt: [text.tokens for text in own] for prompt, own in found.items()},
+        {prompt: [text.seed for text in own] for prompt, own in found.items()},
     )
 
 
 def by_tokens(
-    prompts: Sequence[Prompt], stored: Mapping[int, Sequence[PregeneratedText]]
+    prompts: Sequence[Prompt], texts: Iterable[PregeneratedText]
 ) -> dict[tuple[int, ...], list[PregeneratedText]]:
-    """The stored texts of these prompts by the tokens of the prompt; prompts with equal tokens share theirs."""
+    """The texts that answer these prompts, by the tokens of the prompt; prompts with equal tokens share theirs."""
+    tokens = {prompt.id: tuple(prompt.tokens) for prompt in prompts}
     found: dict[tuple[int, ...], list[PregeneratedText]] = {}
-    for prompt in prompts:
-        if prompt.id in stored:
-            found.setdefault(tuple(prompt.tokens), []).extend(stored[prompt.id])
+    for text in texts:
+        if text.prompt_id in tokens:
+            found.setdefault(tokens[text.prompt_id], []).append(text)
     return found

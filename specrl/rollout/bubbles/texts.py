@@ -1,13 +1,24 @@
-"""Texts to draft from on their way from the ranks that made them to those that draft with them."""
+"""Texts to draft from, on their way from the ranks that made them to those that draft with them, and in files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from specrl.distributed import Ragged, Ranks, Route, deliver, gather_columns
+from specrl.schemas import read_table, write_table
+
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_id", pa.int64(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
+    ]
+)
 
 
 class PregeneratedText(NamedTuple):
@@ -17,14 +28,6 @@ class PregeneratedText(NamedTuple):
     seed: int
     """The seed that it was sampled with."""
     tokens: Sequence[int]
-
-
-def by_prompt(texts: Iterable[PregeneratedText]) -> dict[int, list[PregeneratedText]]:
-    """Texts by the id of their prompt."""
-    found: dict[int, list[PregeneratedText]] = {}
-    for text in texts:
-        found.setdefault(text.prompt_id, []).append(text)
-    return found
 
 
 def deliver_texts(
@@ -54,3 +57,13 @@ def deliver_texts(
     own = wanted[ranks.rank]
     about = zip(columns["prompt_id"][own].tolist(), columns["seed"][own].tolist(), tokens, strict=True)
     return [PregeneratedText(prompt, seed, row.tolist()) for prompt, seed, row in about]
+
+
+def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
+    """Write texts as an Arrow file with a row for each."""
+    write_table(path, pa.Table.from_pylist([text._asdict() for text in texts], schema=SCHEMA))
+
+
+def read_texts(path: Path) -> list[PregeneratedText]:
+    """Read the texts of a file that `write_texts` wrote."""
+    return [PregeneratedText(**row) for row in read_table(path).to_pylist()]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from specrl.artifacts import write_json
 from specrl.distributed import Ranks
 from specrl.precision.recipe import KvScales
 from specrl.rollout.engine import Engine
 from specrl.rollout.errors import RefitError
-from specrl.rollout.refit.drafter_guard import DrafterGuard, GuardReport
-from specrl.rollout.refit.policy_probe import ParityReport, RefitProbe
+from specrl.rollout.refit.drafter_guard import DrafterGuard
+from specrl.rollout.refit.policy_probe import RefitProbe
 from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
@@ -26,55 +23,20 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class RefitReport:
-    """What the checks after one refit found."""
-
-    parity: ParityReport
-    guard: GuardReport
-
-    def metrics(self) -> dict[str, float]:
-        """The findings under their names in MLflow."""
-        return {
-            "refit/max_abs_logprob_diff": self.parity.maximum,
-            "refit/mean_abs_logprob_diff": self.parity.mean,
-            **self.guard.metrics(),
-        }
-
-
-@dataclass(frozen=True)
-class RefitCounts:
-    """The checks of a stage so far, those before a restart included."""
-
-    checks: int = 0
-    """One for each refit, and one more if the drafter was loaded again after a collapse."""
-    failures: int = 0
-    """Those in which the policy or the drafter was found wrong."""
-
-
+@dataclass
 class Refit:
     """Loads weights into the engine of each rank and checks them. `load` is collective over the ranks."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        policy: Policy,
-        drafter: Drafter | None,
-        probe: RefitProbe,
-        guard: DrafterGuard,
-        *,
-        ranks: Ranks,
-        counts_path: Path,
-    ) -> None:
-        """Continue the counts of an earlier start of the stage, which the first rank keeps in `counts_path`."""
-        self._engine, self._policy, self._drafter = engine, policy, drafter
-        self._probe, self._guard = probe, guard
-        self._ranks, self._counts_path = ranks, counts_path
-        self._num_loads = 0
-        self.counts = RefitCounts(**json.loads(counts_path.read_text())) if counts_path.exists() else RefitCounts()
+    engine: Engine
+    policy: Policy
+    drafter: Drafter | None
+    probe: RefitProbe
+    guard: DrafterGuard
+    ranks: Ranks
+    num_loads: int = 0
 
-    def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> RefitReport:
-        """Give the engine the trainer's policy and drafter, and check that it computes with them.
+    def load(self, version: int, kv_scales: KvScales | None = None, *, probe: bool = True) -> dict[str, float]:
+        """Give the engine the trainer's policy and drafter; return what is found of how it computes, as in MLflow.
 
         A wrong drafter is replaced by `DrafterGuard`, and is no error.
 
@@ -87,40 +49,30 @@ class Refit:
                 are compared in every refit, except those of a policy with experts in native FP8.
                 It is raised on every rank, whichever rank found it.
         """
-        self._engine.wake()
+        self.engine.wake()
         self._on_all_ranks(lambda: self._send(kv_scales))
-        parity = self._on_all_ranks(lambda: self._probe.check(self._engine, self._policy))
-        guard = self._guard.check(version, probe=probe or not self._num_loads)
-        self._count(checks=1 + min(guard.failures, 1), failures=guard.failures)
-        self._num_loads += 1
-        return RefitReport(parity, guard)
-
-    def confirm_drafter(self, version: int) -> None:
-        """Probe the drafter of a checkpoint unless that was done at its refit (collective)."""
-        failures = self._guard.confirm(version)
-        if failures:
-            self._count(checks=1, failures=failures)
-
-    def take_events(self) -> list[str]:
-        """A line for each collapse of the drafter since the last call, with what was done about it."""
-        return self._guard.take_events()
+        parity = self._on_all_ranks(lambda: self.probe.check(self.engine, self.policy))
+        guard = self.guard.check(version, probe=probe or not self.num_loads)
+        self.num_loads += 1
+        differences = {"refit/max_abs_logprob_diff": parity.maximum, "refit/mean_abs_logprob_diff": parity.mean}
+        return {**differences, **guard.metrics()}
 
     def _send(self, kv_scales: KvScales | None) -> None:
-        engine, expected = self._engine, None
+        engine, expected = self.engine, None
         if engine.cannot_verify is None:
             expected = engine.expected_policy()
-        elif not self._num_loads:
+        elif not self.num_loads:
             logger.info("the comparison of the policy's tensors is left out: %s", engine.cannot_verify)
-        drafter_weights = self._drafter.named_weights() if self._drafter is not None else None
+        drafter_weights = self.drafter.named_weights() if self.drafter is not None else None
         engine.refit(self._policy_weights(expected), drafter_weights, kv_scales=kv_scales)
         if expected is not None:
             expected.check()
 
     def _policy_weights(self, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
-        weights = self._policy.hf_weights()
+        weights = self.policy.hf_weights()
         for name, tensor in weights if expected is None else expected.noted(weights):
-            if self._drafter is not None:
-                self._drafter.share(name, tensor)
+            if self.drafter is not None:
+                self.drafter.share(name, tensor)
             yield name, tensor
 
     def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
@@ -130,14 +82,8 @@ class Refit:
             result = check()
         except RefitError as raised:
             error = raised
-        errors = self._ranks.gather(error)
+        errors = self.ranks.gather(error)
         found = next((other for other in errors if other is not None), None)
         if found is None:
             return result
-        self._count(checks=1, failures=1)
         raise error or found
-
-    def _count(self, *, checks: int, failures: int) -> None:
-        self.counts = RefitCounts(self.counts.checks + checks, self.counts.failures + failures)
-        if self._ranks.is_first:
-            write_json(self._counts_path, asdict(self.counts))

@@ -31,16 +31,13 @@ class EnginePrecision:
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
-        self._has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
+        has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
+        self._linears = recipe if has_fp8_linears else None
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
-        if self._has_fp8_linears:
+        if has_fp8_linears:
             _check_linears(config)
         if self._has_fp8_kv_cache:
             _check_kv_cache()
-
-    @property
-    def _linears(self) -> Recipe | None:
-        return self.recipe if self._has_fp8_linears else None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's `EngineArgs` for this precision.
@@ -84,7 +81,7 @@ class EnginePrecision:
 
     def mode(self, model: nn.Module) -> Mode:
         """How the policy's module computes FP8; "off" if no layer does."""
-        layers = dict(_layers(model)).values() if self._has_fp8_linears else ()
+        layers = dict(_layers(model)).values() if self._linears is not None else ()
         if any(_method(layer) in EMULATED for layer in layers):
             return "emulated"
         is_native = any(_method(layer) in NATIVE_METHODS and native_flaw(layer) is None for layer in layers)

@@ -69,6 +69,8 @@ class VllmEngine:
         """The drafter's module without vLLM's wrappers around it; None if no model drafts."""
         self.vocab_size = int(self.llm.model_config.get_vocab_size())
         """The number of tokens in the policy's vocabulary."""
+        self.is_first = int(self._group.rank_in_group) == 0
+        """Whether this is the first rank of its engine, whose decisions hold for the others."""
         self.last: Iteration | None = None
         """What came of the last call of `step`; None if nothing did."""
         self.decode_steps = 0
@@ -94,6 +96,35 @@ class VllmEngine:
     @property
     def _core(self) -> Any:
         return self.llm.engine_core.engine_core
+
+    @property
+    def _group(self) -> Any:
+        from vllm.distributed import parallel_state
+
+        return parallel_state.get_tp_group()
+
+    def agreed(self, *values: float) -> list[float]:
+        """The first rank's values, on all ranks of the engine, which must decide alike (collective)."""
+        group = self._group
+        if group.world_size == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+        found: list[float] = shared.tolist()
+        return found
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's value, whatever it is, on all ranks of the engine (collective)."""
+        group, shared = self._group, [value]
+        if group.world_size > 1:
+            torch.distributed.broadcast_object_list(shared, src=group.ranks[0], group=group.cpu_group)
+        return shared[0]
+
+    def true_on_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank of the engine (collective)."""
+        shared = torch.tensor([int(flag)])
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._group.cpu_group)
+        return bool(shared)
 
     def add(self, prompt_tokens: list[int], params: Any, stops: StopStrings | None = None) -> RunningRequest:
         """Queue a request with vLLM's `SamplingParams`, and the strings that end it, of which vLLM knows nothing."""
