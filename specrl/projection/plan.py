@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specrl.config import STAGES, Config, ConfigError, StageName, TrainConfig
+from specrl.config import Config, ConfigError, StageName, TrainConfig
 from specrl.models.drafters import with_source_sizes
-from specrl.models.layout import layout_problems
 from specrl.models.shapes import ModelShape, model_shape
-from specrl.projection.budgets import Budget, check_kv, overflow, rank_of, stage_budgets
+from specrl.projection.budgets import Budget, rank_of, stage_budgets
+from specrl.projection.fit import Fit, what_fits
 from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes, stored_parameters
 from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
 
@@ -50,23 +50,20 @@ def plan(config: Config) -> Plan:
     """Plan a run.
 
     Raises:
-        ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has.
+        ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
+            the message then ends with changes that would fit, if some are found.
     """
     config = with_source_sizes(config)
     shape = model_shape(config.model)
-    if problems := list(layout_problems(config, shape)):  # which no memory can mend
-        raise ConfigError("\n".join(problems))
-    ranks = {stage: rank_of(config, stage, shape) for stage in STAGES}
-    budgets = [budget for stage, rank in ranks.items() for budget in stage_budgets(stage, rank)]
-    caches = [check_kv(stage, rank) for stage, rank in ranks.items()]
-    small = [problem for problems, _ in caches for problem in problems]
-    if misfits := [*small, *(overflow(budget) for budget in budgets if budget.needed_gib > budget.available_gib)]:
-        raise ConfigError("\n".join(misfits))
-    trainer = ranks["train"]
+    fit = Fit.of(config, shape)
+    if fit.misfits:
+        advice = what_fits(config, shape)
+        raise ConfigError("\n".join([*fit.misfits, *([advice] if advice else [])]))
+    trainer = rank_of(config, "train", shape)
     return Plan(
         config=config,
         shape=shape,
-        budgets=tuple(budgets),
+        budgets=tuple(fit.budgets),
         traffic=tuple(step_traffic(trainer)),
         checkpoint=checkpoint_plan(trainer),
         assumed=assumptions(config),
@@ -78,7 +75,7 @@ def plan(config: Config) -> Plan:
             *(f"{registry.key} = {algorithm}" for registry, algorithm in config.algorithms),
             *_shaping(config.train),
         ),
-        notes=tuple(note for _, notes in caches for note in notes),
+        notes=tuple(fit.notes),
     )
 
 
