@@ -33,7 +33,7 @@ def change_run(
     new_code: bool = False,
     restart: bool = False,
     dry_run: bool = False,
-) -> None:
+) -> Revision:
     """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
     cluster = read_config(run_dir).cluster
     restrict(cluster)
@@ -46,6 +46,7 @@ def change_run(
             print_line(console, line)
         if not dry_run:
             _write(run_dir, revision)
+    return revision
 
 
 def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:

@@ -35,6 +35,7 @@ the disk and MLflow. Nothing is written or submitted."""
 RESTART = "Let training start over where a change, or a lost checkpoint, makes that necessary."
 DETACH = "Submit the flow, too, as a job with one core that goes on in another when its time is up."
 Detach = Annotated[bool, option(DETACH, name="--detach")]
+DryJson = Annotated[bool, option("With --dry-run: print JSON on standard output.", name="--json")]
 
 
 def run(
@@ -43,15 +44,14 @@ def run(
     overrides: Overrides = None,
     place: Annotated[str | None, option(FROM, "RUN[@STEP]", "--from")] = None,
     dry_run: Annotated[bool, option(DRY_RUN, name="--dry-run")] = False,
-    as_json: Annotated[bool, option("With --dry-run: print JSON on standard output.", name="--json")] = False,
+    as_json: DryJson = False,
     detach: Detach = False,
 ) -> None:
     """Run all stages of a configuration.
 
     Stages that have finished are skipped, and jobs that are still running are waited for. Ctrl-C cancels the jobs.
     """
-    if as_json and not dry_run:
-        raise ConfigError("--json is for --dry-run; of a run, specrl show --json and specrl watch --json print it")
+    _check_json(as_json, dry_run)
     config, origin = load(config_path, cluster, overrides), None
     if place is not None:
         config, origin = start_from(place, config)
@@ -92,6 +92,7 @@ def resume(
     new_code: Annotated[bool, option("Go on with the present code, not the run's own.", name="--new-code")] = False,
     restart: Annotated[bool, option(RESTART, name="--restart")] = False,
     dry_run: Annotated[bool, option("Print what would stay, go on and be redone.", name="--dry-run")] = False,
+    as_json: DryJson = False,
     detach: Detach = False,
     cluster: Cluster = None,
     runs_dir: RunsDir = Path("runs"),
@@ -102,6 +103,7 @@ def resume(
     the run, what that means for each stage is printed first. Training then goes on from its newest checkpoint, and
     nothing that was made before is removed.
     """
+    _check_json(as_json, dry_run)
     run_dir = find_own_run(name, runs_dir)
     chosen = [f'cluster.backend="{cluster}"'] if cluster else []
     chosen += [f"train.num_steps={steps}"] if steps is not None else []
@@ -109,10 +111,18 @@ def resume(
     if not new_code:
         continue_with_own_code(run_dir, context.obj)
     if changed or new_code or restart or dry_run:
-        console = Console(soft_wrap=True, stderr=not dry_run)
-        change_run(run_dir, changed, console, new_code=new_code, restart=restart, dry_run=dry_run)
+        console = Console(soft_wrap=True, stderr=as_json or not dry_run)
+        revision = change_run(run_dir, changed, console, new_code=new_code, restart=restart, dry_run=dry_run)
+        if as_json:
+            shown = {"stages": [vars(stage) for stage in revision.stages], "changes": list(map(str, revision.changes))}
+            print_json({"run": run_dir.name, "new_code": revision.new_code, **shown})
     if not dry_run:
         execute(read_config(run_dir), resumed=True, detached=detach)
+
+
+def _check_json(as_json: bool, dry_run: bool) -> None:
+    if as_json and not dry_run:
+        raise ConfigError("--json is for --dry-run; of a run, specrl show --json and specrl watch --json print it")
 
 
 def stop(

@@ -89,6 +89,7 @@ Action = Literal["stays", "goes on", "continues", "starts over", "is redone", "r
 @dataclass(frozen=True)
 class StagePlan:
     stage: StageName
+    key: str
     action: Action
     reason: str
 
@@ -145,7 +146,7 @@ class Revision:
             inputs = {name: self._keys[name] for name in INPUTS[stage]}
             start = self._continues if stage == "train" else self._before.origin if stage == "prepare" else None
             self._keys[stage] = stage_key(self._new, stage, inputs, self._stage_code, start and start.content)
-        return StagePlan(stage, action, reason)
+        return StagePlan(stage, self._keys[stage], action, reason)
 
     def _decide(self, stage: StageName) -> tuple[Action, str]:
         relevant = self._relevant(stage)
