@@ -7,7 +7,6 @@ that no job started has an object that knows of no end.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,8 +44,8 @@ class LeftJobError(BaseException):
 class Lifetime:
     """What this rank knows of the end of its job, and how long its steps take.
 
-    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; a thread calls
-    the others at any time.
+    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; one thread
+    calls the others at any time.
     """
 
     def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +62,6 @@ class Lifetime:
         self._validations: list[float] = []
         self._validates = False
         self._checkpoint_seconds = 0.0
-        self._lock = threading.Lock()
 
     @property
     def has_steps(self) -> bool:
@@ -79,10 +77,9 @@ class Lifetime:
 
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
         """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
-        with self._lock:
-            self.stop = self.stop or stop
-            if leave_by is not None:
-                self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
+        self.stop = self.stop or stop
+        if leave_by is not None:
+            self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
 
     def expect_steps(self) -> None:
         """Say that the stage has steps, so that its start is watched too."""
