@@ -30,9 +30,9 @@ class Sample:
     """Whether the groups are the policy's own micro-batches, with nothing left out."""
 
     @property
-    def is_divided(self) -> bool:
-        """Whether a rank keeps only a part of the features of all sequences."""
-        return not self.is_whole or any(window.owner for window in self.windows.values())
+    def kept(self) -> dict[int, Window] | None:
+        """The windows that `Policy` is to keep; None where every rank keeps all features."""
+        return None if self.is_whole and not any(window.owner for window in self.windows.values()) else self.windows
 
     def arrange(
         self, features: list[Features], batches: Iterable[MicroBatch], model_rank: int

@@ -263,14 +263,13 @@ def _run_updates(
     sample: Sample | None,
     step: int,
 ) -> tuple[list[dict[str, float]], list[Features]]:
-    windows = sample.windows if sample is not None and sample.is_divided else None
     results, features = list[dict[str, float]](), list[Features]()
     for update, own in enumerate(batches):
         result, kept = policy.train_step(
             own,
             loss,
             features=spec,
-            windows=windows,
+            windows=sample.kept if sample is not None else None,
             temperature=config.sampling.temperature,
             lr=learning_rate(config, step, update),
         )

@@ -97,7 +97,8 @@ def calibration_data(
     held_out = [rollout for rollout in chosen if rollout.prompt_id in held]
 
     def batches(items: list[Rollout], longest: int | None = None) -> list[MicroBatch]:
-        sequences = [_sequence(item, index, longest) for index, item in enumerate(items)]
+        rows = [(item.prompt_tokens, item.response_tokens[:longest]) for item in items]
+        sequences = [TokenSequence.of(*row, index) for index, row in enumerate(rows)]
         return pack(sequences[dp_rank::dp_size], config.policy.tokens_per_micro_batch, pad_multiple)
 
     return CalibrationData(
@@ -126,10 +127,6 @@ def _shortened(rollout: Rollout, length: int) -> Rollout:
 
 def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:
     return list({rollout.prompt_id: rollout for rollout in reversed(rollouts)}.values())[::-1]
-
-
-def _sequence(rollout: Rollout, index: int, longest: int | None) -> TokenSequence:
-    return TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens[:longest], index)
 
 
 def calibrate(

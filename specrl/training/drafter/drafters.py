@@ -80,10 +80,9 @@ def pretrain(
     """
     lr = config.lr if config.epochs else 0.0
     spec, sample = drafter.feature_spec, whole_sample(batches, policy.model_size)
-    windows_of = sample.windows if sample.is_divided else None
 
     def features_of(part: list[MicroBatch]) -> list[Features | None]:
-        return sample.arrange(policy.forward_features(part, spec, windows_of), part, policy.model_rank)
+        return sample.arrange(policy.forward_features(part, spec, sample.kept), part, policy.model_rank)
 
     def stream(order: list[int]) -> Iterator[Features | None]:
         ordered = [batches[index] for index in order]

@@ -41,10 +41,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    counts = np.zeros(vocab_size, np.int64)
-    for tokens in token_lists:
-        counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
-    return counts
+    return np.bincount(np.fromiter(chain.from_iterable(token_lists), np.int64), minlength=vocab_size)
 
 
 def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
