@@ -15,6 +15,7 @@ from specrl.lineage.revision import config_changes
 SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
 """What a training may vary: earlier stages are those of the finished run."""
 SEED = "seed"
+LENGTHS = ("speculation.k", "speculation.replay_k")
 BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -33,6 +34,11 @@ class Cell:
     def seed(self) -> str:
         """Empty for the run's own; another one makes it a repetition and no cell of its own."""
         return self.values.get(SEED, "")
+
+    @property
+    def family(self) -> list[str]:
+        """What it changes beside draft lengths: cells that have this in common are a family."""
+        return sorted(f"{key}={value}" for key, value in self.values.items() if key not in LENGTHS)
 
     @property
     def label(self) -> str:

@@ -15,6 +15,7 @@ from specrl.artifacts import write_scores
 from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
+from specrl.bench.run.gains import by_batch
 from specrl.bench.run.main import check_memory
 from specrl.bench.run.page import write_run_page
 from specrl.bench.run.results import Results
@@ -30,7 +31,9 @@ PLAIN_S, OWN_S = (9.0, 8.0, 10.0), (9.0, 4.0, 4.0)
 PLAIN = "speculation.method=none, speculation.k=0"
 
 
-def make_results(folder: Path, name: str, seconds: tuple[float, ...], last_token: int = 5) -> Results:
+def make_results(
+    folder: Path, name: str, seconds: tuple[float, ...], last_token: int = 5, accepted: int = 0
+) -> Results:
     stage = folder / name / "stage"
     (stage / "steps").mkdir(parents=True)
     for step, taken in enumerate(seconds):
@@ -39,11 +42,12 @@ def make_results(folder: Path, name: str, seconds: tuple[float, ...], last_token
             Rollout(step, 0, 0, sample, step, 0, 7, [1, 2], tokens, [0.0] * 3, "", "", "stop") for sample in range(2)
         ]
         for rollout in rollouts:
+            rollout.num_accepted_tokens = accepted
             rollout.reward = 1.0 if rollout.response_tokens[-1] == 5 else 0.0
         write_rollouts(rollout_path(stage / "rollouts", step, 0), rollouts)
         times = {"timing/step_s": taken, "timing/generation_s": taken - 2, "timing/validation_s": 1.0}
         others = {"reward/mean": 0.5, "spec/acceptance_length": 2.0, "spec/decode_steps": taken}
-        others |= {"spec/num_draft_tokens": 0.0, "spec/num_accepted_tokens": 0.0}
+        others |= {"spec/num_draft_tokens": 0.0, "spec/num_accepted_tokens": 2.0 * accepted, "spec/drafter_passes": 3.0}
         record = {"step": step, "metrics": times | others}
         (stage / "steps" / f"step={step:06d}.json").write_text(json.dumps(record))
     context = StageContext(Config(name="r"), "train", "train-0", stage, {}, "")
@@ -68,18 +72,48 @@ def test_ratios_are_of_the_same_rounds_and_leave_out_warm_up_and_validation(tmp_
     assert (row["cell"], row["seed"], row["is_baseline"], plain.row(plain)["is_baseline"]) == ("both", "3", False, True)
 
 
-def test_steps_on_gpus_are_projected_beside_a_baseline_without_drafts_alone(tmp_path: Path) -> None:
-    plain, own = make_results(tmp_path, "plain", PLAIN_S), make_results(tmp_path, "both", OWN_S)
-    assert own.on_gpus(plain) == {}  # which has the default method
-    context = plain.training.context
-    settings = {"method": "none", "k": 0}
-    context = replace(context, config=parse_config({"name": "r", "speculation": settings}))
-    plain = Results(replace(plain.training, context=context), 1)
-    found = own.on_gpus(plain)
+def with_settings(results: Results, cell: Cell, **speculation: object) -> Results:
+    config = parse_config({"name": "r", "speculation": speculation})
+    context = replace(results.training.context, config=config)
+    return Results(replace(results.training, context=context, cell=cell), 1)
+
+
+def test_steps_on_gpus_are_projected_by_epoch_over_a_step_without_drafts(tmp_path: Path) -> None:
+    plain, own = (make_results(tmp_path, str(accepted), PLAIN_S, accepted=accepted) for accepted in (0, 1))
+    plain = with_settings(plain, Cell("none", ()), method="none", k=0)
+    found = {name: value for name, value in own.projected().items() if name.startswith("step_")}
     assert found.keys() == {"step_8_gpus_by_epoch", "step_32_gpus_by_epoch", "step_128_gpus_by_epoch"}
-    assert plain.on_gpus(plain) == {name: [pytest.approx(1)] for name in found}
+    assert {name: plain.projected()[name] for name in found} == {name: [pytest.approx(1)] for name in found}
     [share] = found["step_128_gpus_by_epoch"]
-    assert 1 < share < sum(PLAIN_S) / sum(OWN_S)  # of iterations; the drafter's passes and the rest of the step cost
+    assert 1 < share < 3 / 2  # tokens per iteration; the drafter's passes and the rest of the step cost
+    assert own.projected()["drafts_by_epoch"] == [{"k": 0.0, "passes": 3.0, "pace": 1.5, "paces": (1.5,) * 6}]
+    other = with_settings(own, Cell("x", ()), method="draft_model", k=3, draft_model=str(tmp_path))
+    assert other.projected() == {}  # a smaller model costs something else
+
+
+def test_cells_that_differ_in_draft_length_are_a_family_with_a_length_by_batch(tmp_path: Path) -> None:
+    settings = {
+        "none": ({"method": "none", "k": 0}, 0),
+        "all, 3 tokens": ({"method": "replay", "replay_k": 3, "adaptive": False}, 1),
+        "all, 7 tokens": ({"method": "replay", "replay_k": 7, "adaptive": False}, 2),
+        "chosen here": ({"method": "replay", "replay_k": 7}, 2),
+        "other": ({"method": "eagle3", "k": 3, "adaptive": False}, 1),
+    }
+    rows = []
+    for name, (speculation, accepted) in settings.items():
+        changes = [f"speculation.{key}={value}" for key, value in speculation.items()]
+        made = make_results(tmp_path, name, PLAIN_S, accepted=accepted)
+        results = with_settings(made, Cell(name, (*changes, "seed=3")), **speculation)
+        # As it is after a job has saved it.
+        rows.append(json.loads(json.dumps({"cell": name, "seed": "3", **results.projected()})))
+    assert [row["family"] is None for row in rows] == [True, False, False, True, False]
+    both, other = by_batch(rows)
+    assert (both["cell"], other["cell"], both["seed"]) == ("all, length by batch", "other, length by batch", "3")
+    for name in (name for name in rows[0] if name.startswith("step_")):
+        assert both[name][0] >= max(row[name][0] for row in rows[:3]) * (1 - 1e-9)
+        assert other[name][0] >= rows[4][name][0] * (1 - 1e-9)
+    alone = by_batch([{**rows[1], "cell": name} for name in ("k=1", "k=2")])
+    assert [row["cell"] for row in alone] == ["length by batch"]
 
 
 def test_padding_counts_as_drafted_and_text_is_told_apart_by_its_source(tmp_path: Path) -> None:
@@ -92,8 +126,8 @@ def test_padding_counts_as_drafted_and_text_is_told_apart_by_its_source(tmp_path
         path.write_text(json.dumps(record))
     context = StageContext(Config(name="r"), "train", "train-0", tmp_path / "both" / "stage", {}, "")
     results = Results(Training(Cell("both", ()), context), 1)
-    counts = results.counts(range(1, 3))
-    assert (counts.requests, counts.drafted) == pytest.approx(((6 - 2) / 6, 7 * (6 - 2) / 6))
+    drafts = results.drafts(range(1, 3))
+    assert (1 / drafts.pace, drafts.k / drafts.pace) == pytest.approx(((6 - 2) / 6, 7 * (6 - 2) / 6))
     assert (results.accepted("replay"), results.accepted("recent")) == (0.25, None)
 
 

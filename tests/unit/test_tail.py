@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, decode, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, decode, simulate
 from specrl.projection.simulator.workload import Drawn, MeasuredRun, Workload, dealt
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
@@ -18,11 +18,11 @@ def curve(running: int, generated: float) -> float:
     return min(1.0 + (running - 1) / 2, 2.0)
 
 
-SPEED = DecodingSpeed(curve, 8.0)
+SPEED = DecodingSpeed((DraftLength(curve),), 8.0)
 
 
 def make(*lengths: int, pace: float = 1.0) -> list[SimulatedResponse]:
-    return [SimulatedResponse(prompt, length, pace) for prompt, length in enumerate(lengths)]
+    return [SimulatedResponse(prompt, length, (pace,)) for prompt, length in enumerate(lengths)]
 
 
 def test_decoding_slows_down_less_and_less_as_responses_end() -> None:
@@ -44,9 +44,22 @@ def test_a_limit_leaves_responses_unfinished() -> None:
     assert work.tokens == pytest.approx([4, 4])
 
 
+def test_the_draft_length_follows_the_number_of_running_responses() -> None:
+    plain = DraftLength(lambda running, _: float(running))
+    drafts = DraftLength(lambda running, _: 1.5 * running**2, tokens=3.0)  # the better one for a single response
+    responses = [SimulatedResponse(prompt, length, (1.0, 2.0)) for prompt, length in enumerate((10, 30, 50))]
+    speed = DecodingSpeed((plain, drafts), 8.0)
+    work = decode(responses, [0, 0, 0], speed, most_running=8)
+    assert work.seconds == pytest.approx(10 * 3 + 20 * 2 + 10 * 1.5)  # two tokens an iteration, whatever was expected
+    assert work.iterations == pytest.approx(10 + 20 + 10) and work.tokens == [10, 30, 50]
+    stopped = decode(responses, [0, 0, 0], speed, most_running=8, limit=30 + 40 + 7.5)
+    assert stopped.tokens == pytest.approx([10, 30, 40])
+    assert decode(responses, [0, 0, 0], speed, most_running=1).seconds == pytest.approx(90 / 2 * 1.5)
+
+
 def make_steps(count: int) -> list[list[list[SimulatedResponse]]]:
-    long = [SimulatedResponse(0, 100, 1.0, sample=0), SimulatedResponse(0, 90, 1.0, sample=1)]
-    short = [SimulatedResponse(1, 10, 1.0, sample=0), SimulatedResponse(1, 14, 1.0, sample=1)]
+    long = [SimulatedResponse(0, 100, (1.0,), sample=0), SimulatedResponse(0, 90, (1.0,), sample=1)]
+    short = [SimulatedResponse(1, 10, (1.0,), sample=0), SimulatedResponse(1, 14, (1.0,), sample=1)]
     return [[long, short] for _ in range(count)]
 
 
@@ -80,7 +93,7 @@ def test_more_ranks_get_as_much_work_each_and_wait_longer() -> None:
 
 
 def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
-    steps = [[[SimulatedResponse(0, 100, 1.0)], [SimulatedResponse(1, 20, 1.0)]] for _ in range(2)]
+    steps = [[[SimulatedResponse(0, 100, (1.0,))], [SimulatedResponse(1, 20, (1.0,))]] for _ in range(2)]
     alone, both = (simulate(steps, SPEED, use, 8)[0] for use in ("pregenerate", "both"))
     assert both.stored == alone.stored and sum(both.stored.values()) > 0
     assert both.used_s == both.idle_s == alone.idle_s
@@ -88,13 +101,8 @@ def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
 
 @pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
 def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
-    work = decode(
-        make(10, 20, 30, pace=1.1),
-        [0, 0, 0],
-        DecodingSpeed(lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2, 8.0),
-        8,
-        limit=limit,
-    )
+    length = DraftLength(lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2)
+    work = decode(make(10, 20, 30, pace=1.1), [0, 0, 0], DecodingSpeed((length,), 8.0), 8, limit=limit)
     assert work.seconds == limit
 
 
@@ -115,7 +123,7 @@ def test_a_run_is_simulated_with_its_own_lengths_and_acceptance(tmp_path: Path) 
     assert sorted(set(run.groups)) == [(Drawn(12, 0.5 / usual),) * 2, (Drawn(30, 2.0 / usual),) * 2]
     [groups] = Workload(5, 3, run).draw(1, seed=0)
     assert len(groups) == 5 and all(len(group) == 3 and set(group) <= set(sum(run.groups, ())) for group in groups)
-    paces = {item.length: item.pace for share in dealt(run.groups, 2, 3, 2.0) for item in share}
+    paces = {item.length: item.paces[0] for share in dealt(run.groups, 2, 3, 2.0) for item in share}
     assert paces == pytest.approx({12: 1.375, 30: 2.5})
     with pytest.raises(ValueError, match="has not trained yet"):
         MeasuredRun.read(tmp_path / "nothing", tmp_path / "rollouts")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from specrl.artifacts import write_text
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, table, write_results
+from specrl.bench.run.gains import by_batch
 from specrl.projection.simulator.measured import GPUS
 from specrl.report.plots import band_charts
 
@@ -43,9 +44,11 @@ SCALED = """
 
 Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, padding
 included, and *passes* of the drafter; then the share of the tokens drafted from *stored* and from *recent* text that
-was accepted. Where the baseline does not draft, the step of Qwen3-8B on H100 GPUs is projected from the counts, epoch
-by epoch: how many times as fast it is as the baseline's. These are no measurements; `specrl project` has the
-assumptions.
+was accepted. The step of Qwen3-8B on H100 GPUs is projected from the counts, epoch by epoch: how many times as fast it
+is as without drafts. Responses have drawn lengths, and end one after the other. A row *length by batch* stands for
+cells that differ in `speculation.k` and `speculation.replay_k` alone: at every number of running requests, the engine
+drafts as one of them does, or nothing, whichever brings the most tokens per second at its average. These are no
+measurements; `specrl project` has the assumptions.
 """
 LEARNED = {
     "mean reward": "reward_mean",
@@ -81,7 +84,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
             order=IN_TURN if any("step_ratio" in row for row in rows) else APART,
         ),
         table(rows, NAMES | SPEED),
-        SCALED + "\n" + table(rows, NAMES | ON_GPUS),
+        SCALED + "\n" + table([*rows, *by_batch(rows)], NAMES | ON_GPUS),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
         + table(rows, NAMES | {name.replace("_", " "): name for name in (*SECONDS, "start_s")}),

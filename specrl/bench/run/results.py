@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -13,10 +13,11 @@ import numpy as np
 from scipy.stats import binomtest
 
 from specrl.artifacts import SetScore, read_curve
+from specrl.bench.run.gains import on_gpus
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import Spread, ratios
-from specrl.projection.simulator.measured import GPUS, DecodingCounts, step_seconds
+from specrl.projection.simulator.measured import DraftCounts
 from specrl.schemas import Rollout, read_folder
 
 ResponseKey = tuple[int, int, int]  # step, prompt, number of the response to it
@@ -60,22 +61,26 @@ class Results:
         counted = enumerate(self.metrics[self.warm_up :], self.warm_up)
         return [value(metrics) / self.tokens[step] for step, metrics in counted]
 
-    def counts(self, steps: range) -> DecodingCounts:
-        """What decoding took in these steps."""
+    def drafts(self, steps: range) -> DraftCounts:
+        """What drafts were counted to bring in these steps."""
         tokens = sum(self.tokens[step] for step in steps)
         own = [self.metrics[step] for step in steps]
-        iterations = sum(metrics["spec/decode_steps"] for metrics in own)
-        requests = tokens - sum(metrics["spec/num_accepted_tokens"] for metrics in own)
+        requests = [self.tokens[step] - self.metrics[step]["spec/num_accepted_tokens"] for step in steps]
         # All requests of an iteration have its draft length: shorter drafts are padded.
-        drafted = sum(
-            (self.tokens[step] - metrics["spec/num_accepted_tokens"]) * metrics.get("spec/k", 0.0)
-            for step, metrics in zip(steps, own, strict=True)
-        )
+        lengths = [metrics.get("spec/k", 0.0) for metrics in own]
         has_model = self.training.context.config.speculation.draft_method.has_weights
-        passes = sum(
-            metrics["spec/decode_steps"] * metrics.get("spec/drafter_passes", 0.0) * has_model for metrics in own
+        passes = [metrics.get("spec/drafter_passes", 0.0) * has_model for metrics in own]
+        responses = [rollout for (step, *_), rollout in sorted(self.responses.items()) if step in steps]
+        responses.sort(key=lambda rollout: rollout.num_sampled)
+        return DraftCounts(
+            k=float(np.average(lengths, weights=requests)),
+            passes=float(np.average(passes, weights=[metrics["spec/decode_steps"] for metrics in own])),
+            pace=tokens / sum(requests),
+            paces=tuple(
+                round(rollout.num_sampled / max(1, rollout.num_sampled - rollout.num_accepted_tokens), 3)
+                for rollout in responses
+            ),
         )
-        return DecodingCounts(iterations / tokens, requests / tokens, drafted / tokens, passes / tokens)
 
     def accepted(self, source: str) -> float | None:
         """The share of the tokens drafted from a source of text, in the counted steps, that was accepted."""
@@ -112,16 +117,18 @@ class Results:
         differences = [rewards[key] - before[key] for key in before if key in rewards]
         same = self.same_responses(baseline)
         counted = self.metrics[self.warm_up :]
-        counts = self.counts(range(self.warm_up, len(self.metrics)))
+        drafts = self.drafts(range(self.warm_up, len(self.metrics)))
+        iterations = sum(metrics["spec/decode_steps"] for metrics in counted)
+        iterations_per_token = iterations / sum(self.tokens[step] for step in range(self.warm_up, len(self.metrics)))
         return {
             **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
             **(self.speedups(baseline) if in_turn else {}),
-            "decode_steps": sum(metrics["spec/decode_steps"] for metrics in counted),
+            "decode_steps": iterations,
             "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
-            "iterations_per_token": counts.iterations,
-            "drafted_per_token": counts.drafted,
-            "passes_per_token": counts.passes,
+            "iterations_per_token": iterations_per_token,
+            "drafted_per_token": drafts.k / drafts.pace,
+            "passes_per_token": drafts.passes * iterations_per_token,
             **{f"{name}_accepted": self.accepted(name) for name in TEXTS},
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
@@ -133,7 +140,7 @@ class Results:
             "same_responses": same,
             "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
             "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
-            **self.on_gpus(baseline),
+            **self.projected(),
         }
 
     def accuracy(self, baseline: Results) -> dict[str, Any]:
@@ -161,26 +168,26 @@ class Results:
             "end_to_end_ratio": rates[0] / rates[1],
         }
 
-    def on_gpus(self, baseline: Results) -> dict[str, list[float]]:
-        """How many times as fast as the baseline's the step of an 8B policy is, epoch by epoch.
+    def projected(self) -> dict[str, Any]:
+        """What drafts brought, epoch by epoch, and the step of an 8B policy on GPUs with it.
 
-        None beside a baseline that drafts: the projection begins with a step without drafts.
+        None with a draft model: the projected drafter is as large as EAGLE-3's.
         """
         config = self.training.context.config
-        if baseline.training.context.config.speculation.draft_method.drafts:
+        speculation, method = config.speculation, config.speculation.draft_method
+        if method.model == "draft_model":
             return {}
         problems, prompts = config.data.num_problems, config.train.prompts_per_step
         size = problems // prompts if problems else len(self.metrics)
         epochs = [range(first, min(first + size, len(self.metrics))) for first in range(0, len(self.metrics), size)]
-        trains = config.speculation.draft_method.has_weights and config.drafter.online_lr > 0
-        updates = trains / config.drafter.update_every
-
-        def ratio(steps: range, gpus: int) -> float:
-            plain = baseline.counts(steps)
-            own = step_seconds(self.counts(steps), plain, gpus, drafter_updates=updates)
-            return step_seconds(plain, plain, gpus, drafter_updates=0) / own
-
-        return {f"step_{gpus}_gpus_by_epoch": [ratio(steps, gpus) for steps in epochs] for gpus in GPUS}
+        drafts = [self.drafts(steps) for steps in epochs]
+        updates = (method.has_weights and config.drafter.online_lr > 0) / config.drafter.update_every
+        return {
+            "family": self.training.cell.family if method.drafts and not speculation.adaptive else None,
+            "drafts_by_epoch": [asdict(one) for one in drafts],
+            "drafter_updates": updates,
+            **on_gpus([[one] for one in drafts], updates),
+        }
 
 
 def measured_seconds(metrics: Metrics) -> float:

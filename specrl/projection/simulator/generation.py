@@ -15,11 +15,29 @@ from itertools import chain
 from specrl.config.rollout import BubbleUse
 from specrl.data.dealing import piece
 
+Seconds = Callable[[int, float], float]
+"""The seconds of an iteration by the number of running requests and the mean of their tokens so far."""
+
+
+@dataclass(frozen=True)
+class DraftLength:
+    """A draft length that an engine may take, at every iteration."""
+
+    iteration_s: Seconds
+    tokens: float = 1.0  # per request and iteration on average, by which the engine chooses
+
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    iteration_s: Callable[[int, float], float]  # by the number of running requests and the mean of their tokens so far
+    lengths: tuple[DraftLength, ...]  # at least one; the engine takes that with the most tokens per second
     replayed_tokens: float  # per request and iteration along stored text
+
+    def best(self, running: int, generated: float) -> int:
+        """The number of the draft length that brings the most tokens per second."""
+        if len(self.lengths) == 1:
+            return 0
+        costs = [length.iteration_s(running, generated) / length.tokens for length in self.lengths]
+        return costs.index(min(costs))
 
 
 @dataclass(frozen=True)
@@ -28,12 +46,14 @@ class SimulatedResponse:
 
     prompt: int
     length: int
-    pace: float  # tokens per iteration where it does not follow stored text
+    paces: tuple[float, ...]  # tokens per iteration where it does not follow stored text, by draft length
     sample: int = 0  # among the responses to its prompt
 
-    def iterations(self, stored: float, replayed_tokens: float) -> float:
+    def by_length(self, stored: float, replayed_tokens: float) -> list[float]:
+        """Its tokens per iteration with each draft length, on average if it follows stored text first."""
         followed = min(stored, self.length)
-        return max(1.0, followed / replayed_tokens + (self.length - followed) / self.pace)
+        needs = [followed / replayed_tokens + (self.length - followed) / pace for pace in self.paces]
+        return [self.length / max(1.0, need) for need in needs]
 
 
 @dataclass
@@ -63,31 +83,43 @@ def decode(
 
     `stored` are the tokens of stored text that each response has to follow.
     """
-    needs = [response.iterations(text, speed.replayed_tokens) for response, text in zip(responses, stored, strict=True)]
-    paces = [item.length / need for item, need in zip(responses, needs, strict=True)]
+    paces = [item.by_length(text, speed.replayed_tokens) for item, text in zip(responses, stored, strict=True)]
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
-    started: dict[int, float] = {}
+    tokens, since = [0.0] * len(responses), [0.0] * len(responses)  # of each response, at that iteration
+    number = 0  # of the draft length
     now = iterations = 0.0
-    pace = missed = 0.0  # the running requests have generated pace * iterations - missed tokens
+    pace = generated = 0.0  # of all running requests together
+
+    def count_tokens() -> None:
+        for _, index in running:
+            tokens[index] += paces[index][number] * (iterations - since[index])
+            since[index] = iterations
+
     while (waiting or running) and now < limit:
         while waiting and len(running) < most_running:
             index = waiting.pop()
-            started[index] = iterations
-            pace, missed = pace + paces[index], missed + paces[index] * iterations
-            heapq.heappush(running, (iterations + needs[index], index))
-        until = running[0][0]
-        halfway = (iterations + until) / 2
-        seconds = speed.iteration_s(len(running), (pace * halfway - missed) / len(running))
-        if now + (until - iterations) * seconds >= limit:  # set the limit itself, which sums of steps may never reach
+            since[index], pace = iterations, pace + paces[index][number]
+            heapq.heappush(running, (iterations + responses[index].length / paces[index][number], index))
+        best = speed.best(len(running), generated / len(running))
+        if best != number:
+            count_tokens()
+            number, indices = best, [index for _, index in running]
+            running = [(iterations + (responses[i].length - tokens[i]) / paces[i][best], i) for i in indices]
+            heapq.heapify(running)
+            pace = sum(paces[i][best] for i in indices)
+        ahead = running[0][0] - iterations
+        seconds = speed.lengths[number].iteration_s(len(running), (generated + pace * ahead / 2) / len(running))
+        if now + ahead * seconds >= limit:  # set the limit itself, which sums of steps may never reach
             now, iterations = limit, iterations + (limit - now) / seconds
             break
-        now, iterations = now + (until - iterations) * seconds, until
+        now, iterations, generated = now + ahead * seconds, running[0][0], generated + pace * ahead
         while running and running[0][0] <= iterations + 1e-9:
             _, index = heapq.heappop(running)
-            pace, missed = pace - paces[index], missed - paces[index] * started[index]
-    done = [max(0.0, min(1.0, (iterations - started.get(i, iterations)) / need)) for i, need in enumerate(needs)]
-    return Decoding(now, iterations, [share * item.length for share, item in zip(done, responses, strict=True)])
+            tokens[index] = responses[index].length
+            pace, generated = pace - paces[index][number], generated - responses[index].length
+    count_tokens()
+    return Decoding(now, iterations, tokens)
 
 
 def simulate(

@@ -1,21 +1,30 @@
-"""The step of an 8B policy on GPUs, from what the decoding of a small one was counted to take per response token.
+"""The step of an 8B policy on GPUs, from what drafts were counted to bring a small one.
 
-The simulated step without drafts is scaled: the engine that needs most takes as many iterations fewer as were counted,
-and each of them verifies as many positions and makes as many passes of the drafter. An iteration is taken at the mean
-number of running requests, so that what drafting costs while many run and gains while few do is averaged.
+Engines decode responses of drawn lengths, which begin together and end one after the other, so that an iteration costs
+what the number of running responses and their tokens so far make it cost. A drawn response gets as many tokens per
+iteration as the counted one whose length has the same rank in its epoch: the tail is drafted as well or as badly as the
+longest responses were.
+
+An engine that has drafts of several lengths takes, at every number of running responses, the length that brings the
+most tokens per second, if it brings what it brought per request and iteration on average over all responses. This is
+what `speculation.adaptive` does, with measured seconds; it does not know either whether those that run are drafted
+better or worse than the average.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from statistics import fmean
 
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.engine import EngineModel
+from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, simulate
 from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import STEPS, Speculation, StepModel, StepTime
-from specrl.projection.simulator.workload import Lengths, Workload
+from specrl.projection.simulator.workload import Drawn, Lengths, Workload, dealt
 
 GPUS = (8, 32, 128)
 RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192))  # lengths as in `published.py`, RL-Zero
@@ -23,20 +32,29 @@ TTT_STEPS = 3  # positions that the drafter's update unrolls, each a forward and
 
 
 @dataclass(frozen=True)
-class DecodingCounts:
-    """What decoding took, each per response token."""
+class DraftCounts:
+    """What drafts of one length were counted to bring; the defaults are plain decoding."""
 
-    iterations: float  # of the engine that needed most
-    requests: float  # of all engines: a request in an iteration counts as one
-    drafted: float  # positions that were verified beside those
-    passes: float  # of the drafter, of the engine that needed most
+    k: float = 0.0  # positions that are verified for each request beside the sampled one, padding included
+    passes: float = 0.0  # of the drafter in an iteration
+    pace: float = 1.0  # tokens per request and iteration
+    paces: tuple[float, ...] = (1.0,)  # the same of each response, the shortest response first
+
+    @property
+    def undrafted(self) -> DraftCounts:
+        """The same engine where it drafts nothing: a drafter makes a pass all the same, so that it can draft later."""
+        return DraftCounts(passes=min(self.passes, 1.0))
 
 
-def step_seconds(counts: DecodingCounts, plain: DecodingCounts, gpus: int, *, drafter_updates: float) -> float:
-    """The seconds of a step with that many updates of the drafter; `plain` counts the same responses without drafts."""
-    model, step = _model(gpus), _plain_step(gpus)
-    share = _decoding_s(counts, plain, model) / _decoding_s(plain, plain, model)
-    return step.total + step.generation * (share - 1) + drafter_updates * _drafter_s(model)
+@cache
+def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: float = 0.0) -> float:
+    """The seconds of a step with that many updates of the drafter, whose engines choose between these draft lengths."""
+    model, plain = _model(gpus), _plain_step(gpus)
+    choices = tuple(DraftLength(replace(model.engine, k=one.k, passes=one.passes).at, one.pace) for one in lengths)
+    steps = [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in _drawn(model)]
+    times = simulate(steps, DecodingSpeed(choices, replayed_tokens=1.0), "none", model.most_running)
+    generation = fmean(time.seconds for time in times)
+    return plain.total - plain.generation + generation + drafter_updates * _drafter_s(model)
 
 
 @cache
@@ -49,23 +67,25 @@ def _plain_step(gpus: int) -> StepTime:
     return _model(gpus).step(Speculation())
 
 
-@cache
-def _lengths(model: StepModel) -> list[list[int]]:
-    drawn = model.workload.draw(STEPS, model.seed)
-    return [[item.tokens for group in step for item in group] for step in drawn]
+def _drawn(model: StepModel) -> list[list[list[Drawn]]]:
+    return model.workload.draw(STEPS, model.seed)
 
 
-def _decoding_s(counts: DecodingCounts, plain: DecodingCounts, model: StepModel) -> float:
-    lengths = _lengths(model)
-    iterations = fmean(map(max, lengths)) * counts.iterations / plain.iterations
-    running = fmean(map(sum, lengths)) / model.gpus * counts.requests / plain.requests / iterations
-    passes = counts.passes / counts.iterations
-    engine = replace(model.engine, k=counts.drafted / counts.requests, passes=passes)
-    return iterations * engine.at(running, fmean(map(fmean, lengths)) / 2)
+def _drafted(
+    shares: Sequence[Sequence[SimulatedResponse]], lengths: Sequence[DraftCounts]
+) -> list[list[SimulatedResponse]]:
+    by_length = sorted(chain(*shares), key=lambda response: response.length)
+    places = {(response.prompt, response.sample): place for place, response in enumerate(by_length)}
+
+    def drafted(response: SimulatedResponse) -> SimulatedResponse:
+        place = places[response.prompt, response.sample]
+        return replace(response, paces=tuple(one.paces[place * len(one.paces) // len(places)] for one in lengths))
+
+    return [[drafted(response) for response in share] for share in shares]
 
 
 def _drafter_s(model: StepModel) -> float:
     engine = model.engine
-    tokens = fmean(map(sum, _lengths(model)))
+    tokens = sum(response.tokens for step in _drawn(model) for group in step for response in group) / STEPS
     flops = 3 * 2 * engine.drafter_parameters * TTT_STEPS * tokens
     return flops / (model.gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)

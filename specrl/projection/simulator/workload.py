@@ -104,7 +104,7 @@ def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) 
 
     def response(prompt: int, sample: int, item: Drawn) -> SimulatedResponse:
         own = min(1 + item.gain * (pace - 1), max(k + 1.0, pace))
-        return SimulatedResponse(prompt, item.tokens, own, sample)
+        return SimulatedResponse(prompt, item.tokens, (own,), sample)
 
     prompts = range(len(groups))
     return [
