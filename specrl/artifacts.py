@@ -342,6 +342,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk's has not
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -367,12 +370,18 @@ def append_line(path: Path, line: str) -> None:
     A line that a kill cut short stays a line of its own, which `read_lines` leaves out.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         newline = "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""
-        file.write(f"{newline}{line}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
+        data = memoryview(f"{newline}{line}\n".encode())
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            os.ftruncate(file.fileno(), size)
+            raise
 
 
 def read_file(path: Path) -> bytes:
