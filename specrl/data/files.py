@@ -124,7 +124,10 @@ class FileProblems:
         self._training = [row for rows in sets for row in rows]
         self.questions = {row.question for row in self._training}
         if not all(sets) if config.weights else not self._training:
-            raise ConfigError(f"data file {self._names[0]} has no row left to train on beside the held-out ones")
+            raise ConfigError(
+                f"data file {self._names[0]} has no row left to train on beside the held-out ones: none asks "
+                f"something else than the {len(reserved)} of them do; add rows, or hold out fewer or others"
+            )
         self._sizes = [len(rows) for rows in sets]
         self._drawn = _shares(self._sizes, config.weights)
 

@@ -203,6 +203,11 @@ def test_a_template_without_the_prompt_alone_is_refused(template: str) -> None:
         source({"template": template})
 
 
+def test_a_template_with_json_says_how_braces_are_written() -> None:
+    with pytest.raises(ConfigError, match=r"braces .* are written twice, as in \{\{ and \}\}"):
+        source({"template": '{prompt} Return {"answer": 1}.'})
+
+
 def test_the_chat_template_of_the_tokenizer_is_applied() -> None:
     tokenizer = character_tokenizer(2048)
     config = make_config({"template": "chat"})
