@@ -6,7 +6,8 @@ import errno
 import os
 import sys
 from importlib import metadata
-from typing import Annotated
+from io import TextIOWrapper
+from typing import Annotated, cast
 
 import typer
 
@@ -62,6 +63,8 @@ def options(
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
+    # What the terminal's encoding lacks is escaped, as on standard error.
+    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     sys.exit(invoke(sys.argv[1:]))
 
 

@@ -168,7 +168,7 @@ def check_draft_model(config: Config) -> list[str]:
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
-    return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
+    return json.loads(path.read_bytes())["model"].get("vocab") if path.is_file() else None
 
 
 def check_drafter(config: Config) -> list[str]:

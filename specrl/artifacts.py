@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from specrl.config.base import ConfigError
+
 RESULT_FILE = "result.json"
 PROMPTS_DIR = "prompts"
 """The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
@@ -356,7 +358,7 @@ def _temporary(path: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that it is complete when it exists."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -442,18 +444,18 @@ def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
     """The result of a finished stage.
 
     Raises:
-        ValueError: The stage has not finished, or its result was written by another version of specrl.
+        ConfigError: The stage has not finished, or its result was written by another version of specrl.
     """
     path = stage_dir / RESULT_FILE
     if not path.exists():
-        raise ValueError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
+        raise ConfigError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
     found = read_json(path)
     values = found if isinstance(found, dict) else {}
     try:
         # A run that goes on with other code keeps its finished stages; what only their code knew is left out.
         return kind.model_validate({name: value for name, value in values.items() if name in kind.model_fields})
     except ValidationError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{path} is not a {kind.__name__} of this version; remove the folder to run the stage again"
         ) from error
 

@@ -28,12 +28,12 @@ class ExportedDrafter:
 
     @property
     def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / MODEL_CONFIG).read_text())
+        found: dict[str, Any] = json.loads((self.directory / MODEL_CONFIG).read_bytes())
         return found
 
     @property
     def policy_config(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.policy_dir / MODEL_CONFIG).read_text())
+        found: dict[str, Any] = json.loads((self.policy_dir / MODEL_CONFIG).read_bytes())
         return found
 
 

@@ -135,7 +135,7 @@ def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
         if path.suffix in COPIED_SUFFIXES and path.name not in (CONFIG_FILE, INDEX_FILE):
             with atomic_path(directory / path.name) as temporary:
                 shutil.copyfile(path, temporary)
-    config = json.loads((source / CONFIG_FILE).read_text())
+    config = json.loads((source / CONFIG_FILE).read_bytes())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     write_json(directory / CONFIG_FILE, config)
 
