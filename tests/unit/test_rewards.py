@@ -118,6 +118,13 @@ def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
     ]
 
 
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize("reference", ["", " ", '[""]', "\\boxed{}"])
+def test_silence_earns_nothing_where_a_reference_is_empty(reward: str, reference: str) -> None:
+    [function] = make_rewards(file_reward(reward))
+    assert [judge(function, prompt(reference), text) for text in ("", " ", "Answer:")] == [0, 0, 0]
+
+
 LIMITS = """
 import os, urllib.request
 def variable(prompt, response, answer): return float(os.environ["NOT_THERE"])

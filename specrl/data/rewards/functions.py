@@ -238,9 +238,12 @@ def math_verify(_: str, response: str, answer: str) -> float:
 
 @register_reward("exact_match")
 def exact_match(_: str, response: str, answer: str) -> float:
-    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0."""
+    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0.
+
+    Nothing is no answer: where a reference is empty, silence would earn 1.
+    """
     stated = references(extract_answer(response))[0]
-    return float(any(same(stated, reference) for reference in references(answer)))
+    return float(bool(stated) and any(same(stated, reference) for reference in references(answer)))
 
 
 class LengthParameters(Options):
