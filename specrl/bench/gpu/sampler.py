@@ -13,11 +13,12 @@ from torch import Tensor
 
 from specrl.bench.gpu.models import Row, Scale
 from specrl.bench.gpu.text_drafts import FollowedTexts
+from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import DeviceDrafts
 from specrl.rollout.sampling.inverse_cdf import pick_at
 from specrl.rollout.sampling.verification import Sampling, verify
 
-K, STOP_TOKENS = 3, 8
+K = 3
 CALLS = 20  # timed together, as a GPU is at work on a call while the host prepares the next one
 SETTINGS = (  # what is picked by: the type of the logits, top-k and top-p
     ("pick", torch.bfloat16, 0, 1.0),
@@ -99,7 +100,7 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
     picked = torch.randint(vocab_size, (requests * width,), generator=generator)
     is_right = torch.rand(len(picked), generator=generator) < 0.7
     drafts = torch.where(is_right, picked, (picked + 1) % vocab_size).roll(1)  # behind the token that it follows
-    stops = torch.full((requests, STOP_TOKENS), -1)
+    stops = torch.full((requests, MOST_STOP_TOKENS), -1)
     stops[::2, 0] = picked[:: 2 * width]  # every second request ends with its first token
     starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
     given = *(values.to(device) for values in (picked, drafts, starts.int(), stops, limits.int())), width
