@@ -135,6 +135,9 @@ def asks(prompt, response, answer):
         raise OSError(1, "Operation not permitted")
     except OSError as error:
         raise RuntimeError("Connection error.") from error
+class Mute(Exception):
+    def __str__(self): raise ValueError
+def mute(prompt, response, answer): raise Mute
 """
 
 
@@ -143,6 +146,7 @@ def asks(prompt, response, answer):
     [
         ("variable", "KeyError: 'NOT_THERE' (it sees the variables that data.reward_environment names)"),
         ("column", "KeyError: 'NOT_THERE'"),
+        ("mute", "Mute: something that has no text"),
         ("writes", "'/x' (it may write in the folder that it runs in alone)"),
         ("asks", "RuntimeError: Connection error. (it has no network without data.reward_network = true)"),
     ],

@@ -185,12 +185,13 @@ def raised(error: BaseException) -> str:
 
 def _of_sandbox(error: BaseException) -> str:
     """Which of a reward's limits an error is of, where that shows."""
-    words, frames = f"{error} {error.__cause__ or error.__context__}", [*traceback.walk_tb(error.__traceback__)]
+    words = f"{_text(error)} {_text(error.__cause__ or error.__context__)}"
+    frames = [*traceback.walk_tb(error.__traceback__)]
     if isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/"):
         return " (it runs in an empty folder: name files beside its module by Path(__file__))"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return " (it may write in the folder that it runs in alone)"
-    if isinstance(error, KeyError) and frames[-1][0].f_code is type(os.environ).__getitem__.__code__:
+    if isinstance(error, KeyError) and frames and frames[-1][0].f_code is type(os.environ).__getitem__.__code__:
         return " (it sees the variables that data.reward_environment names)"
     return " (it has no network without data.reward_network = true)" if NO_NETWORK.search(words) else ""
 
