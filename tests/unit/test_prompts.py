@@ -453,6 +453,13 @@ def test_a_chat_template_that_refuses_a_question_is_one_line_for_a_file_and_no_e
     assert "generated problems make no prompt and were left out" in prompts.check().notes[-1]
 
 
+def test_rows_that_ask_what_is_held_out_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = file_data(tmp_path / "rows.jsonl", row("a") + row("d") + row("b") + row("d", 2))
+    prompts = source(data, validate={"num_prompts": 1, "exactness_prompts": 1})
+    assert prompts.check().notes[0].endswith("rows left out because a held-out one asks the same: 1")
+    assert {prompt.metadata["question"] for prompt in prompts.batch(0)} == {"a", "b"}
+
+
 def test_repeated_rows_are_said(tmp_path: Path) -> None:
     content = row("a") + row("a", 2) + row("b") * 3 + row("c") + row("d")
     data = file_data(tmp_path / "rows.jsonl", content)
