@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import metadata
 from io import TextIOWrapper
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -63,8 +63,8 @@ def options(
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
-    # What the terminal's encoding lacks is escaped, as on standard error.
-    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(invoke(sys.argv[1:]))
 
 

@@ -29,10 +29,10 @@ FULL = {
 
 def lack_of_room(error: BaseException) -> str:
     """What is the matter with a file system that took no more, by its mount point; empty for any other error."""
-    if not isinstance(error, OSError) or error.errno not in FULL:
+    if not isinstance(error, OSError) or (words := FULL.get(error.errno or 0)) is None:
         return ""
     point, kind = mount_of(Path(os.fsdecode(error.filename or ".")))
-    return f"the file system {point} ({kind}) {FULL[error.errno]}"
+    return f"the file system {point} ({kind}) {words}"
 
 
 def file_system(path: Path) -> str:

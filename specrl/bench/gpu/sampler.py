@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,8 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
     stops = torch.full((requests, MOST_STOP_TOKENS), -1)
     stops[::2, 0] = picked[:: 2 * width]  # every second request ends with its first token
     starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
-    given = *(values.to(device) for values in (picked, drafts, starts.int(), stops, limits.int())), width
+    tensors = picked, drafts, starts.int(), stops, limits.int()
+    given: list[Any] = [*(values.to(device) for values in tensors), width]
     works = partial(own.verify, *given), partial(verify, *given)
     return Case("verify", len(picked), own.verify(*given), verify(*given), *works)
 
