@@ -200,7 +200,7 @@ def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
         except (JobError, StoppedError, SilentSchedulerError) as error:
             reporter.note(f"{cell.label}: {error}")
             return str(error)
-    seconds = float(json.loads((cell.folder / RESULT_FILE).read_text())["seconds"])
+    seconds = float(json.loads((cell.folder / RESULT_FILE).read_bytes())["seconds"])
     reporter.finished(cell.label, seconds, None, before=cached)
     return None
 

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from importlib import metadata
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -62,6 +63,8 @@ def options(
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
+    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(invoke(sys.argv[1:]))
 
 

@@ -168,7 +168,7 @@ def check_draft_model(config: Config) -> list[str]:
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
-    return json.loads(path.read_text())["model"].get("vocab") if path.is_file() else None
+    return json.loads(path.read_bytes())["model"].get("vocab") if path.is_file() else None
 
 
 def check_drafter(config: Config) -> list[str]:
@@ -181,8 +181,7 @@ def check_data(config: Config) -> list[str]:
     """Check that the data files and the reward exist and that they can be used."""
     named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
     lines = [
-        f"{key} = {place}: {'no data file lies in this folder' if place.is_dir() else 'there is no such file'}"
-        f"{'' if place.suffix or place.is_dir() else '; a data set of the hub is hub:OWNER/NAME'}"
+        f"{key} = {place}: {_why_no_data(place)}"
         for key, places in named.items()
         for place in places
         if not files_of([place])
@@ -192,6 +191,16 @@ def check_data(config: Config) -> list[str]:
     from specrl.data.check import check_data as check_contents  # generators and scorers take a second to import
 
     return _refusals(lambda: check_contents(config))
+
+
+def _why_no_data(place: Path) -> str:
+    if place.is_dir():
+        return "no data file lies in this folder"
+    if place.exists():
+        return "it is no file, such as a pipe, and data are read more than once"
+    if place.is_symlink():
+        return f"it is a link to {place.readlink()}, which is not there"
+    return f"there is no such file{'' if place.suffix else '; a data set of the hub is hub:OWNER/NAME'}"
 
 
 def check_algorithms(config: Config) -> list[str]:

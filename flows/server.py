@@ -13,13 +13,17 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
+import psutil
 from filelock import FileLock
 
 from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_with_parent, free_port, reach_loopback
 
-START_SECONDS = 180  # how many seconds the server may take to answer; the first start creates its database
+IDLE_SECONDS = 180  # how long the server may do nothing before it answers, for less than `WORK_SECONDS` of CPU time
+WORK_SECONDS = 1
+START_SECONDS = 900  # how long it may take in all: on a machine that is full, or from a slow disk, imports take minutes
+PATIENCE_SECONDS = 20  # until it is said what is waited for
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -86,16 +90,25 @@ class PrefectServer:
         return self
 
     def wait(self) -> None:
-        """When the server answers; a ServerError if it has ended, or has not answered for `START_SECONDS`."""
+        """When the server answers; a ServerError if it has ended, or gets nowhere."""
         if self.process is None:
             return
-        deadline = time.monotonic() + START_SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                self._lock.release()
-                return
+        started = worked_at = time.monotonic()
+        seen, is_said = 0.0, False
+        while not _answers(f"{self.url}/health"):
+            if (code := self.process.poll()) is not None:
+                raise ServerError(f"Prefect's server did not start: it ended with exit code {code}; see {self.log}")
+            now, worked = time.monotonic(), sum(psutil.Process(self.process.pid).cpu_times()[:2])
+            if worked > seen + WORK_SECONDS:
+                seen, worked_at = worked, now
+            if now > min(worked_at + IDLE_SECONDS, started + START_SECONDS):
+                taken = f"{now - started:.0f} s, {worked:.0f} s of CPU time"
+                raise ServerError(f"Prefect's server did not start: it has not answered for {taken}; see {self.log}")
+            if not is_said and now > started + PATIENCE_SECONDS:
+                is_said = True
+                print("Prefect's server is starting; on a machine that is full it takes minutes", file=sys.stderr)
             time.sleep(0.1)
-        raise ServerError(f"Prefect's server did not start; see {self.log}")
+        self._lock.release()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.process is not None:
@@ -147,6 +160,12 @@ def serve(port: int, parent: int) -> None:
     end_with_parent(parent, signal.SIGTERM)
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+        return bool(response.status == 200)
+    return False
 
 
 if __name__ == "__main__":

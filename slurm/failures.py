@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 
 from slurm.backend import Failure, Job, State
 from specrl.artifacts import is_passing, write_json
+from specrl.checks.file_systems import lack_of_room
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
 
 MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
-FULL_BYTES = 2**20  # the free bytes below which a disk is called full
+ROOM_BYTES = 2**20  # what a disk must take that is not called full
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 LOG_TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
 
@@ -25,8 +27,9 @@ LOG_TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find i
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error that a rank of the job with this folder raised."""
     trace = "".join(traceback.format_exception(error))
-    passes = is_passing(error)
+    passes, full = is_passing(error), lack_of_room(error)
     known = {"time": time.time(), "trace": trace, "passes": passes, "follows": passes or is_of_connection(error)}
+    known |= {"full": full and f"; {full}: {_make_room(folder.parents[1])}"}
     write_json(_error_path(folder, rank), known)
 
 
@@ -57,7 +60,7 @@ def first_error(folder: Path, ranks: int) -> Failure | None:
     if found is None:
         return None
     rank, error = found
-    return Failure(rank, exception=last_error(error["trace"]), killed=error["passes"])
+    return Failure(rank, exception=last_error(error["trace"]) + error["full"], killed=error["passes"])
 
 
 def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:
@@ -124,9 +127,21 @@ def _limit(context: StageContext, state: State) -> str:
 
 
 def _full_disk(run_dir: Path) -> str:
-    if shutil.disk_usage(run_dir).free > FULL_BYTES:
-        return ""
-    return f"the disk of {run_dir} is full: make room, and go on with specrl resume {run_dir.name}"
+    """Say so where the run's folder takes no more: by writing, as free space tells nothing of a quota."""
+    try:
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(bytes(ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(run_dir)
+        full = lack_of_room(error)
+        return full and f"{full}: {_make_room(run_dir)}"
+    return ""
+
+
+def _make_room(run_dir: Path) -> str:
+    return f"make room, and go on with specrl resume {run_dir.name}"
 
 
 def _relative(path: Path) -> Path:

@@ -8,6 +8,7 @@ again never depends on the main thread.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -94,7 +95,8 @@ class Supervisor:
         except LeftJobError as left:
             return self._leave(left.stop) if self.rank == 0 else 0
         except Exception as error:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):  # a log that takes no more must not keep the error from the flow
+                traceback.print_exc()
             return self._raised(error)
         if self.rank == 0:
             self._end("finished")

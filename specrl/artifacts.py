@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from specrl.config.base import ConfigError
+
 RESULT_FILE = "result.json"
 PROMPTS_DIR = "prompts"
 """The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
@@ -330,6 +332,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which a full disk's has not
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -341,7 +346,7 @@ def _temporary(path: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that it is complete when it exists."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -355,13 +360,19 @@ def append_line(path: Path, line: str, *, flush: bool = True) -> None:
     A line that a kill or a full disk cut short stays a line of its own, which readers leave out.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         newline = "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""
-        file.write(f"{newline}{line}\n".encode())
-        file.flush()
-        if flush:
-            os.fsync(file.fileno())
+        data = memoryview(f"{newline}{line}\n".encode())
+        try:
+            while data:
+                data = data[file.write(data) :]
+            if flush:
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            os.ftruncate(file.fileno(), size)
+            raise
 
 
 def read_file(path: Path) -> bytes:
@@ -415,17 +426,17 @@ ResultType = TypeVar("ResultType", bound=Artifact)
 
 
 def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
-    """The result of a stage; a ValueError if it has not finished, or is of another version of specrl."""
+    """The result of a stage; a ConfigError if it has not finished, or is of another version of specrl."""
     path = stage_dir / RESULT_FILE
     if not path.exists():
-        raise ValueError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
+        raise ConfigError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
     found = read_json(path)
     values = found if isinstance(found, dict) else {}
     try:
         # A run that goes on with other code keeps its finished stages; what only their code knew is left out.
         return kind.model_validate({name: value for name, value in values.items() if name in kind.model_fields})
     except ValidationError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{path} is not a {kind.__name__} of this version; remove the folder to run the stage again"
         ) from error
 

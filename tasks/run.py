@@ -97,7 +97,7 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
             raise
     if stage == "export":
         point_to(run_dir / "export", folder)
-    seconds = float(json.loads((folder / RESULT_FILE).read_text())["seconds"])
+    seconds = float(json.loads((folder / RESULT_FILE).read_bytes())["seconds"])
     submitted = Record.read(JobKey(run.config, folder.name).record_path)
     run.reporter.finished(stage, seconds, submitted.job_id if submitted else None, before=cached)
     return folder

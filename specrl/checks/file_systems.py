@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -18,15 +19,36 @@ SHARED = re.compile(
 SERVER = "tracking.uri = the address of an MLflow server (mlflow server --backend-store-uri sqlite:////LOCAL/mlflow.db)"
 
 
+FULL = {
+    errno.ENOSPC: "is full (df and df -i say of what)",
+    errno.EDQUOT: "has no room left for you: your quota is used up",
+    errno.EFBIG: "takes no file as long from this process (ulimit -f)",
+}
+"""The errors of a file system that takes no more, and what they say of it."""
+
+
+def lack_of_room(error: BaseException) -> str:
+    """What is the matter with a file system that took no more, by its mount point; empty for any other error."""
+    if not isinstance(error, OSError) or (words := FULL.get(error.errno or 0)) is None:
+        return ""
+    point, kind = mount_of(Path(os.fsdecode(error.filename or ".")))
+    return f"the file system {point} ({kind}) {words}"
+
+
 def file_system(path: Path) -> str:
     """The type of the file system on which a path lies or would be made, such as ext4; empty where nobody says."""
+    return mount_of(path)[1]
+
+
+def mount_of(path: Path) -> tuple[str, str]:
+    """The mount point and the type of the file system of a path; empty texts where nobody says."""
     place, best = existing(path).resolve(), ("", "")
     for line in MOUNTS.read_text().splitlines() if MOUNTS.exists() else ():
         fields, _, kind = line.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
         if place.is_relative_to(point) and len(point) >= len(best[0]):
             best = point, kind.split()[0]
-    return best[1]
+    return best
 
 
 def existing(path: Path) -> Path:

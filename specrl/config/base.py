@@ -49,7 +49,7 @@ def import_function(key: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
-    if (file := Path(module_name)).suffix == ".py":
+    if (file := Path(module_name)).suffix == ".py" or "/" in module_name:
         module = file.stem if file.is_absolute() else ".".join(file.with_suffix("").parts)
         raise ConfigError(f'{key} = "{path}": name the module, not its file: "{module}:{name}", from PYTHONPATH')
     if str(Path.cwd()) not in sys.path:
@@ -60,4 +60,8 @@ def import_function(key: str, path: str) -> Any:
         return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # the module is a user's, and may fail in any way while it is imported
         reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            reason += f"; it is looked for in the folder {Path.cwd()} and on PYTHONPATH"
+        elif isinstance(error, AttributeError) and error.obj is (module := sys.modules.get(module_name)):
+            reason += f"; it was imported from {getattr(module, '__file__', None) or 'Python itself'}"
         raise ConfigError(f'{key} = "{path}" cannot be imported: {reason}') from error

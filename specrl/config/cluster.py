@@ -197,7 +197,7 @@ class TrackingConfig(Section):
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
     (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
     from the folder in which the command runs; one in the runs folder is used if nothing is given."""
-    experiment: str = "specrl"
+    experiment: Annotated[str, Field(min_length=1)] = "specrl"
     """The MLflow experiment, and the W&B project, in which the run appears."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Whether metrics go to Weights & Biases, too: while they are measured, or into files in `wandb/` of the run's

@@ -120,17 +120,24 @@ class FileProblems:
             sets = [rows[: len(rows) - cut] for rows, cut in zip(sets, cuts, strict=True)]
         reserved = {row.identity: row for row in held_out}
         self._held_out = list(reserved.values())
+        num_rows = sum(map(len, sets))
         sets = [[row for row in rows if row.identity not in reserved] for rows in sets]
         self._training = [row for rows in sets for row in rows]
+        self._num_reserved = num_rows - len(self._training)
         self.questions = {row.question for row in self._training}
         if not all(sets) if config.weights else not self._training:
-            raise ConfigError(f"data file {self._names[0]} has no row left to train on beside the held-out ones")
+            raise ConfigError(
+                f"data file {self._names[0]} has no row left to train on beside the held-out ones: none asks "
+                f"something else than the {len(reserved)} of them do; add rows, or hold out fewer or others"
+            )
         self._sizes = [len(rows) for rows in sets]
         self._drawn = _shares(self._sizes, config.weights)
 
     def notes(self, count: int) -> list[str]:
         """A line for each thing about the rows that a user may not expect of steps of `count` prompts."""
         path, lines = self._names[0], []
+        if self._num_reserved:
+            lines.append(f"data file {path}: rows left out because a held-out one asks the same: {self._num_reserved}")
         repeated, conflicting = self._count_repeats()
         if repeated:
             others = f", with another answer: {conflicting}" if conflicting else ""

@@ -193,4 +193,7 @@ def check_template(template: str) -> None:
             return
     except (ValueError, LookupError) as error:
         raise ConfigError(f"data.template = {template!r}: {error}") from error
-    raise ConfigError(f'data.template = {template!r}: it must contain {{prompt}} and no other field, or be "chat"')
+    raise ConfigError(
+        f'data.template = {template!r}: it must contain {{prompt}} and no other field, or be "chat"; braces that stand '
+        "for themselves are written twice, as in {{ and }}"
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from specrl.models.directory import (
 from specrl.models.families import family_of
 
 FILE_BYTES = 4 * 2**30  # the largest file written, unless a single tensor is larger
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library tells of an error of the file system
 
 
 class TensorReader:
@@ -76,7 +78,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with atomic_path(path) as temporary:
         temporary.touch()
         mode = temporary.stat().st_mode
-        save_file(on_cpu, os.fspath(temporary), metadata={"format": "pt"})
+        try:
+            save_file(on_cpu, os.fspath(temporary), metadata={"format": "pt"})
+        except SafetensorError as error:
+            if (number := OS_ERROR.search(str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         temporary.chmod(mode)
 
 
@@ -128,7 +135,7 @@ def _copy_rest(directory: Path, source: Path, dtype: torch.dtype) -> None:
         if path.suffix in COPIED_SUFFIXES and path.name not in (CONFIG_FILE, INDEX_FILE):
             with atomic_path(directory / path.name) as temporary:
                 shutil.copyfile(path, temporary)
-    config = json.loads((source / CONFIG_FILE).read_text())
+    config = json.loads((source / CONFIG_FILE).read_bytes())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     write_json(directory / CONFIG_FILE, config)
 

@@ -183,7 +183,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert [row["unexplained"] for row in by_section["exactness"]] == [0] * len(by_section["exactness"])
     assert all(row["accepted"] > 0 for row in by_section["exactness"])
     assert [row["near_ties"] for row in by_section["exactness"] if row["type"] == "float32"] == [0, 0]
-    assert all(row["unexplained"] == 0 and row["ms"] > 0 for row in by_section["sampler"])
+    assert all(row["unexplained"] == 0 and row["us"] > 0 for row in by_section["sampler"])
     assert {row["layers"] for row in by_section["training"]} == {"bf16", "fp8, emulated"}
     engines = {row["engine"] for row in by_section["generation"]}
     assert {"stock vLLM", "specrl, plain", "specrl, k = 3, acceptance 2.5"} <= engines

@@ -34,6 +34,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["runs_dir=''"], ["runs_dir: an empty path is none"]),
         (["runs_dir=~nobody_of_that_name/x"], ["runs_dir: '~nobody_of_that_name/x': there is no such user"]),
         (["tracking.uri=''"], ["tracking.uri: '': allowed: http://HOST:PORT"]),
+        (["tracking.experiment=''"], ["tracking.experiment = ''", "at least 1 character"]),
         (["tracking.uri=ftp://host"], ["tracking.uri: 'ftp://host': allowed"]),
         (["tracking.uri=http//host"], ["tracking.uri: 'http//host': allowed"]),
         (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flows.preflight import check_data, check_folder
@@ -62,3 +65,42 @@ def test_data_sets_that_are_no_files_say_how_they_become_some(tmp_path: Path) ->
         except ConfigError as error:
             said = str(error)
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prompt,answer,answer\n1+1,2,3\n", "rows.csv has several columns 'answer': which one counts is not known"),
+        ("\nprompt,answer\n1+1,2\n", "rows.csv begins with an empty line: the first one must name the columns"),
+    ],
+)
+def test_a_csv_file_whose_columns_are_not_clear_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        list(read_rows(tmp_path / "rows.csv"))
+
+
+def test_a_parquet_file_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["1+1"]), pa.array(["2"]), pa.array(["3"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="has several columns 'answer'"):
+        list(read_rows(tmp_path / "rows.parquet", ["prompt", "answer"]))
+
+
+def test_what_is_no_data_file_is_called_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to("moved.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, words in (
+        ("link.jsonl", "it is a link to moved.jsonl, which is not there"),
+        ("pipe.jsonl", "it is no file, such as a pipe, and data are read more than once"),
+    ):
+        data = {"source": "file", "path": str(tmp_path / name), "reward": "exact_match"}
+        config = Config.model_validate({"name": "x", "runs_dir": str(tmp_path), "data": data})
+        assert check_data(config) == [f"data.path = {tmp_path / name}: {words}"]
+
+
+def test_rows_that_all_ask_the_same_are_said_to_leave_none_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n") * 9)
+    data = {"source": "file", "path": str(tmp_path / "rows.jsonl"), "reward": "exact_match"}
+    [line] = check_data(Config.model_validate({"name": "x", "runs_dir": str(tmp_path), "data": data}))
+    assert line.endswith("none asks something else than the 1 of them do; add rows, or hold out fewer or others")

@@ -319,3 +319,10 @@ def test_what_can_be_no_source_is_not_taken_for_a_name_of_the_hub() -> None:
     for source in ("qwen", "https://huggingface.co/Qwen/Qwen3-8B", "a/b/c"):
         with pytest.raises(ConfigError, match="allowed are smollm2-135m, tiny, an existing directory, or a hub id"):
             model_shape(ModelConfig(source=source))
+
+
+def test_more_ends_of_a_response_than_the_engine_looks_for_are_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
+    check_model_folder(folder, 64)
+    config(eos_token_id=12)(folder)
+    assert "names 9 tokens that end a response (eos_token_id), and at most 8 are supported" in refusal(folder)

@@ -203,6 +203,11 @@ def test_a_template_without_the_prompt_alone_is_refused(template: str) -> None:
         source({"template": template})
 
 
+def test_a_template_with_json_says_how_braces_are_written() -> None:
+    with pytest.raises(ConfigError, match=r"braces .* are written twice, as in \{\{ and \}\}"):
+        source({"template": '{prompt} Return {"answer": 1}.'})
+
+
 def test_the_chat_template_of_the_tokenizer_is_applied() -> None:
     tokenizer = character_tokenizer(2048)
     config = make_config({"template": "chat"})
@@ -446,6 +451,13 @@ def test_a_chat_template_that_refuses_a_question_is_one_line_for_a_file_and_no_e
     prompts = PromptSource(make_config({"template": "chat"}, train={"prompts_per_step": 32}), tokenizer)
     assert not any("1" in prompt.text for prompt in prompts.batch(0))
     assert "generated problems make no prompt and were left out" in prompts.check().notes[-1]
+
+
+def test_rows_that_ask_what_is_held_out_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = file_data(tmp_path / "rows.jsonl", row("a") + row("d") + row("b") + row("d", 2))
+    prompts = source(data, validate={"num_prompts": 1, "exactness_prompts": 1})
+    assert prompts.check().notes[0].endswith("rows left out because a held-out one asks the same: 1")
+    assert {prompt.metadata["question"] for prompt in prompts.batch(0)} == {"a", "b"}
 
 
 def test_repeated_rows_are_said(tmp_path: Path) -> None:

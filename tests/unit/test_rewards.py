@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import code
 import re
 import sys
 import threading
@@ -115,6 +116,57 @@ def test_a_reward_that_raises_or_returns_no_finite_number_is_judged_in_words(
         "returned -inf, which is not a finite number",
         "raised ValueError: could not convert string to float: 'weird'",
     ]
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize("reference", ["", " ", '[""]', "\\boxed{}"])
+def test_silence_earns_nothing_where_a_reference_is_empty(reward: str, reference: str) -> None:
+    [function] = make_rewards(file_reward(reward))
+    assert [judge(function, prompt(reference), text) for text in ("", " ", "Answer:")] == [0, 0, 0]
+
+
+LIMITS = """
+import os, urllib.request
+def variable(prompt, response, answer): return float(os.environ["NOT_THERE"])
+def column(prompt, response, answer): return {"a": 1}["NOT_THERE"]
+def writes(prompt, response, answer): raise OSError(30, "Read-only file system", "/x")
+def asks(prompt, response, answer):
+    try:
+        raise OSError(1, "Operation not permitted")
+    except OSError as error:
+        raise RuntimeError("Connection error.") from error
+class Mute(Exception):
+    def __str__(self): raise ValueError
+def mute(prompt, response, answer): raise Mute
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "end"),
+    [
+        ("variable", "KeyError: 'NOT_THERE' (it sees the variables that data.reward_environment names)"),
+        ("column", "KeyError: 'NOT_THERE'"),
+        ("mute", "Mute: something that has no text"),
+        ("writes", "'/x' (it may write in the folder that it runs in alone)"),
+        ("asks", "RuntimeError: Connection error. (it has no network without data.reward_network = true)"),
+    ],
+)
+def test_an_error_that_a_limit_of_rewards_has_caused_names_the_setting(
+    function: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = make_rewards(file_reward(f"{write_module(tmp_path, monkeypatch, LIMITS)}:{function}"))[0]
+    assert str(judge(reward, prompt("1"), "")).endswith(end)
+
+
+def test_a_module_that_is_not_found_or_is_another_one_says_where_it_was_looked_for() -> None:
+    for path, words in (
+        ("not_written_yet:score", f"looked for in the folder {Path.cwd()} and on PYTHONPATH"),
+        ("not_written_yet.part:score", "and on PYTHONPATH"),
+        ("code:score", f"it was imported from {code.__file__}"),
+        ("./rewards/mine:score", 'name the module, not its file: "rewards.mine:score"'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            make_rewards(file_reward(path))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Scale:
     trained: Qwen3Config  # trained for a few steps
     sequences: int
     length: int  # tokens in a training sequence
+    rows: tuple[int, ...]  # of logits, which are sampled from, and requests, which draft from text
     batches: tuple[int, ...]
     new_tokens: int
     repeats: int
@@ -54,9 +55,9 @@ class Scale:
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
 _SMALL, _LEAST = decoder(128, 256, 6, 4, 2, 32, 1024), decoder(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
-SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (1, 4), 12, 1, 8)
+SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (8,), (1, 4), 12, 1, 8)
 _LARGE, _MEDIUM = decoder(4096, 12288, 36, 32, 8, 128, 151936), decoder(2048, 6144, 28, 16, 8, 128, 32768)
-FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (1, 8, 32, 128), 128, 3, 64)
+FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (8, 64, 256, 1024), (1, 8, 32, 128), 128, 3, 64)
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:

@@ -3,47 +3,134 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specrl.bench.gpu.models import Row, Scale
-from specrl.rollout.sampling.inverse_cdf import pick, uniforms
+from specrl.bench.gpu.text_drafts import FollowedTexts
+from specrl.models.checks.config import MOST_STOP_TOKENS
+from specrl.rollout.drafts.device_drafts import DeviceDrafts
+from specrl.rollout.sampling.inverse_cdf import pick_at
+from specrl.rollout.sampling.verification import Sampling, verify
+
+K = 3
+CALLS = 20  # timed together, as a GPU is at work on a call while the host prepares the next one
+SETTINGS = (  # what is picked by: the type of the logits, top-k and top-p
+    ("pick", torch.bfloat16, 0, 1.0),
+    ("pick, float32", torch.float32, 0, 1.0),
+    ("pick, top-p 0.95", torch.bfloat16, 0, 0.95),
+    ("pick, top-k 50", torch.bfloat16, 50, 1.0),
+)
+
+
+class Implementation(NamedTuple):
+    name: str
+    sampling: Sampling
+    drafts: type[DeviceDrafts]
+
+
+PYTORCH = Implementation("PyTorch", Sampling(pick_at, verify), DeviceDrafts)
+
+
+class Case(NamedTuple):
+    what: str
+    rows: int
+    found: Iterable[Tensor]
+    expected: Iterable[Tensor]
+    own: Callable[[], object]
+    pytorch: Callable[[], object]
 
 
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Compare the picked tokens with those of FP64 on the CPU, and the time with torch's softmax and multinomial.
+    """Compare the kernels that pick tokens, verify drafts and draft from text with the same in PyTorch, and time both.
 
-    Differences that rounding cannot have decided are unexplained, and must be 0.
+    Unexplained are values that are not PyTorch's to the bit, which for picked tokens is a CPU's; they must be 0.
+    Log-probs may differ in the last bits of a logarithm. Times are of calls one behind the other, the host's part
+    included.
     """
     del folder
-    device, vocab = torch.device("cuda" if torch.cuda.is_available() else "cpu"), scale.served.vocab_size
-    for rows in scale.batches:
-        logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 4
-        temperature, top_k, top_p = torch.ones(rows), torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
-        u = uniforms(torch.arange(rows), torch.full((rows,), 7))
-        cumulative = logits.double().softmax(-1).cumsum(-1)
-        expected = torch.searchsorted(cumulative, u[:, None].double(), right=True)[:, 0]
-        own, own_u = logits.to(device), u.to(device)
-        differs = pick(own, temperature, top_k, top_p, own_u).tokens.cpu() != expected
-        is_near = (cumulative - u[:, None].double()).abs().min(-1).values <= 1e-5
-        yield {
-            "rows": rows,
-            "vocabulary": vocab,
-            "unexplained": int((differs & ~is_near).sum()),
-            "near_ties": int((differs & is_near).sum()),
-            "ms": _ms(lambda: pick(own, temperature, top_k, top_p, own_u), device, scale.repeats),  # noqa: B023
-            "torch_ms": _ms(lambda: own.softmax(-1).multinomial(1), device, scale.repeats),  # noqa: B023
-        }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    yield from compare(kernels() if device.type == "cuda" else PYTORCH, scale, device)
 
 
-def _ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    found = []
-    for _ in range(repeats + 1):  # the first one warms up
+def kernels() -> Implementation:
+    """Triton's kernels, for a GPU or for Triton's interpreter."""
+    from specrl.rollout.drafts.kernels import TritonDrafts
+    from specrl.rollout.sampling import kernels
+
+    return Implementation("Triton", Sampling(kernels.pick, kernels.verify), TritonDrafts)
+
+
+def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator[Row]:
+    """Yield the rows of an implementation beside PyTorch."""
+    vocab_size = scale.served.vocab_size
+    for rows in scale.rows:
+        for case in (
+            *_picking(own.sampling, rows, vocab_size, device),
+            _verifying(own.sampling, rows, vocab_size, device),
+            *_drafting(own.drafts, rows, scale, device),
+        ):
+            yield {
+                "of": own.name,
+                "what": case.what,
+                "rows": case.rows,
+                "unexplained": sum(map(_different, case.found, case.expected)),
+                "us": _microseconds(case.own, scale, device),
+                "pytorch_us": _microseconds(case.pytorch, scale, device),
+            }
+
+
+def _picking(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
+    noise = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(rows)) * 4
+    for name, dtype, top_k, top_p in SETTINGS:
+        settings = torch.ones(rows), torch.full((rows,), top_k), torch.full((rows,), top_p)
+        on_cpu = noise.to(dtype), *settings, torch.arange(rows), torch.full((rows,), 7)
+        given = [values.to(device) for values in on_cpu]
+        yield Case(name, rows, own.pick(*given), pick_at(*on_cpu), partial(own.pick, *given), partial(pick_at, *given))
+
+
+def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Case:
+    generator, width = torch.Generator().manual_seed(rows), K + 1
+    requests = max(rows // width, 1)
+    picked = torch.randint(vocab_size, (requests * width,), generator=generator)
+    is_right = torch.rand(len(picked), generator=generator) < 0.7
+    drafts = torch.where(is_right, picked, (picked + 1) % vocab_size).roll(1)  # behind the token that it follows
+    stops = torch.full((requests, MOST_STOP_TOKENS), -1)
+    stops[::2, 0] = picked[:: 2 * width]  # every second request ends with its first token
+    starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
+    tensors = picked, drafts, starts.int(), stops, limits.int()
+    given: list[Any] = [*(values.to(device) for values in tensors), width]
+    works = partial(own.verify, *given), partial(verify, *given)
+    return Case("verify", len(picked), own.verify(*given), verify(*given), *works)
+
+
+def _drafting(own: type[DeviceDrafts], rows: int, scale: Scale, device: torch.device) -> Iterator[Case]:
+    texts = FollowedTexts(rows, scale.length, scale.served.vocab_size, device)
+    made, reference = texts.drafts(own), texts.drafts(DeviceDrafts)
+    both = texts.iterate(made), texts.iterate(reference)
+    yield Case("compare text", rows, *both, partial(texts.observe, made), partial(texts.observe, reference))
+    yield Case("draft from text", rows, *both, partial(texts.choose, made), partial(texts.choose, reference))
+
+
+def _different(found: Tensor, expected: Tensor) -> int:
+    expected = expected.to(found.device)
+    if found.is_floating_point():
+        return int((~torch.isclose(found, expected, 1e-6, 1e-6, equal_nan=True)).sum())
+    return int((found != expected).sum())
+
+
+def _microseconds(work: Callable[[], object], scale: Scale, device: torch.device) -> float:
+    on_gpu, found = device.type == "cuda", []
+    for _ in range(scale.repeats + 1):  # the first one compiles and warms up
         started = time.perf_counter()
-        work()
-        if device.type == "cuda":
+        for _ in range(calls := CALLS if on_gpu else 1):
+            work()
+        if on_gpu:
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - started)
-    return 1e3 * min(found[1:])
+        found.append((time.perf_counter() - started) / calls)
+    return 1e6 * min(found[1:])

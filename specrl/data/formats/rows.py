@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -142,9 +143,12 @@ def _csv(path: Path, columns: Sequence[str]) -> Rows:
         try:
             first = text.readline()
             text.seek(0)
+            if first and not first.strip():
+                raise ConfigError(f"data file {path} begins with an empty line: the first one must name the columns")
             # Where the comma stands in numbers, spreadsheets write semicolons.
             between = ";" if ";" in first and "," not in first else ","
             rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else between, strict=True)
+            _check_names(path, rows.fieldnames or ())
             for number, row in enumerate(rows, 1):
                 place = f"data file {path}, row {number}"
                 if None in row or None in row.values():
@@ -156,11 +160,17 @@ def _csv(path: Path, columns: Sequence[str]) -> Rows:
             raise ConfigError(f"data file {path}, row {number + 1} is not CSV: {error}") from error
 
 
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise ConfigError(f"data file {path} has several columns {twice!r}: which one counts is not known")
+
+
 def _parquet(path: Path, columns: Sequence[str]) -> Rows:
     try:
         with _open(path) as file:
             source = pq.ParquetFile(pa.BufferReader(file.read()) if path.suffix == ".gz" else path)
             names = source.schema_arrow.names
+            _check_names(path, names)
             chosen = {name for column in columns for name in (column, column.partition(".")[0]) if name in names}
             rows = source.read(columns=sorted(chosen) if columns else None).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:

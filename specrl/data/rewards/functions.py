@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import math
+import os
 import re
 import reprlib
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,6 +33,7 @@ RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; w
 
 MATH_VERIFY_SECONDS = 5  # for each step of a comparison
 LARGEST = 3.4e38  # rollouts keep rewards in float32
+NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
 _REGISTERED: dict[str, _Registered] = {}
 
@@ -176,9 +180,20 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
 
 def raised(error: BaseException) -> str:
     """One line about an error that the user's code has raised."""
-    relative = isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/")
-    hint = " (it runs in an empty folder: name files beside its module by Path(__file__))" if relative else ""
-    return f"raised {shortened(type(error).__name__)}: {_text(error)}{hint}"
+    return f"raised {shortened(type(error).__name__)}: {_text(error)}{_of_sandbox(error)}"
+
+
+def _of_sandbox(error: BaseException) -> str:
+    """Which of a reward's limits an error is of, where that shows."""
+    words = f"{_text(error)} {_text(error.__cause__ or error.__context__)}"
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/"):
+        return " (it runs in an empty folder: name files beside its module by Path(__file__))"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return " (it may write in the folder that it runs in alone)"
+    if isinstance(error, KeyError) and frames and frames[-1][0].f_code is type(os.environ).__getitem__.__code__:
+        return " (it sees the variables that data.reward_environment names)"
+    return " (it has no network without data.reward_network = true)" if NO_NETWORK.search(words) else ""
 
 
 def _text(thing: object) -> str:
@@ -224,9 +239,12 @@ def math_verify(_: str, response: str, answer: str) -> float:
 
 @register_reward("exact_match")
 def exact_match(_: str, response: str, answer: str) -> float:
-    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0."""
+    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0.
+
+    Nothing is no answer: where a reference is empty, silence would earn 1.
+    """
     stated = references(extract_answer(response))[0]
-    return float(any(same(stated, reference) for reference in references(answer)))
+    return float(bool(stated) and any(same(stated, reference) for reference in references(answer)))
 
 
 class LengthParameters(Options):

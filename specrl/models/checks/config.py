@@ -17,6 +17,8 @@ _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_expert
 SIZES, OTHER_SIZES = _SIZES.split(), _OTHERS.split()
 """The whole numbers that every `config.json` has, and those that it may have."""
 EOS = "eos_token_id"
+MOST_STOP_TOKENS = 8
+"""How many tokens may end a response: the engine looks for each at every position."""
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TABLES = "rope_scaling rope_parameters quantization_config compression_config"

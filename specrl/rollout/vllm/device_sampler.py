@@ -20,12 +20,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
+from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import LIMIT
 from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
-MOST_STOP_TOKENS = 8
-"""How many stop tokens a request may have."""
 DRAFT_BASE = 4096
 """A draft leaves as the number of its source times this, plus the number of its tokens."""
 

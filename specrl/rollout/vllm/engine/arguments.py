@@ -224,13 +224,13 @@ def stop_tokens(policy_dir: Path, tokenizer: Any) -> list[int]:
     ids: set[int] = {tokenizer.eos_token_id} - {None}
     for name in ("config.json", "generation_config.json"):
         path = policy_dir / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        value = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
         ids.update([value] if isinstance(value, int) else value or [])
     return sorted(ids)
 
 
 def _context(policy_dir: Path, length: int) -> tuple[int, dict[str, Any]]:
-    hf_config = json.loads((policy_dir / "config.json").read_text())
+    hf_config = json.loads((policy_dir / "config.json").read_bytes())
     longest = hf_config.get(POSITIONS, length)
     if length <= longest:
         return length, {}
@@ -271,7 +271,7 @@ def _memory(config: Config, *, alone: bool) -> dict[str, Any]:
 def _check_positions(directory: Path, policy_dir: Path, max_length: int) -> None:
     # vLLM would read its rotary table beyond the end, and drafts would silently no longer be accepted there.
     longest, needed = (
-        json.loads((folder / "config.json").read_text()).get(POSITIONS, max_length)
+        json.loads((folder / "config.json").read_bytes()).get(POSITIONS, max_length)
         for folder in (directory, policy_dir)
     )
     needed = min(needed, max_length)

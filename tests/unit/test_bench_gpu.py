@@ -1,0 +1,46 @@
+"""The section `sampler` of `specrl bench gpu`: our Triton kernels, interpreted here, against PyTorch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from tests.kernel_processes import use_interpreter
+
+SAMPLING = ("pick", "pick, float32", "pick, top-p 0.95", "pick, top-k 50", "verify")
+
+
+def measured(broken: str | None) -> list[dict[str, Any]]:
+    """The rows of Triton's kernels at the smallest size, or of PyTorch with one operation that is `broken`."""
+    import torch
+
+    from specrl.bench.gpu import sampler
+    from specrl.bench.gpu.models import SHORT
+
+    pick, verify = sampler.PYTORCH.sampling
+    wrong: dict[str, Any] = {
+        "pick": lambda *given: (found := pick(*given))._replace(tokens=(found.tokens + 1) % SHORT.served.vocab_size),
+        "verify": lambda *given: (found := verify(*given))._replace(counts=found.counts + 1),
+    }
+    own = sampler.kernels()
+    if broken is not None:
+        own = sampler.PYTORCH._replace(sampling=sampler.PYTORCH.sampling._replace(**{broken: wrong[broken]}))
+    return list(sampler.compare(own, replace(SHORT, rows=(5,)), torch.device("cpu")))
+
+
+def test_every_kernel_is_compared_with_pytorch_and_timed_beside_it() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn"), use_interpreter) as pool:
+        rows = pool.submit(measured, None).result()
+    assert [row["what"] for row in rows] == [*SAMPLING, "compare text", "draft from text"]
+    assert {row["of"] for row in rows} == {"Triton"}
+    assert all(row["unexplained"] == 0 and row["us"] > 0 and row["pytorch_us"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("broken", ["pick", "verify"])
+def test_what_pytorch_does_not_give_is_counted(broken: str) -> None:
+    found = {row["what"] for row in measured(broken) if row["unexplained"]}
+    assert found == {what for what in SAMPLING if what.startswith(broken)}

@@ -1,0 +1,47 @@
+"""How long Prefect's server is waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows import server
+from flows.server import PrefectServer, ServerError
+from specrl.processes import free_port
+
+
+def waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a wait for a server that is this program, and answers nobody."""
+    monkeypatch.setenv("PREFECT_HOME", str(folder))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    found = PrefectServer(folder)
+    found.url = f"http://127.0.0.1:{free_port()}/api"
+    found.process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        with pytest.raises(ServerError) as raised:
+            found.wait()
+    finally:
+        found.process.kill()
+        found.process.wait()
+    return str(raised.value)
+
+
+def test_a_server_that_works_is_waited_for_longer_than_one_that_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0)
+    assert "it has not answered for 0 s" in waited_for("import time; time.sleep(1000)", tmp_path, monkeypatch)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 10**6)
+    monkeypatch.setattr(server, "START_SECONDS", 2)
+    monkeypatch.setattr(server, "PATIENCE_SECONDS", 0)
+    said = waited_for("while True: pass", tmp_path, monkeypatch)
+    assert "it has not answered for 2 s, " in said and said.endswith(f"see {tmp_path / 'server.log'}")
+    assert "Prefect's server is starting" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = waited_for("raise SystemExit(7)", tmp_path, monkeypatch)
+    assert "did not start: it ended with exit code 7; see " in said
