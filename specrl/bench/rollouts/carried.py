@@ -61,16 +61,9 @@ def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens
     engine.shutdown()
     rows, moved = compared(requests, before, after)
     agree = sorted(rows[-1]["agree"])
-    how = HOW.format(
-        run=job.run_dir and job.run_dir.name,
-        config=config,
-        count=len(requests),
-        tokens=tokens,
-        moved=moved,
-        median=np.median(agree),
-        agree=", ".join(map(str, agree)),
-    )
-    write_results(job, rows, TITLE, [how, table(rows, COLUMNS)], hardware(torch.get_num_threads()))
+    values: dict[str, Any] = {"run": job.run_dir and job.run_dir.name, "config": config, "tokens": tokens}
+    values |= {"count": len(agree), "moved": moved, "median": np.median(agree), "agree": ", ".join(map(str, agree))}
+    write_results(job, rows, TITLE, [HOW.format(**values), table(rows, COLUMNS)], hardware(torch.get_num_threads()))
 
 
 def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:
