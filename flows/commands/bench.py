@@ -45,6 +45,8 @@ CELL = """Train with these values, under a name; without any, as the run was con
 that all others are compared with."""
 TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts
 are compared, times are not."""
+AFTER_UPDATE = """Measure something else: how far a response follows what its seed had sampled before the run's RL
+steps. As many responses as the largest of --batches have --max-tokens tokens each."""
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
@@ -153,6 +155,7 @@ def bench_rollouts(
     batches: Annotated[str, option("Batch sizes.", "LIST")] = "1,2,4,8,16,32",
     repeats: Repeats = 5,
     max_tokens: Annotated[int, option("Longest response at a fixed batch size, in tokens.", least=1)] = 32,
+    after_update: Annotated[bool, option(AFTER_UPDATE, name="--after-update")] = False,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
     overrides: Overrides = None,
@@ -169,6 +172,7 @@ def bench_rollouts(
         batches=whole_numbers(batches, "--batches"),
         repeats=repeats,
         max_tokens=max_tokens,
+        after_update=after_update,
     )
     options.methods_of(job.subject.config)
     measure(job, options)

@@ -43,6 +43,7 @@ class RolloutOptions:
     batches: tuple[int, ...]
     repeats: int
     max_tokens: int
+    after_update: bool = False  # whether it is only measured how far text is followed after the run's RL steps
 
     def methods_of(self, config: Config) -> tuple[str, ...]:
         """The draft methods to measure on a run."""

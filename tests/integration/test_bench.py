@@ -13,12 +13,11 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from specrl.artifacts import (
-    write_text,
-)
+from specrl.artifacts import PrepareResult, write_result, write_text
 from specrl.config import Config, dump_config
 from specrl.report.results import read_config
 from specrl.tracking import start_parent_run, tracking_uri
+from tests.exactness.toy import policy_weights, write_policy
 from tests.integration.finished_run import write_finished_run
 from tests.integration.pipeline_runs import finish, kill, specrl
 
@@ -93,6 +92,24 @@ def test_rollouts_are_compared_on_the_same_tokens(run_dir: Path) -> None:
     assert fixed["decode_steps"] < plain["decode_steps"]
     assert all(row["responses_differing"] == 0 and row["responses"] > 0 for row in rows)  # FP32: every token the same
     assert "| 8 | eagle3 | 3 |" in page
+
+
+def test_text_of_the_same_seed_is_followed_until_an_update_shows(run_dir: Path) -> None:
+    """The policy before RL is the one after it, and then one whose head differs."""
+    options = ("--after-update", "--batches", "8", "--max-tokens", "48")
+    rows, page = bench(run_dir, "rollouts", *options)
+    assert rows[-1]["agree"] == [48] * 8 and rows[-1]["accepted"] == 1 and rows[-1]["followed"] > 0.8
+    assert "| all | 1 |" in page
+    other = run_dir.with_name("updated")
+    shutil.copytree(run_dir, other)
+    before = policy_weights(0)
+    before["lm_head.weight"] *= 0.98
+    prepared = PrepareResult(policy_dir=write_policy(other / "before", before), seconds=1.0)
+    write_result(other / "stages" / "prepare-0", prepared)
+    rows, _ = bench(other, "rollouts", *options)
+    by_part = {row["part"]: row for row in rows}
+    assert 0 < sum(by_part["all"]["agree"]) < 8 * 48
+    assert by_part["before the first difference"]["followed"] > by_part["from it on"]["followed"]
 
 
 def test_drafters_are_compared_over_the_same_trainings(run_dir: Path) -> None:

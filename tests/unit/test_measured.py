@@ -63,3 +63,15 @@ def test_the_longest_responses_are_drafted_as_the_longest_that_were_counted() ->
 def test_updates_of_the_drafter_take_time_that_more_gpus_share() -> None:
     took = [step_seconds((PLAIN,), gpus, 1.0) - step_seconds((PLAIN,), gpus) for gpus in (8, 32)]
     assert took[0] == pytest.approx(4 * took[1]) and took[1] > 0
+
+
+def test_a_layer_with_the_policys_head_costs_more_a_pass_than_a_drafter_with_a_small_one() -> None:
+    small = alike(3, 3.0, passes=3)
+    whole = replace(small, whole_vocabulary=True)
+    assert step_seconds((small,), 32) < step_seconds((whole,), 32)
+    assert step_seconds((small,), 32, 1.0) - step_seconds((small,), 32) < (
+        step_seconds((whole,), 32, 1.0) - step_seconds((whole,), 32)
+    )
+    assert step_seconds((small.undrafted,), 32) < step_seconds((whole.undrafted,), 32)
+    free = alike(3, 3.0, passes=0)  # without passes the head costs nothing but its update
+    assert step_seconds((replace(free, whole_vocabulary=True),), 32) == step_seconds((free,), 32)

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
+from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.engines import Engines, stored_responses
 from specrl.bench.rollouts.rounds import LEAST_REQUESTS, compared, measure, rounds_of, write_rounds
 from specrl.bench.spread import Spread, ratios
@@ -54,10 +55,14 @@ def main(job: BenchJob) -> None:
     subject, run = job.subject, job.run_dir and job.run_dir.name
     join()
     options = TypeAdapter(RolloutOptions).validate_python(job.options)
-    engines = Engines(subject, options)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
     prompts = source.held_out(min(POOL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)
+    if options.after_update:
+        carried.measure(job, subject, requests[: max(options.batches)], options.max_tokens)
+        leave()
+        return
+    engines = Engines(subject, options)
     answers = engines.plain.engine.generate(requests).responses
     lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
     engines.add_stock(lengths, job.folder)

@@ -80,6 +80,7 @@ class Results:
                 round(rollout.num_sampled / max(1, rollout.num_sampled - rollout.num_accepted_tokens), 3)
                 for rollout in responses
             ),
+            whole_vocabulary=self.training.context.config.speculation.draft_method.is_policy_layer,
         )
 
     def accepted(self, source: str) -> float | None:

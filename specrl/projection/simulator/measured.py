@@ -39,17 +39,20 @@ class DraftCounts:
     passes: float = 0.0  # of the drafter in an iteration
     pace: float = 1.0  # tokens per request and iteration
     paces: tuple[float, ...] = (1.0,)  # the same of each response, the shortest response first
+    whole_vocabulary: bool = False  # whether the drafter has the policy's head, as an MTP layer does, and not EAGLE-3's
 
     @property
     def undrafted(self) -> DraftCounts:
         """The same engine where it drafts nothing: a drafter makes a pass all the same, so that it can draft later."""
-        return DraftCounts(passes=min(self.passes, 1.0))
+        return DraftCounts(passes=min(self.passes, 1.0), whole_vocabulary=self.whole_vocabulary)
 
 
 @cache
 def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: float = 0.0) -> float:
     """The seconds of a step with that many updates of the drafter, whose engines choose between these draft lengths."""
     model, plain = _model(gpus), _plain_step(gpus)
+    if lengths[0].whole_vocabulary:
+        model = replace(model, engine=replace(model.engine, draft_vocab_size=model.engine.shape.vocab_size))
     choices = tuple(DraftLength(replace(model.engine, k=one.k, passes=one.passes).at, one.pace) for one in lengths)
     steps = [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in _drawn(model)]
     times = simulate(steps, DecodingSpeed(choices, replayed_tokens=1.0), "none", model.most_running)

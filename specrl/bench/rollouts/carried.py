@@ -1,0 +1,116 @@
+"""`specrl bench rollouts --after-update`: how far text of a response's own seed is followed after a run's RL steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from specrl.bench.job import BenchJob, say
+from specrl.bench.pages import hardware, table, write_results
+from specrl.bench.rollouts.engines import speculation_of
+from specrl.bench.subject import Subject
+from specrl.config import Config, ConfigError
+from specrl.rollout.engine import Generation, Request, start_engine
+from specrl.rollout.vllm.weights.load import read_weights
+
+ENDS = (250, 500, 1000, 2000, 4000, 8000, 16000)  # of the parts of responses that have a row each
+TITLE = "Text of the same seed after an update of the policy"
+HOW = """
+Run `{run}`, `{config.model.source}` in {config.model.dtype}. The policy before RL answers {count} requests with
+{tokens} tokens each; stop tokens do not end a response. The policy after {config.train.num_steps} RL step(s) with
+`policy.lr = {config.policy.lr:g}` answers them again, with the same seeds at temperature
+{config.sampling.temperature:g}, and drafts from the first answers, up to {config.speculation.replay_k} tokens. While
+both agree, the log-probs of the sampled tokens differ by {moved:.2g} nats on average.
+
+They agree for a median of {median:.0f} tokens; one by one: {agree}.
+
+*the same* is the share of responses that agree to the end of the part of each row; *followed* is the share of the
+tokens that were accepted drafts, *accepted* that of the drafted tokens; *tokens an iteration* are those of a request.
+"""
+COLUMNS = {
+    "tokens": "part",
+    "the same": "same",
+    "followed": "followed",
+    "accepted": "accepted",
+    "tokens an iteration": "tokens_per_iteration",
+}
+
+
+def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens: int) -> None:
+    """Answer the requests with the policies before and after the run's RL steps; write the rows and the page."""
+    config = config_of(subject.config, requests, tokens)
+    requests = [replace(request, max_tokens=tokens) for request in requests]
+    engine = start_engine(config, subject.first_policy_dir, None)
+    engine.stop_tokens = []
+    engine.set_k(0)
+    before = engine.generate(requests)
+    say(f"before the update: {before.num_tokens} tokens in {before.seconds:.0f} s")
+    engine.refit(read_weights(subject.policy_dir), None)
+    engine.set_k(engine.longest_k)
+    texts, seeds = dict[tuple[int, ...], list[list[int]]](), dict[tuple[int, ...], list[int]]()
+    for request, response in zip(requests, before.responses, strict=True):
+        texts.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
+        seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
+    engine.set_replay(texts, seeds)
+    after = engine.generate(requests, learn=False)
+    say(f"after the update: {after.num_tokens} tokens in {after.seconds:.0f} s")
+    engine.shutdown()
+    rows, moved = compared(requests, before, after)
+    agree = sorted(rows[-1]["agree"])
+    values: dict[str, Any] = {"run": job.run_dir and job.run_dir.name, "config": config, "tokens": tokens}
+    values |= {"count": len(agree), "moved": moved, "median": np.median(agree), "agree": ", ".join(map(str, agree))}
+    write_results(job, rows, TITLE, [HOW.format(**values), table(rows, COLUMNS)], hardware(torch.get_num_threads()))
+
+
+def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:
+    """The run's configuration with drafts of full length from text alone, checked for responses of that length."""
+    longest = max(len(request.prompt_tokens) for request in requests) + tokens
+    if longest > run.model.max_length:
+        raise ConfigError(
+            f"--max-tokens {tokens}: with its prompt a response has up to {longest} tokens, and model.max_length = "
+            f"{run.model.max_length}; add --set model.max_length={longest}"
+        )
+    speculation = speculation_of(run.speculation, "replay", 1).model_copy(update={"adaptive": False})
+    engine = run.engine.model_copy(update={"max_num_seqs": max(run.engine.max_num_seqs, len(requests))})
+    return run.model_copy(update={"speculation": speculation, "engine": engine})
+
+
+def compared(requests: Sequence[Request], before: Generation, after: Generation) -> tuple[list[dict[str, Any]], float]:
+    """A row for each part of the responses by length, and before and after their first difference.
+
+    The number is the mean difference of log-probs, in nats, before the first difference.
+    """
+    (old, old_logprobs), (new, logprobs) = (
+        (np.array([one.tokens for one in side.responses]), np.array([one.logprobs for one in side.responses]))
+        for side in (before, after)
+    )
+    same = np.logical_and.accumulate(old == new, axis=1)
+    drafted, accepted = np.zeros_like(new), np.zeros_like(new)
+    for place, (request, response) in enumerate(zip(requests, after.responses, strict=True)):
+        for draft in response.drafts:
+            start = draft.context - len(request.prompt_tokens)
+            drafted[place, start : start + draft.drafted] += 1
+            accepted[place, start : start + draft.accepted] += 1
+
+    def row(part: str, among: Any) -> dict[str, Any]:
+        tokens, hits = int(among.sum()), int(accepted[among].sum())
+        return {
+            "part": part,
+            "followed": hits / max(1, tokens),
+            "accepted": hits / max(1, int(drafted[among].sum())),
+            "tokens_per_iteration": tokens / max(1, tokens - hits),
+        }
+
+    ends = [*(end for end in ENDS if end < new.shape[1]), new.shape[1]]
+    rows = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        among = np.zeros_like(same)
+        among[:, first:end] = True
+        rows.append(row(f"{first + 1} to {end}", among) | {"same": float(same[:, end - 1].mean())})
+    rows += [row("before the first difference", same), row("from it on", ~same), row("all", np.ones_like(same))]
+    rows[-1] |= {"same": float(same[:, -1].mean()), "agree": same.sum(axis=1).tolist()}
+    return rows, float(np.abs(old_logprobs - logprobs)[same].mean()) if same.any() else 0.0
