@@ -41,7 +41,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    return np.bincount(np.fromiter(chain.from_iterable(token_lists), np.int64), minlength=vocab_size)
+    found = np.fromiter(chain.from_iterable(token_lists), np.int64)
+    return np.bincount(found, minlength=vocab_size).astype(np.int64)
 
 
 def choose_draft_vocabulary(counts: NDArray[np.int64], size: int) -> Tensor:
