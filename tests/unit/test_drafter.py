@@ -202,6 +202,13 @@ def test_update_learns_and_reports_acceptance(policy_dir: Path) -> None:
     assert all(held_out[f"expected_acceptance_pos_{i}"] > 0.9 for i in range(3))
 
 
+def test_a_drafter_in_float32_learns_from_features_in_bf16(policy_dir: Path) -> None:
+    drafter = make_drafter(policy_dir)
+    features = make_features(drafter, [(3, 5), (4, 6)])
+    loss = drafter.update([replace(features, hidden=features.hidden.bfloat16())], lr=1e-3)["loss"]
+    assert loss == pytest.approx(make_drafter(policy_dir).update([features], lr=1e-3)["loss"], rel=0.02)
+
+
 def arithmetic_features(drafter: Drafter, seed: int) -> Features:
     known = drafter.draft_tokens
     follower = known[(7 * torch.arange(DRAFT_VOCAB) + 3) % DRAFT_VOCAB]

@@ -144,13 +144,13 @@ def train_chains(
     It is the sum of the tokens' losses at each step, divided by `counts[step]`, the number of them over all ranks, and
     weighted, and summed over the steps.
     """
-    with _computing(model, learn):
+    with _computing(model, batch, learn):
         fed = feed_context(model, batch)
     # Cut here: the gradients of all parts come together at the context, and go through it once.
     context = fed.detached(learn=learn)
     total = torch.zeros((), device=batch.starts.device)
     for part in batch.parts():
-        with _computing(model, learn):
+        with _computing(model, batch, learn):
             loss = _part_loss(model, batch, context, part, objective, counts, tally)
         if learn:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -163,9 +163,11 @@ def train_chains(
 
 
 @contextmanager
-def _computing(model: DraftModule, learn: bool) -> Iterator[None]:
-    device, dtype = next(model.parameters()).device, model.shape.dtype
-    with torch.set_grad_enabled(learn), torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+def _computing(model: DraftModule, batch: ChainBatch, learn: bool) -> Iterator[None]:
+    # A policy in BF16 may have a drafter that was made for it in float32: see `specrl bench run`.
+    features = batch.features.hidden
+    is_bf16 = torch.bfloat16 in (model.shape.dtype, features.dtype)
+    with torch.set_grad_enabled(learn), torch.autocast(features.device.type, torch.bfloat16, enabled=is_bf16):
         yield
 
 
