@@ -31,13 +31,16 @@ class EnginePrecision:
 
     def __init__(self, config: PrecisionConfig, recipe: Recipe | None) -> None:
         self.recipe = recipe
-        has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
-        self._linears = recipe if has_fp8_linears else None
+        self._has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
-        if has_fp8_linears:
+        if self._has_fp8_linears:
             _check_linears(config)
         if self._has_fp8_kv_cache:
             _check_kv_cache()
+
+    @property
+    def _linears(self) -> Recipe | None:
+        return self.recipe if self._has_fp8_linears else None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's `EngineArgs` for this precision.
