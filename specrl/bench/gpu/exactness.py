@@ -1,4 +1,4 @@
-"""The section `exactness` of `specrl bench gpu`."""
+"""The sections `exactness` and `invariance` of `specrl bench gpu`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,15 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     "unexplained": comparison.num_unexplained,
                     "noise": noise.cdf,
                 }
+
+
+def measure_invariance(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Compare as in `exactness`, with `engine.batch_invariant = true`; CPUs have no such kernels, and no rows.
+
+    Without near-ties, speculative responses equal plain ones token for token in this mode.
+    """
+    if torch.cuda.is_available():
+        yield from measure(scale, folder / "invariance", batch_invariant=True)
 
 
 def mixed_requests(count: int) -> list[Request]:
