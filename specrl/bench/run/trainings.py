@@ -75,7 +75,7 @@ class Training:
         names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         worker = Worker(
             f"rank {rank} of {self.cell.label}",
-            ["specrl.bench.run.rank", str(folder / CONTEXT_FILE)],
+            folder / CONTEXT_FILE,
             {name: str(value) for name, value in names.items()},
             folder / f"rank-{rank}.log",
         )
