@@ -30,6 +30,11 @@ def table(rows: Rows, columns: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+def titled(*names: str) -> dict[str, str]:
+    """Columns whose titles are their names in words."""
+    return {name.replace("_", " "): name for name in names}
+
+
 def _word(row: Mapping[str, Any], name: str) -> str:
     if f"{name}_min" in row:
         middle = row.get(f"{name}_ratio", row.get(name))

@@ -13,8 +13,9 @@ from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, 
 from specrl.bench.drafter.initial import cells_of, make_drafters
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import DrafterOptions, RunOptions
+from specrl.bench.pages import titled
 from specrl.bench.rollouts.engines import GPU_SHARE
-from specrl.bench.rollouts.rounds import Variant, compared, measure, write_rounds
+from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, compared, measure, write_rounds
 from specrl.bench.run.main import train_cells
 from specrl.config import Config
 from specrl.data.files import read_requests
@@ -38,20 +39,8 @@ draft; rates by position are shares of the drafts that reach it. Drafts have ful
 decides, nothing may change a token.
 """
 TITLE = "Drafters on a file of prompts"
-COLUMNS = {
-    "drafter": "drafter",
-    "kind": "kind",
-    "layers": "layers",
-    "trained with": "loss",
-    "k": "k",
-    "temperature": "temperature",
-    "batch": "batch",
-    "tokens/s": "tokens_per_s",
-    "speedup": "speedup",
-    "acceptance length": "acceptance_length",
-    "by position": "acceptance_rate_per_pos",
-    "notes": "notes",
-}
+COLUMNS = titled("drafter", "kind", "layers") | {"trained with": "loss"} | titled("k", "temperature", "batch")
+COLUMNS |= RATE | ACCEPTANCE | titled("notes")
 
 
 def main(job: BenchJob) -> None:

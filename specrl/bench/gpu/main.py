@@ -17,7 +17,7 @@ from specrl.bench.gpu import exactness, generation, sampler, training
 from specrl.bench.gpu.models import FULL, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GPU_SECTIONS, GpuOptions
-from specrl.bench.pages import hardware, table, write_results
+from specrl.bench.pages import hardware, table, titled, write_results
 
 MEASURES = {
     "sampler": sampler.measure,
@@ -51,6 +51,6 @@ def main(job: BenchJob) -> None:
         status = state.read_text() if state.exists() else f"not finished; log: {job.folder / name}.log"
         about, columns = MEASURES[name].__doc__ or "", dict.fromkeys(column for row in found for column in row)
         sections.append(f"## {name.capitalize()}\n\n{' '.join(about.split())}\n\n**{status}**")
-        sections += [table(found, {column.replace("_", " "): column for column in columns})] if found else []
+        sections += [table(found, titled(*columns))] if found else []
         rows += [{"section": name, **row} for row in found] + [{"section": name, "status": status}]
     write_results(job, rows, "A first look at a GPU", sections, hardware(torch.get_num_threads()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specrl.bench.job import say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
@@ -84,8 +85,8 @@ def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationCo
     return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
 
 
-def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
-    found: dict[tuple[int, ...], list[list[int]]] = {}
-    for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
-        found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
+def by_prompt(requests: Sequence[Request], values: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for request, value in zip(requests, values, strict=True):
+        found.setdefault(tuple(request.prompt_tokens), []).append(value)
     return found

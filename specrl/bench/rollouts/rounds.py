@@ -17,6 +17,8 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
+RATE = {"tokens/s": "tokens_per_s", "speedup": "speedup"}  # columns of `compared`, by title
+ACCEPTANCE = {"acceptance length": "acceptance_length", "by position": "acceptance_rate_per_pos"}
 
 
 @dataclass(frozen=True)
