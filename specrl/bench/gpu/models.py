@@ -74,9 +74,9 @@ def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> C
     )
 
 
-def write_config(model: Qwen3Config, max_length: int, directory: Path) -> Path:
+def write_config(model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16") -> Path:
     """Write a model's directory without weights, for engines that make up their own; return the directory."""
-    model.max_position_embeddings, model.dtype = max_length, "bfloat16"
+    model.max_position_embeddings, model.dtype = max_length, dtype
     model.save_pretrained(directory)
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
@@ -86,9 +86,9 @@ def write_policy(
     model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
 ) -> Path:
     """Write a random policy, which if `sharp` likes the tokens of `LIKELY`, each a bit less than the one before."""
+    write_config(model, max_length, directory, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model.max_position_embeddings, model.dtype = max_length, dtype
         policy = Qwen3ForCausalLM(model)
     if sharp:
         embeddings, head = policy.model.embed_tokens.weight.data, policy.lm_head.weight.data
@@ -97,7 +97,6 @@ def write_policy(
         head.mul_(2)[:, 0] = -3.0
         head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
     policy.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
-    character_tokenizer(max_length).save_pretrained(directory)
     return directory
 
 

@@ -111,10 +111,9 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
 
 def _drafting(own: type[DeviceDrafts], rows: int, scale: Scale, device: torch.device) -> Iterator[Case]:
     texts = FollowedTexts(rows, scale.length, scale.served.vocab_size, device)
-    made, reference = texts.drafts(own), texts.drafts(DeviceDrafts)
-    both = texts.iterate(made), texts.iterate(reference)
-    yield Case("compare text", rows, *both, partial(texts.observe, made), partial(texts.observe, reference))
-    yield Case("draft from text", rows, *both, partial(texts.choose, made), partial(texts.choose, reference))
+    (found, works), (expected, references) = texts.follow(own), texts.follow(DeviceDrafts)
+    for what, work in works.items():
+        yield Case(what, rows, found, expected, work, references[what])
 
 
 def _different(found: Tensor, expected: Tensor) -> int:
