@@ -19,23 +19,15 @@ from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 LIKELY = tuple(range(8, 18))  # what the sharp policy likes, so that even an untrained drafter of these is often right
 GIB = 2**30
 Row = dict[str, Any]
+SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "head_dim", "vocab_size")
 
 
-def decoder(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=False,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    )
+def decoder(*sizes: int) -> Qwen3Config:
+    """A model with these `SIZES`."""
+    settings: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Qwen3Config(**settings, **tokens, **dict(zip(SIZES, sizes, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -70,19 +70,13 @@ def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator
     """Yield the rows of an implementation beside PyTorch."""
     vocab_size = scale.served.vocab_size
     for rows in scale.rows:
-        for case in (
-            *_picking(own.sampling, rows, vocab_size, device),
-            _verifying(own.sampling, rows, vocab_size, device),
-            *_drafting(own.drafts, rows, scale, device),
-        ):
-            yield {
-                "of": own.name,
-                "what": case.what,
-                "rows": case.rows,
-                "unexplained": sum(map(_different, case.found, case.expected)),
-                "us": _microseconds(case.own, scale, device),
-                "pytorch_us": _microseconds(case.pytorch, scale, device),
-            }
+        verifying = _verifying(own.sampling, rows, vocab_size, device)
+        drafting = _drafting(own.drafts, rows, scale, device)
+        for case in (*_picking(own.sampling, rows, vocab_size, device), verifying, *drafting):
+            unexplained = sum(map(_different, case.found, case.expected))
+            row: Row = {"of": own.name, "what": case.what, "rows": case.rows, "unexplained": unexplained}
+            row["us"] = _microseconds(case.own, scale, device)
+            yield row | {"pytorch_us": _microseconds(case.pytorch, scale, device)}
 
 
 def _picking(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Iterator[Case]:

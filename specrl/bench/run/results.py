@@ -76,14 +76,12 @@ class Results:
         passes = [metrics.get("spec/drafter_passes", 0.0) * method.has_weights for metrics in own]
         responses = [rollout for (step, *_), rollout in sorted(self.responses.items()) if step in steps]
         responses.sort(key=lambda rollout: rollout.num_sampled)
+        alone = [one.num_sampled / max(1, one.num_sampled - one.num_accepted_tokens) for one in responses]
         return DraftCounts(
             k=float(np.average(lengths, weights=requests)),
             passes=float(np.average(passes, weights=[metrics["spec/decode_steps"] for metrics in own])),
             pace=sum(self.tokens[step] for step in steps) / sum(requests),
-            paces=tuple(
-                round(rollout.num_sampled / max(1, rollout.num_sampled - rollout.num_accepted_tokens), 3)
-                for rollout in responses
-            ),
+            paces=tuple(round(pace, 3) for pace in alone),
             whole_vocabulary=method.is_policy_layer,
         )
 
@@ -106,11 +104,6 @@ class Results:
             groups.setdefault((step, prompt), []).append(rollout.reward)
         return {key: fmean(rewards) for key, rewards in groups.items()}
 
-    def same_responses(self, baseline: Results) -> float:
-        """The share of the baseline's responses that have the same tokens here."""
-        own, plain = self.responses, baseline.responses
-        return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
-
     def row(self, baseline: Results, *, in_turn: bool = True) -> dict[str, Any]:
         """All figures; ratios are above 1 where this training is faster than the baseline.
 
@@ -119,7 +112,8 @@ class Results:
         decode_steps = itemgetter("spec/decode_steps")
         rewards, before = self.rewards(), baseline.rewards()
         differences = [rewards[key] - before[key] for key in before if key in rewards]
-        same = self.same_responses(baseline)
+        own, plain = self.responses, baseline.responses
+        same = fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
         counted, drafts = self.metrics[self.warm_up :], self.drafts(self.counted)
         iterations = sum(map(decode_steps, counted))
         iterations_per_token = iterations / sum(self.tokens[step] for step in self.counted)
@@ -139,7 +133,7 @@ class Results:
             "reward_mean": fmean(rewards.values()),
             "reward_difference": fmean(differences),
             **self.accuracy(baseline),
-            "tokens_equal": same == 1 and len(self.responses) == len(baseline.responses),
+            "tokens_equal": same == 1 and len(own) == len(plain),
             "same_responses": same,
             "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
             "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
