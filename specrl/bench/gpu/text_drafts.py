@@ -49,7 +49,6 @@ class FollowedTexts:
         made.index, made.has_drafter = self._index, True
         made.begin([2])
         made.expect(np.random.default_rng(0).random((K + 1, NOTHING)), recalls=True)
-        return made
         *iterations, last = self._requests
         chosen = []
         for requests in iterations:
