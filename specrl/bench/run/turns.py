@@ -51,7 +51,9 @@ def await_all(workers: Sequence[Worker]) -> None:
 
     They may wait for each other, so that without one that has ended the others would never answer.
     """
-    waiting = {worker.answers: worker for worker in workers}
+    waiting = list(workers)
     while waiting:
-        for answers in wait(list(waiting)):
-            waiting.pop(answers).await_answer()
+        ready = wait([worker.answers for worker in waiting])
+        for worker in [one for one in waiting if one.answers in ready]:
+            worker.await_answer()
+            waiting.remove(worker)
