@@ -30,6 +30,11 @@ def table(rows: Rows, columns: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+def titled(*names: str) -> dict[str, str]:
+    """Columns whose titles are their names in words."""
+    return {name.replace("_", " "): name for name in names}
+
+
 def _word(row: Mapping[str, Any], name: str) -> str:
     if f"{name}_min" in row:
         middle = row.get(f"{name}_ratio", row.get(name))
@@ -42,13 +47,16 @@ def _word(row: Mapping[str, Any], name: str) -> str:
     return "-" if value is None else str(value)
 
 
+def machine_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
 def hardware(threads: int) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
     found = {one.name: one.version for one in distributions()}
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"
-    return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {memory:.0f} GiB, {gpu}; {packages}"
+    return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     median: float
     least: float
     greatest: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
+    def columns(self, name: str) -> dict[str, float]:
+        """The columns of a row, of which the median's has this name."""
+        start = name.removesuffix("_ratio")
+        return {name: self.median, f"{start}_min": self.least, f"{start}_max": self.greatest}
 
 
 def ratios(fast: Sequence[float], slow: Sequence[float]) -> Spread:
     """The spread of `fast[i] / slow[i]`: both come from round i, so that what slows down that round cancels."""
-    return Spread.of([a / b for a, b in zip(fast, slow, strict=True)])
+    found = [a / b for a, b in zip(fast, slow, strict=True)]
+    return Spread(median(found), min(found), max(found))
 
 
 def order_of(count: int, round: int) -> list[int]:

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from specrl.config import Config
-from specrl.processes import start_helper
+from specrl.processes import OF_RANKS, start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
 """Those of `ENVIRONMENT` that stock vLLM gets too: the cores of its threads, and no reports to anybody."""
-GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Those by which this process has joined a group, of which stock vLLM is no part."""
+SAMPLING = ("temperature", "top_p", "top_k")  # what it is told of each request
 FREE_SHARE = 0.92  # the most of a GPU's free memory that it takes
 ANSWER_SECONDS = 3600  # to start or to generate one batch
 POLLING_SECONDS = 1.5  # a worker of vLLM polls after its last order, which takes most of a core
@@ -60,15 +59,9 @@ class StockEngine:
         Its tokens are its own, since its sampler has other random numbers; nothing ends at a stop token.
         """
         prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
+        fixed = {"ignore_eos": True, "detokenize": False}
         params = [
-            {
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "top_k": request.top_k,
-                "max_tokens": length,
-                "ignore_eos": True,
-                "detokenize": False,
-            }
+            {name: getattr(request, name) for name in SAMPLING} | {"max_tokens": length} | fixed
             for request, length in zip(requests, lengths, strict=True)
         ]
         parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
@@ -114,7 +107,7 @@ def gpu_share(config: Config) -> float | None:
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's variables, without those that are meant for its own engine."""
     own = ENVIRONMENT | {BATCH_INVARIANT: "1"}
-    kept = {name: value for name, value in environment.items() if name not in GROUP_VARIABLES}
+    kept = {name: value for name, value in environment.items() if name not in OF_RANKS}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
     return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept
 

@@ -86,7 +86,8 @@ def test_steps_on_gpus_are_projected_by_epoch_over_a_step_without_drafts(tmp_pat
     assert {name: plain.projected()[name] for name in found} == {name: [pytest.approx(1)] for name in found}
     [share] = found["step_128_gpus_by_epoch"]
     assert 1 < share < 3 / 2  # tokens per iteration; the drafter's passes and the rest of the step cost
-    assert own.projected()["drafts_by_epoch"] == [{"k": 0.0, "passes": 3.0, "pace": 1.5, "paces": (1.5,) * 6}]
+    counts = {"k": 0.0, "passes": 3.0, "pace": 1.5, "paces": (1.5,) * 6, "whole_vocabulary": False}
+    assert own.projected()["drafts_by_epoch"] == [counts]
     other = with_settings(own, Cell("x", ()), method="draft_model", k=3, draft_model=str(tmp_path))
     assert other.projected() == {}  # a smaller model costs something else
 

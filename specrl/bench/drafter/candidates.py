@@ -35,10 +35,8 @@ def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
     with the policy's vocabulary.
     """
     config = read_model_config(folder)
-    trained_with, names = (
-        config.get("speculators_model_type"),
-        [str(name) for name in config.get("architectures") or []],
-    )
+    trained_with = config.get("speculators_model_type")
+    names = [str(name) for name in config.get("architectures") or []]
     layers = config.get("transformer_layer_config", config).get("num_hidden_layers", 1)
     known = [family.architecture for family in FAMILIES.values()]
     is_eagle = "draft_vocab_size" in config or any("eagle3" in name.lower() for name in names)

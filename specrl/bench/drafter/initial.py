@@ -11,8 +11,8 @@ from specrl.bench.cells import Cell
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
 from specrl.bench.subject import Subject
-from specrl.config import Config, EnvironmentConfig
-from specrl.data.problems import Prompt, derive_seed
+from specrl.config import EnvironmentConfig
+from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
 from specrl.models.sources import load_tokenizer
@@ -40,12 +40,11 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     config = config.model_copy(update={"drafter": drafter, "environment": EnvironmentConfig()})
     source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=subject.prompts_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
-    prompts = {
-        "none": source.pretraining(options.prompts),
-        "general": source.drafter_data(options.prompts),
-        "task": source.pretraining(options.prompts),
-    }
-    answers = {name: _answer(engine, prompts[name], config) for name in options.sources}
+    origin = Origin(derive_seed(config.seed, "initial drafters"), step=0)
+    answers: dict[str, list[Rollout]] = {}
+    for name in options.sources:
+        prompts = (source.drafter_data if name == "general" else source.pretraining)(options.prompts)
+        answers[name] = collect(engine, prompts, 1, config, None, origin).scored()[0]
     engine.shutdown()
     policy = Policy(policy_dir, config.policy, dtype=config.model.dtype, ranks=ranks, seed=config.seed)
     settings, found = config.drafter, {}
@@ -71,18 +70,9 @@ def write_instructions(folder: Path) -> Path:
     return folder / "general.jsonl"
 
 
-def _answer(engine: Engine, prompts: list[Prompt], config: Config) -> list[Rollout]:
-    origin = Origin(derive_seed(config.seed, "initial drafters"), step=0)
-    return collect(engine, prompts, 1, config, None, origin).scored()[0]
-
-
 def cells_of(drafters: dict[str, Path]) -> tuple[Cell, ...]:
     """The trainings: plain decoding, and with each drafter frozen and trained online."""
-    return (
-        PLAIN,
-        *(
-            Cell(f"{name}, {training}", (f'drafter.source="{folder}"', *changes))
-            for name, folder in drafters.items()
-            for training, changes in (("frozen", ("drafter.online_lr=0",)), ("online", ()))
-        ),
-    )
+    ways: dict[str, tuple[str, ...]] = {"frozen": ("drafter.online_lr=0",), "online": ()}
+    made = product(drafters.items(), ways.items())
+    own = (Cell(f"{name}, {way}", (f'drafter.source="{folder}"', *changes)) for (name, folder), (way, changes) in made)
+    return PLAIN, *own

@@ -13,8 +13,9 @@ from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, 
 from specrl.bench.drafter.initial import cells_of, make_drafters
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import DrafterOptions, RunOptions
+from specrl.bench.pages import titled
 from specrl.bench.rollouts.engines import GPU_SHARE
-from specrl.bench.rollouts.rounds import Variant, compared, measure, write_rounds
+from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, compared, measure, write_rounds
 from specrl.bench.run.main import train_cells
 from specrl.config import Config
 from specrl.data.files import read_requests
@@ -38,20 +39,8 @@ draft; rates by position are shares of the drafts that reach it. Drafts have ful
 decides, nothing may change a token.
 """
 TITLE = "Drafters on a file of prompts"
-COLUMNS = {
-    "drafter": "drafter",
-    "kind": "kind",
-    "layers": "layers",
-    "trained with": "loss",
-    "k": "k",
-    "temperature": "temperature",
-    "batch": "batch",
-    "tokens/s": "tokens_per_s",
-    "speedup": "speedup",
-    "acceptance length": "acceptance_length",
-    "by position": "acceptance_rate_per_pos",
-    "notes": "notes",
-}
+COLUMNS = titled("drafter", "kind", "layers") | {"trained with": "loss"} | titled("k", "temperature", "batch")
+COLUMNS |= RATE | ACCEPTANCE | titled("notes")
 
 
 def main(job: BenchJob) -> None:
@@ -60,11 +49,10 @@ def main(job: BenchJob) -> None:
     if job.run_dir is None:
         measure_file(job, options)
         leave()
-        return
-    subject = job.subject
-    drafters = make_drafters(subject, options, ranks, job.folder / "initial")
-    leave()
-    train_cells(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0), subject)
+    else:
+        drafters = make_drafters(job.subject, options, ranks, job.folder / "initial")
+        leave()
+        train_cells(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0))
 
 
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:
@@ -104,13 +92,10 @@ def rounds_of_prompts(
     options: DrafterOptions, prompts: Sequence[Prompt], batch: int, temperature: float
 ) -> list[list[Request]]:
     """Make rounds of all prompts, with other seeds in each; prompts that do not fill a batch are asked again."""
+    asked = [prompts[place % len(prompts)].tokens for place in range(max(batch, len(prompts)))]
+    rest = options.max_tokens, temperature
     return [
-        [
-            Request(
-                prompts[place % len(prompts)].tokens, response_seed(0, turn, place, 0), options.max_tokens, temperature
-            )
-            for place in range(max(batch, len(prompts)))
-        ]
+        [Request(tokens, response_seed(0, turn, place, 0), *rest) for place, tokens in enumerate(asked)]
         for turn in range(options.repeats)
     ]
 
@@ -119,31 +104,25 @@ def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> En
     assert options.model is not None
     is_policy = candidate.folder is not None and candidate.folder.resolve() == options.model.resolve()
     drafter_dir: Path | None = candidate.folder if candidate.kind in ("eagle3", "mtp") and not is_policy else None
-    overrides, config = gpu_memory(gpu_share), config_of(options, candidate)
-    return Engine(options.model, drafter_dir, config=config, seed=0, alone=True, overrides=overrides)
+    config = config_of(options, candidate)
+    return Engine(options.model, drafter_dir, config=config, seed=0, alone=True, overrides=gpu_memory(gpu_share))
 
 
 def config_of(options: DrafterOptions, candidate: Candidate) -> Config:
     assert options.model is not None
     hf_config, cuda = check_directory(options.model, max_length=1), torch.cuda.is_available()
-    dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype"))
+    is_float32 = str(hf_config.get("dtype") or hf_config.get("torch_dtype")) == "float32"
     max_length = min(int(hf_config.get("max_position_embeddings", 2**20)), PROMPT_TOKENS + options.max_tokens)
+    model = {"source": str(options.model), "dtype": "float32" if is_float32 else "bfloat16", "max_length": max_length}
+    draft_model = candidate.folder if candidate.kind == "draft_model" else None
+    speculation = {"method": candidate.kind, "k": max(options.ks), "adaptive": False, "draft_model": draft_model}
     return Config.model_validate(
         {
             "name": "bench-drafter",
-            "model": {
-                "source": str(options.model),
-                "dtype": dtype if dtype == "float32" else "bfloat16",
-                "max_length": max_length,
-            },
+            "model": model,
             "drafter": {"data": options.data},
             "sampling": {"max_response_tokens": options.max_tokens},
-            "speculation": {
-                "method": candidate.kind,
-                "k": max(options.ks),
-                "adaptive": False,
-                "draft_model": candidate.folder if candidate.kind == "draft_model" else None,
-            },
+            "speculation": speculation,
             "engine": {"max_num_seqs": max(options.batches), "compile": cuda},
             "resources": {"gpus_per_rank": int(cuda), "ranks_per_node": 1},
         }

@@ -1,4 +1,4 @@
-"""The section `exactness` of `specrl bench gpu`."""
+"""The sections `exactness` and `invariance` of `specrl bench gpu`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,13 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
         for method in ("eagle3", "ngram"):
             for graphs in (False, True) if torch.cuda.is_available() else (False,):
+                settings = {"compile": graphs, "batch_invariant": batch_invariant}
                 config = bench_config(
                     policy,
                     MAX_LENGTH,
                     model={"dtype": dtype},
                     speculation={"method": method, "k": K, "adaptive": False},
-                    engine={
-                        "max_num_seqs": 64,
-                        "kv_cache_gib": 0.125,
-                        "gpu_memory_fraction": 0.3,
-                        "compile": graphs,
-                        "batch_invariant": batch_invariant,
-                    },
+                    engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3} | settings,
                 )
                 engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
                 requests = mixed_requests(scale.requests)
@@ -60,15 +55,20 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                 }
 
 
+def measure_invariance(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Compare as in `exactness`, with `engine.batch_invariant = true`; CPUs have no such kernels, and no rows.
+
+    Without near-ties, speculative responses equal plain ones token for token in this mode.
+    """
+    if torch.cuda.is_available():
+        yield from measure(scale, folder / "invariance", batch_invariant=True)
+
+
 def mixed_requests(count: int) -> list[Request]:
     generator = random.Random(0)
     settings = ((1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.9, 0), (0.0, 1.0, 0), (1.0, 1.0, 5), (1.3, 0.8, 8))
+    prompts = [generator.choices(LIKELY, k=generator.randint(1, 64)) for _ in range(count)]
     return [
-        Request(
-            generator.choices(LIKELY, k=generator.randint(1, 64)),
-            response_seed(0, 0, index, 0),
-            48,
-            *settings[index % len(settings)],
-        )
-        for index in range(count)
+        Request(prompt, response_seed(0, 0, index, 0), 48, *settings[index % len(settings)])
+        for index, prompt in enumerate(prompts)
     ]

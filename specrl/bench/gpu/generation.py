@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,24 +33,16 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     max_length = PROMPT_TOKENS + 2 * scale.new_tokens
     policy = write_config(scale.served, max_length + 2 * K + 1, folder / "served")
     drafter = write_untrained_drafter(policy, range(scale.draft_vocab), folder / "drafts")
+    memory = {"gpu_memory_fraction": 0.85, "kv_cache_gib": 0.125}
     config = bench_config(
         policy,
         max_length,
         speculation={"method": "eagle3", "k": K, "adaptive": False},
         drafter={"draft_vocab_size": scale.draft_vocab},
-        engine={
-            "max_num_seqs": max(scale.batches),
-            "gpu_memory_fraction": 0.85,
-            "kv_cache_gib": 0.125,
-            "compile": torch.cuda.is_available(),
-        },
+        engine=memory | {"max_num_seqs": max(scale.batches), "compile": torch.cuda.is_available()},
     )
-    speculative = {
-        "method": "eagle3",
-        "model": str(drafter),
-        "num_speculative_tokens": K,
-        "draft_load_config": {"load_format": "auto"},
-    }
+    speculative: dict[str, Any] = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": K}
+    speculative |= {"draft_load_config": {"load_format": "auto"}}
     stock: dict[int, float] = {}
     for row in _stock(policy, config, scale, folder, {}):
         stock[row["batch"]] = row["tokens_per_s"]
@@ -88,13 +81,9 @@ def _own(
     for batch in scale.batches:
         for length in (None, *RATES):
             rate, found = _rate(engine, batch, scale, length)
-            yield {
-                "engine": "specrl, plain" if length is None else f"specrl, k = {K}, acceptance {length}",
-                "batch": batch,
-                "tokens_per_s": rate,
-                "acceptance_length": found,
-                "of_stock": rate / stock[batch],
-            }
+            name = "specrl, plain" if length is None else f"specrl, k = {K}, acceptance {length}"
+            row = {"engine": name, "batch": batch, "tokens_per_s": rate, "acceptance_length": found}
+            yield row | {"of_stock": rate / stock[batch]}
     engine.shutdown()
 
 
@@ -103,19 +92,15 @@ def _free_gib() -> float:
 
 
 def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tuple[float, float]:
-    asked, rates, found = _requests(batch, scale), [], 1.0
+    asked, rates, vocab_size = _requests(batch, scale), [], scale.served.vocab_size
     engine.set_k(0 if length is None else K)
     for repeat in range(scale.repeats + 1):  # the first one warms up
         engine.reset_prefix_cache()
-        if length is None:
+        with SyntheticAcceptance(engine.sampler, RATES[length], vocab_size) if length else nullcontext():
             result = engine.generate(asked)
-        else:
-            with SyntheticAcceptance(engine.sampler, RATES[length], scale.served.vocab_size):
-                result = engine.generate(asked)
-            found = result.stats.acceptance_length
         if repeat:
             rates.append(result.num_tokens / result.seconds)
-    return median(rates), found
+    return median(rates), result.stats.acceptance_length
 
 
 def _requests(count: int, scale: Scale) -> list[Request]:

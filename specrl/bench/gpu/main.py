@@ -1,21 +1,31 @@
-"""`specrl bench gpu`: a section in each process, which saves row by row; the page has all that were measured so far."""
+"""`specrl bench gpu`: a section in each process, which saves row by row; the page has all that were measured so far.
+
+Each has a process of its own, because vLLM has batch-invariant kernels in a whole process.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
-from types import ModuleType
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
 from specrl.artifacts import write_text
+from specrl.bench.gpu import exactness, generation, sampler, training
 from specrl.bench.gpu.models import FULL, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GPU_SECTIONS, GpuOptions
-from specrl.bench.pages import hardware, table, write_results
+from specrl.bench.pages import hardware, table, titled, write_results
+
+MEASURES = {
+    "sampler": sampler.measure,
+    "exactness": exactness.measure,
+    "invariance": exactness.measure_invariance,
+    "generation": generation.measure,
+    "training": training.measure,
+}
 
 
 def main(job: BenchJob) -> None:
@@ -28,7 +38,7 @@ def main(job: BenchJob) -> None:
     done, started = folder / f"{options.section}.done", time.monotonic()
     if not done.exists():
         with (folder / f"{options.section}.jsonl").open("w") as file:
-            for row in section(options.section).measure(scale, folder):
+            for row in MEASURES[options.section](scale, folder):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
         write_text(done, f"done in {time.monotonic() - started:.0f} s")
@@ -39,12 +49,8 @@ def main(job: BenchJob) -> None:
         path, state = folder / f"{name}.jsonl", folder / f"{name}.done"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         status = state.read_text() if state.exists() else f"not finished; log: {job.folder / name}.log"
-        about, columns = section(name).measure.__doc__, dict.fromkeys(column for row in found for column in row)
+        about, columns = MEASURES[name].__doc__ or "", dict.fromkeys(column for row in found for column in row)
         sections.append(f"## {name.capitalize()}\n\n{' '.join(about.split())}\n\n**{status}**")
-        sections += [table(found, {column.replace("_", " "): column for column in columns})] if found else []
+        sections += [table(found, titled(*columns))] if found else []
         rows += [{"section": name, **row} for row in found] + [{"section": name, "status": status}]
     write_results(job, rows, "A first look at a GPU", sections, hardware(torch.get_num_threads()))
-
-
-def section(name: str) -> ModuleType:
-    return importlib.import_module(f"specrl.bench.gpu.{name}")

@@ -19,23 +19,15 @@ from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 LIKELY = tuple(range(8, 18))  # what the sharp policy likes, so that even an untrained drafter of these is often right
 GIB = 2**30
 Row = dict[str, Any]
+SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "head_dim", "vocab_size")
 
 
-def decoder(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=False,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    )
+def decoder(*sizes: int) -> Qwen3Config:
+    """A model with these `SIZES`."""
+    settings: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Qwen3Config(**settings, **tokens, **dict(zip(SIZES, sizes, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -74,9 +66,9 @@ def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> C
     )
 
 
-def write_config(model: Qwen3Config, max_length: int, directory: Path) -> Path:
+def write_config(model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16") -> Path:
     """Write a model's directory without weights, for engines that make up their own; return the directory."""
-    model.max_position_embeddings, model.dtype = max_length, "bfloat16"
+    model.max_position_embeddings, model.dtype = max_length, dtype
     model.save_pretrained(directory)
     character_tokenizer(max_length).save_pretrained(directory)
     return directory
@@ -86,9 +78,9 @@ def write_policy(
     model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
 ) -> Path:
     """Write a random policy, which if `sharp` likes the tokens of `LIKELY`, each a bit less than the one before."""
+    write_config(model, max_length, directory, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model.max_position_embeddings, model.dtype = max_length, dtype
         policy = Qwen3ForCausalLM(model)
     if sharp:
         embeddings, head = policy.model.embed_tokens.weight.data, policy.lm_head.weight.data
@@ -97,7 +89,6 @@ def write_policy(
         head.mul_(2)[:, 0] = -3.0
         head[list(LIKELY), 0] = -0.05 * torch.arange(len(LIKELY))
     policy.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="50GB")
-    character_tokenizer(max_length).save_pretrained(directory)
     return directory
 
 

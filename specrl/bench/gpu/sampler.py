@@ -70,19 +70,13 @@ def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator
     """Yield the rows of an implementation beside PyTorch."""
     vocab_size = scale.served.vocab_size
     for rows in scale.rows:
-        for case in (
-            *_picking(own.sampling, rows, vocab_size, device),
-            _verifying(own.sampling, rows, vocab_size, device),
-            *_drafting(own.drafts, rows, scale, device),
-        ):
-            yield {
-                "of": own.name,
-                "what": case.what,
-                "rows": case.rows,
-                "unexplained": sum(map(_different, case.found, case.expected)),
-                "us": _microseconds(case.own, scale, device),
-                "pytorch_us": _microseconds(case.pytorch, scale, device),
-            }
+        verifying = _verifying(own.sampling, rows, vocab_size, device)
+        drafting = _drafting(own.drafts, rows, scale, device)
+        for case in (*_picking(own.sampling, rows, vocab_size, device), verifying, *drafting):
+            unexplained = sum(map(_different, case.found, case.expected))
+            row: Row = {"of": own.name, "what": case.what, "rows": case.rows, "unexplained": unexplained}
+            row["us"] = _microseconds(case.own, scale, device)
+            yield row | {"pytorch_us": _microseconds(case.pytorch, scale, device)}
 
 
 def _picking(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
@@ -111,10 +105,9 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
 
 def _drafting(own: type[DeviceDrafts], rows: int, scale: Scale, device: torch.device) -> Iterator[Case]:
     texts = FollowedTexts(rows, scale.length, scale.served.vocab_size, device)
-    made, reference = texts.drafts(own), texts.drafts(DeviceDrafts)
-    both = texts.iterate(made), texts.iterate(reference)
-    yield Case("compare text", rows, *both, partial(texts.observe, made), partial(texts.observe, reference))
-    yield Case("draft from text", rows, *both, partial(texts.choose, made), partial(texts.choose, reference))
+    (found, works), (expected, references) = texts.follow(own), texts.follow(DeviceDrafts)
+    for what, work in works.items():
+        yield Case(what, rows, found, expected, work, references[what])
 
 
 def _different(found: Tensor, expected: Tensor) -> int:

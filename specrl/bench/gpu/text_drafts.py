@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,27 +40,21 @@ class FollowedTexts:
         slots = torch.from_numpy(random.permutation(requests)).int().to(device)
         self._batch, self._drafter = Batch(slots, torch.full_like(slots, NEW)), torch.from_numpy(drafter).to(device)
 
-    def drafts(self, kind: type[DeviceDrafts]) -> DeviceDrafts:
-        """Drafts of this kind, at their beginning."""
+    def follow(self, kind: type[DeviceDrafts]) -> tuple[list[Tensor], dict[str, Callable[[], object]]]:
+        """Have drafts of this kind chosen and compared.
+
+        Return them with all that is kept in the end, and calls that compare and choose the last ones again.
+        """
         made = kind(len(self._drafter), K, self._drafter.device)
         made.index, made.has_drafter = self._index, True
         made.begin([2])
         made.expect(np.random.default_rng(0).random((K + 1, NOTHING)), recalls=True)
-        return made
-
-    def iterate(self, made: DeviceDrafts) -> list[Tensor]:
-        """Have drafts chosen and compared; return them, and all that is kept in the end."""
+        *iterations, last = self._requests
         chosen = []
-        for requests in self._requests[:-1]:
+        for requests in iterations:
             made.observe(requests, self._batch)
             chosen.append(made.choose(requests, self._batch, self._drafter, K))
         kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
-        return [*chosen, *(values.clone() for values in kept)]
-
-    def observe(self, made: DeviceDrafts) -> None:
-        """Compare the last drafts of `iterate` with what comes after them, as often as one likes."""
-        made.observe(self._requests[-1], self._batch)
-
-    def choose(self, made: DeviceDrafts) -> None:
-        """Choose the last drafts of `iterate` again."""
-        made.choose(self._requests[-2], self._batch, self._drafter, K)
+        choose = partial(made.choose, iterations[-1], self._batch, self._drafter, K)
+        again = {"compare text": partial(made.observe, last, self._batch), "draft from text": choose}
+        return [*chosen, *(values.clone() for values in kept)], again

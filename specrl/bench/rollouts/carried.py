@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from specrl.bench.job import BenchJob, say
-from specrl.bench.pages import hardware, table, write_results
-from specrl.bench.rollouts.engines import speculation_of
+from specrl.bench.pages import hardware, table, titled, write_results
+from specrl.bench.rollouts.engines import by_prompt, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError
 from specrl.rollout.engine import Generation, Request, start_engine
@@ -31,13 +32,8 @@ They agree for a median of {median:.0f} tokens; one by one: {agree}.
 *the same* is the share of responses that agree to the end of the part of each row; *followed* is the share of the
 tokens that were accepted drafts, *accepted* that of the drafted tokens; *tokens an iteration* are those of a request.
 """
-COLUMNS = {
-    "tokens": "part",
-    "the same": "same",
-    "followed": "followed",
-    "accepted": "accepted",
-    "tokens an iteration": "tokens_per_iteration",
-}
+COLUMNS = {"tokens": "part", "the same": "same", **titled("followed", "accepted")}
+COLUMNS |= {"tokens an iteration": "tokens_per_iteration"}
 
 
 def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens: int) -> None:
@@ -51,11 +47,8 @@ def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens
     say(f"before the update: {before.num_tokens} tokens in {before.seconds:.0f} s")
     engine.refit(read_weights(subject.policy_dir), None)
     engine.set_k(engine.longest_k)
-    texts, seeds = dict[tuple[int, ...], list[list[int]]](), dict[tuple[int, ...], list[int]]()
-    for request, response in zip(requests, before.responses, strict=True):
-        texts.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
-        seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
-    engine.set_replay(texts, seeds)
+    texts = by_prompt(requests, [response.tokens for response in before.responses])
+    engine.set_replay(texts, by_prompt(requests, [request.seed for request in requests]))
     after = engine.generate(requests, learn=False)
     say(f"after the update: {after.num_tokens} tokens in {after.seconds:.0f} s")
     engine.shutdown()
@@ -95,22 +88,18 @@ def compared(requests: Sequence[Request], before: Generation, after: Generation)
             start = draft.context - len(request.prompt_tokens)
             drafted[place, start : start + draft.drafted] += 1
             accepted[place, start : start + draft.accepted] += 1
-
-    def row(part: str, among: Any) -> dict[str, Any]:
+    whole, positions = np.ones_like(same), np.arange(new.shape[1])
+    ends = [*(end for end in ENDS if end < len(positions)), len(positions)]
+    parts = {
+        f"{first + 1} to {end}": whole & (first <= positions) & (positions < end) for first, end in pairwise([0, *ends])
+    }
+    parts |= {"before the first difference": same, "from it on": ~same, "all": whole}
+    rows: list[dict[str, Any]] = []
+    for part, among in parts.items():
         tokens, hits = int(among.sum()), int(accepted[among].sum())
-        return {
-            "part": part,
-            "followed": hits / max(1, tokens),
-            "accepted": hits / max(1, int(drafted[among].sum())),
-            "tokens_per_iteration": tokens / max(1, tokens - hits),
-        }
-
-    ends = [*(end for end in ENDS if end < new.shape[1]), new.shape[1]]
-    rows = []
-    for first, end in zip([0, *ends], ends, strict=False):
-        among = np.zeros_like(same)
-        among[:, first:end] = True
-        rows.append(row(f"{first + 1} to {end}", among) | {"same": float(same[:, end - 1].mean())})
-    rows += [row("before the first difference", same), row("from it on", ~same), row("all", np.ones_like(same))]
-    rows[-1] |= {"same": float(same[:, -1].mean()), "agree": same.sum(axis=1).tolist()}
+        shares = {"followed": hits / max(1, tokens), "accepted": hits / max(1, int(drafted[among].sum()))}
+        rows.append({"part": part, **shares, "tokens_per_iteration": tokens / max(1, tokens - hits)})
+    for row, end in zip([*rows[: len(ends)], rows[-1]], [*ends, len(positions)], strict=True):
+        row["same"] = float(same[:, end - 1].mean())
+    rows[-1]["agree"] = same.sum(axis=1).tolist()
     return rows, float(np.abs(old_logprobs - logprobs)[same].mean()) if same.any() else 0.0

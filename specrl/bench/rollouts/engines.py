@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specrl.bench.job import say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
@@ -16,7 +17,6 @@ from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
-LOG_FILE = "stock.log"
 GPU_SHARE = 0.85  # of a GPU's memory for all engines together
 KV_CACHE_GIB = 0.5  # at most, on a CPU: all engines exist at once
 
@@ -32,9 +32,9 @@ class Engines:
 
     def add_stock(self, lengths: Mapping[int, int], folder: Path) -> None:
         """Start stock vLLM; `lengths` are those of the natural response to each request, by the request's seed."""
-        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / LOG_FILE)
-        say("stock vLLM: started")
+        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
         self.stock = StockVariant(engine, lengths)
+        say("stock vLLM: started")
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft methods; those with replay draft from `stored` responses, by prompt."""
@@ -63,13 +63,10 @@ class Engines:
         config = self.subject.config
         longest = max([k for k in self.options.ks if isinstance(k, int)], default=3)
         speculation = speculation_of(config.speculation, method, longest if method != PLAIN else 0)
-        engine = config.engine.model_copy(
-            update={
-                "max_num_seqs": max(config.engine.max_num_seqs, *self.options.batches),
-                "gpu_memory_fraction": self._share,
-                "kv_cache_gib": min(config.engine.kv_cache_gib, KV_CACHE_GIB),
-            }
-        )
+        cache = min(config.engine.kv_cache_gib, KV_CACHE_GIB)
+        settings = {"gpu_memory_fraction": self._share, "kv_cache_gib": cache}
+        settings["max_num_seqs"] = max(config.engine.max_num_seqs, *self.options.batches)
+        engine = config.engine.model_copy(update=settings)
         return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
@@ -84,8 +81,8 @@ def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationCo
     return SpeculationConfig.model_validate(run.model_dump() | {"method": method, "k": k, "draft_model": draft_model})
 
 
-def stored_responses(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, ...], list[list[int]]]:
-    found: dict[tuple[int, ...], list[list[int]]] = {}
-    for request, response in zip(requests, engine.generate(list(requests)).responses, strict=True):
-        found.setdefault(tuple(request.prompt_tokens), []).append(response.tokens)
+def by_prompt(requests: Sequence[Request], values: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for request, value in zip(requests, values, strict=True):
+        found.setdefault(tuple(request.prompt_tokens), []).append(value)
     return found

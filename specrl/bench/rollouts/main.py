@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
+from specrl.bench.pages import titled
 from specrl.bench.rollouts import carried
-from specrl.bench.rollouts.engines import Engines, stored_responses
-from specrl.bench.rollouts.rounds import LEAST_REQUESTS, compared, measure, rounds_of, write_rounds
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.rollouts.engines import Engines, by_prompt
+from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, compared, measure, rounds_of, write_rounds
+from specrl.bench.spread import ratios
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -37,17 +39,8 @@ batch 8 there are eight of them, one batch after another. Prefill is part of the
 `adaptive` leaves it to the engine, after uncounted runs in which it learned its times. Replay has one stored response
 per prompt, sampled from the same policy with other seeds.
 """
-COLUMNS = {
-    "batch": "batch",
-    "method": "method",
-    "k": "k",
-    "tokens/s": "tokens_per_s",
-    "speedup": "speedup",
-    "over stock": "speedup_over_stock",
-    "acceptance length": "acceptance_length",
-    "by position": "acceptance_rate_per_pos",
-    "steps": "decode_steps",
-}
+COLUMNS = titled("batch", "method", "k") | RATE | {"over stock": "speedup_over_stock"} | ACCEPTANCE
+COLUMNS |= {"steps": "decode_steps"}
 
 
 def main(job: BenchJob) -> None:
@@ -63,10 +56,13 @@ def main(job: BenchJob) -> None:
         leave()
         return
     engines = Engines(subject, options)
-    answers = engines.plain.engine.generate(requests).responses
-    lengths = {request.seed: len(answer.tokens) for request, answer in zip(requests, answers, strict=True)}
+    others = pool(prompts, subject.config, "bench replay")
+    natural, stored = (
+        [response.tokens for response in engines.plain.engine.generate(asked).responses] for asked in (requests, others)
+    )
+    lengths = {request.seed: len(tokens) for request, tokens in zip(requests, natural, strict=True)}
     engines.add_stock(lengths, job.folder)
-    engines.add_methods(stored_responses(engines.plain.engine, pool(prompts, subject.config, "bench replay")))
+    engines.add_methods(by_prompt(others, stored))
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
         lasting = longest(requests, lengths, max(batch, LEAST_REQUESTS), options.max_tokens)
@@ -101,7 +97,7 @@ def measure_batch(engines: Engines, rounds: list[list[Request]], batch: int) -> 
             "batch": batch,
             **compared(found, measured[0]),
             "speedup_over_stock": ratios(found.rates, stock.rates).median,
-            "stock_tokens_per_s": Spread.of(stock.rates).median,
+            "stock_tokens_per_s": median(stock.rates),
             "decode_steps": found.stats.decode_steps,
         }
         for variant, found in zip(variants, measured, strict=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 
 from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, hardware, table, write_results
-from specrl.bench.spread import Spread, order_of, ratios
+from specrl.bench.spread import order_of, ratios
 from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 
 LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
+RATE = {"tokens/s": "tokens_per_s", "speedup": "speedup"}  # columns of `compared`, by title
+ACCEPTANCE = {"acceptance length": "acceptance_length", "by position": "acceptance_rate_per_pos"}
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,10 @@ def measure(
 
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
     """The columns of acceptance, equal tokens, and speed beside plain decoding in the same rounds."""
-    speedup, stats = ratios(own.rates, plain.rates), own.stats
+    stats = own.stats
     return {
-        "tokens_per_s": Spread.of(own.rates).median,
-        "speedup": speedup.median,
-        "speedup_min": speedup.least,
-        "speedup_max": speedup.greatest,
+        "tokens_per_s": median(own.rates),
+        **ratios(own.rates, plain.rates).columns("speedup"),
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
         "responses": len(own.tokens),

@@ -13,13 +13,11 @@ from specrl.projection.simulator.measured import GPUS, DraftCounts, step_seconds
 def on_gpus(epochs: Iterable[Sequence[DraftCounts]], drafter_updates: float) -> dict[str, list[float]]:
     """Columns with a figure for each epoch, in which engines choose between these draft lengths."""
     lengths = [tuple(epoch) for epoch in epochs]
-    plain = (DraftCounts(),)
-    return {
-        f"step_{gpus}_gpus_by_epoch": [
-            step_seconds(plain, gpus) / step_seconds(epoch, gpus, drafter_updates) for epoch in lengths
-        ]
-        for gpus in GPUS
-    }
+    found = {}
+    for gpus in GPUS:
+        plain_s = step_seconds((DraftCounts(),), gpus)
+        found[f"step_{gpus}_gpus_by_epoch"] = [plain_s / step_seconds(one, gpus, drafter_updates) for one in lengths]
+    return found
 
 
 def by_batch(rows: Rows) -> list[dict[str, Any]]:

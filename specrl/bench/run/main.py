@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,44 +9,36 @@ from pydantic import TypeAdapter
 
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
-from specrl.bench.pages import hardware
+from specrl.bench.pages import hardware, machine_gib
 from specrl.bench.run.page import write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import make_training, train_in_turn
-from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError
 from specrl.models.shapes import model_shape
 from specrl.projection.budgets import rank_of, stage_budgets
 
 
 def main(job: BenchJob) -> None:
-    train_cells(job, TypeAdapter(RunOptions).validate_python(job.options), job.subject)
+    train_cells(job, TypeAdapter(RunOptions).validate_python(job.options))
 
 
-def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
+def train_cells(job: BenchJob, options: RunOptions) -> None:
     """Train every cell, group by group, and write the rows and the page after each."""
     rows: list[dict[str, Any]] = []
+    subject, steps = job.subject, options.warm_up + options.steps
     # All trainings are prepared before the first one starts, so that what cannot work is refused at once.
-    groups = [
-        {
-            cell.label: make_training(
-                subject,
-                cell,
-                job.folder / f"group-{number}" / f"cell-{place}",
-                options.warm_up + options.steps,
-                options.validate_every,
-                len(group),
-            )
-            for place, cell in enumerate(group)
-        }
-        for number, group in enumerate(options.groups)
-    ]
+    groups = []
+    for number, cells in enumerate(options.groups):
+        rest = steps, options.validate_every, len(cells)
+        folders = [job.folder / f"group-{number}" / f"cell-{place}" for place in range(len(cells))]
+        made = [make_training(subject, *own, *rest) for own in zip(cells, folders, strict=True)]
+        groups.append({training.cell.label: training for training in made})
     for group in groups:
         check_memory([training.context.config for training in group.values()])
     baselines: dict[str, Results] = {}
     for group in groups:
-        if len(group) > 1 or not all(one.was_taken(options.warm_up + options.steps) for one in group.values()):
-            train_in_turn(group, options.warm_up + options.steps)
+        if len(group) > 1 or not all(one.was_taken(steps) for one in group.values()):
+            train_in_turn(group, steps)
         measured = [Results(training, options.warm_up) for training in group.values()]
         baseline = measured[0] if len(group) > 1 else baselines.setdefault(measured[0].training.cell.seed, measured[0])
         machine = {"hardware": hardware(baseline.training.context.config.resources_of("train").cpus_per_rank)}
@@ -59,13 +50,11 @@ def train_cells(job: BenchJob, options: RunOptions, subject: Subject) -> None:
 
 def check_memory(configs: Sequence[Config]) -> None:
     """Check that trainings which are in memory at the same time fit into that of this machine."""
-    budgets = [
-        (config.resources_of("train").ranks, budget)
-        for config in configs
-        for budget in stage_budgets("train", rank_of(config, "train", model_shape(config.model)))
-    ]
-    needed = sum(ranks * budget.needed_gib for ranks, budget in budgets if budget.place == "host")
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    needed, present = 0.0, machine_gib()
+    for config in configs:
+        budgets = stage_budgets("train", rank_of(config, "train", model_shape(config.model)))
+        own = sum(budget.needed_gib for budget in budgets if budget.place == "host")
+        needed += config.resources_of("train").ranks * own
     if needed > present:
         raise ConfigError(
             f"{len(configs)} trainings at once need {needed:.0f} GiB of memory, and this machine has {present:.0f}: "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from specrl.artifacts import write_text
 from specrl.bench.job import BenchJob
-from specrl.bench.pages import Rows, table, write_results
+from specrl.bench.pages import Rows, table, titled, write_results
 from specrl.bench.run.gains import by_batch
 from specrl.projection.simulator.measured import GPUS
 from specrl.report.plots import line_chart
@@ -22,15 +22,9 @@ token, over the baseline's; *same* is the share of responses with the baseline's
 """
 IN_TURN = "Cells take a step each in turn, in another order in every round; while one works, the others wait."
 APART = "They were trained one after the other, so that counts can be compared, and times cannot."
-NAMES = {"cell": "cell", "seed": "seed"}
-SPEED = {
-    "generation": "generation",
-    "step": "step",
-    "end to end": "end_to_end_ratio",
-    "decoding steps": "decode_step_ratio",
-    "acceptance length": "acceptance_length",
-    "same": "same_responses",
-}
+NAMES = titled("cell", "seed")
+SPEED = titled("generation", "step") | {"end to end": "end_to_end_ratio", "decoding steps": "decode_step_ratio"}
+SPEED |= titled("acceptance_length") | {"same": "same_responses"}
 ON_GPUS = {
     "iterations": "iterations_per_token",
     "drafted": "drafted_per_token",
@@ -51,14 +45,9 @@ drafts as one of them does, or nothing, whichever brings the most tokens per sec
 measurements; `specrl project` has the assumptions.
 """
 LEARNED = {
-    "mean reward": "reward_mean",
-    "difference": "reward_difference",
-    "accuracy": "accuracy",
-    "better, worse": "better_and_worse_prompts",
-    "p": "p_value",
-    "token_mult_prob_error": "token_mult_prob_error",
-    "KL": "kl",
-    "rewards by step": "reward_by_step",
+    **{"mean reward": "reward_mean", "difference": "reward_difference", "accuracy": "accuracy"},
+    **{"better, worse": "better_and_worse_prompts", "p": "p_value", "token_mult_prob_error": "token_mult_prob_error"},
+    **{"KL": "kl", "rewards by step": "reward_by_step"},
 }
 LEARNING = """
 *accuracy* is that on the held-out prompts at the end, *better, worse* the numbers of those on which it is above and
@@ -87,7 +76,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
         SCALED + "\n" + table([*rows, *by_batch(rows)], NAMES | ON_GPUS),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
-        + table(rows, NAMES | {name.replace("_", " "): name for name in (*SECONDS, "start_s")}),
+        + table(rows, NAMES | titled(*SECONDS, "start_s")),
     ]
     if failed:
         lines = [f"- {label}: {error}" for label, error in failed.items()]

@@ -1,40 +1,41 @@
-"""One rank of specrl's train stage, a step at a time: `python -m specrl.bench.run.rank CONTEXT.json PARENT`."""
+"""The process of one rank of specrl's train stage, which takes a step at a time; see `Worker`."""
 
 from __future__ import annotations
 
-import sys
+import os
 from itertools import count
-from pathlib import Path
+from multiprocessing.connection import Connection
 
-from specrl.bench.run.turns import Turns
 from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.processes import end_with_parent
 from specrl.progress import Progress
-from specrl.stages import train
 from specrl.tracking import Tracker
 
 
-def run_rank(path: Path, parent: int) -> None:
+def main(parent: Connection) -> None:
     """Build the train stage without MLflow and take the loop's own steps, each when the parent says so."""
-    end_with_parent(parent)
-    turns = Turns()
+    end_with_parent(parent.recv())
+    path, log = parent.recv()
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    from specrl.stages import train  # with what vLLM and Megatron have to say, which belongs into the log
+
     context = StageContext.load(path)
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Tracker())
         first_step = trainer.restore()
         trainer.refit_engine(version=first_step)
-        turns.done()
+        parent.send(None)
         for step in count(first_step):
-            if not turns.wait():
+            try:
+                parent.recv()
+            except EOFError:  # there are no more steps
                 break
             trainer.step(step, progress)
             trainer.checkpoints.wait()  # or it would be written while another side takes its step
-            turns.done()
+            parent.send(None)
         trainer.shutdown()
     leave()
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -16,7 +17,7 @@ from specrl.artifacts import SetScore, read_curve
 from specrl.bench.run.gains import on_gpus
 from specrl.bench.run.page import SECONDS
 from specrl.bench.run.trainings import Training
-from specrl.bench.spread import Spread, ratios
+from specrl.bench.spread import ratios
 from specrl.projection.simulator.measured import DraftCounts
 from specrl.schemas import Rollout, read_folder
 
@@ -57,37 +58,37 @@ class Results:
             found[step] += rollout.num_sampled
         return found
 
+    @property
+    def counted(self) -> range:
+        """The steps after the warm-up."""
+        return range(self.warm_up, len(self.metrics))
+
     def per_token(self, value: Callable[[Metrics], float]) -> list[float]:
-        counted = enumerate(self.metrics[self.warm_up :], self.warm_up)
-        return [value(metrics) / self.tokens[step] for step, metrics in counted]
+        return [value(self.metrics[step]) / self.tokens[step] for step in self.counted]
 
     def drafts(self, steps: range) -> DraftCounts:
         """What drafts were counted to bring in these steps."""
-        tokens = sum(self.tokens[step] for step in steps)
         own = [self.metrics[step] for step in steps]
         requests = [self.tokens[step] - self.metrics[step]["spec/num_accepted_tokens"] for step in steps]
         # All requests of an iteration have its draft length: shorter drafts are padded.
         lengths = [metrics.get("spec/k", 0.0) for metrics in own]
-        has_model = self.training.context.config.speculation.draft_method.has_weights
-        passes = [metrics.get("spec/drafter_passes", 0.0) * has_model for metrics in own]
+        method = self.training.context.config.speculation.draft_method
+        passes = [metrics.get("spec/drafter_passes", 0.0) * method.has_weights for metrics in own]
         responses = [rollout for (step, *_), rollout in sorted(self.responses.items()) if step in steps]
         responses.sort(key=lambda rollout: rollout.num_sampled)
+        alone = [one.num_sampled / max(1, one.num_sampled - one.num_accepted_tokens) for one in responses]
         return DraftCounts(
             k=float(np.average(lengths, weights=requests)),
             passes=float(np.average(passes, weights=[metrics["spec/decode_steps"] for metrics in own])),
-            pace=tokens / sum(requests),
-            paces=tuple(
-                round(rollout.num_sampled / max(1, rollout.num_sampled - rollout.num_accepted_tokens), 3)
-                for rollout in responses
-            ),
-            whole_vocabulary=self.training.context.config.speculation.draft_method.is_policy_layer,
+            pace=sum(self.tokens[step] for step in steps) / sum(requests),
+            paces=tuple(round(pace, 3) for pace in alone),
+            whole_vocabulary=method.is_policy_layer,
         )
 
     def accepted(self, source: str) -> float | None:
         """The share of the tokens drafted from a source of text, in the counted steps, that was accepted."""
-        counted = self.metrics[self.warm_up :]
         drafted, accepted = (
-            sum(metrics.get(f"spec/{source}_{kind}_tokens", 0.0) for metrics in counted)
+            sum(self.metrics[step].get(f"spec/{source}_{kind}_tokens", 0.0) for step in self.counted)
             for kind in ("draft", "accepted")
         )
         return accepted / drafted if drafted else None
@@ -103,30 +104,25 @@ class Results:
             groups.setdefault((step, prompt), []).append(rollout.reward)
         return {key: fmean(rewards) for key, rewards in groups.items()}
 
-    def same_responses(self, baseline: Results) -> float:
-        """The share of the baseline's responses that have the same tokens here."""
-        own, plain = self.responses, baseline.responses
-        return fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
-
     def row(self, baseline: Results, *, in_turn: bool = True) -> dict[str, Any]:
         """All figures; ratios are above 1 where this training is faster than the baseline.
 
         There are none of times where the two did not take their steps in turn.
         """
-        decoding = sum(self.per_token(lambda metrics: metrics["spec/decode_steps"]))
+        decode_steps = itemgetter("spec/decode_steps")
         rewards, before = self.rewards(), baseline.rewards()
         differences = [rewards[key] - before[key] for key in before if key in rewards]
-        same = self.same_responses(baseline)
-        counted = self.metrics[self.warm_up :]
-        drafts = self.drafts(range(self.warm_up, len(self.metrics)))
-        iterations = sum(metrics["spec/decode_steps"] for metrics in counted)
-        iterations_per_token = iterations / sum(self.tokens[step] for step in range(self.warm_up, len(self.metrics)))
+        own, plain = self.responses, baseline.responses
+        same = fmean(key in own and own[key].response_tokens == other.response_tokens for key, other in plain.items())
+        counted, drafts = self.metrics[self.warm_up :], self.drafts(self.counted)
+        iterations = sum(map(decode_steps, counted))
+        iterations_per_token = iterations / sum(self.tokens[step] for step in self.counted)
         return {
             **{"cell": self.training.cell.name, **self.training.cell.values},
             "is_baseline": self is baseline,
             **(self.speedups(baseline) if in_turn else {}),
             "decode_steps": iterations,
-            "decode_step_ratio": decoding / sum(baseline.per_token(lambda metrics: metrics["spec/decode_steps"])),
+            "decode_step_ratio": sum(self.per_token(decode_steps)) / sum(baseline.per_token(decode_steps)),
             "iterations_per_token": iterations_per_token,
             "drafted_per_token": drafts.k / drafts.pace,
             "passes_per_token": drafts.passes * iterations_per_token,
@@ -137,7 +133,7 @@ class Results:
             "reward_mean": fmean(rewards.values()),
             "reward_difference": fmean(differences),
             **self.accuracy(baseline),
-            "tokens_equal": same == 1 and len(self.responses) == len(baseline.responses),
+            "tokens_equal": same == 1 and len(own) == len(plain),
             "same_responses": same,
             "reward_by_step": [metrics["reward/mean"] for metrics in self.metrics],
             "acceptance_length_by_step": [metrics.get("spec/acceptance_length", 1.0) for metrics in self.metrics],
@@ -162,12 +158,14 @@ class Results:
         }
 
     def speedups(self, baseline: Results) -> dict[str, float]:
-        rates = [one.tokens.total() / one.training.end_to_end_s for one in (self, baseline)]
-        return {
-            **_columns("generation", _ratios(self, baseline, lambda metrics: metrics["timing/generation_s"])),
-            **_columns("step", _ratios(self, baseline, measured_seconds)),
-            "end_to_end_ratio": rates[0] / rates[1],
-        }
+        def step_s(metrics: Metrics) -> float:
+            return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
+
+        found: dict[str, float] = {}
+        for name, seconds in (("generation", itemgetter("timing/generation_s")), ("step", step_s)):
+            found |= ratios(baseline.per_token(seconds), self.per_token(seconds)).columns(f"{name}_ratio")
+        own, before = (one.tokens.total() / one.training.end_to_end_s for one in (self, baseline))
+        return found | {"end_to_end_ratio": own / before}
 
     def projected(self) -> dict[str, Any]:
         """What drafts brought, epoch by epoch, and the step of an 8B policy on GPUs with it.
@@ -189,15 +187,3 @@ class Results:
             "drafter_updates": updates,
             **on_gpus([[one] for one in drafts], updates),
         }
-
-
-def measured_seconds(metrics: Metrics) -> float:
-    return metrics["timing/step_s"] - metrics.get("timing/validation_s", 0.0)
-
-
-def _ratios(own: Results, baseline: Results, seconds: Callable[[Metrics], float]) -> Spread:
-    return ratios(baseline.per_token(seconds), own.per_token(seconds))
-
-
-def _columns(name: str, spread: Spread) -> dict[str, float]:
-    return {f"{name}_ratio": spread.median, f"{name}_min": spread.least, f"{name}_max": spread.greatest}

@@ -75,7 +75,7 @@ class Training:
         names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         worker = Worker(
             f"rank {rank} of {self.cell.label}",
-            ["specrl.bench.run.rank", str(folder / CONTEXT_FILE)],
+            folder / CONTEXT_FILE,
             {name: str(value) for name, value in names.items()},
             folder / f"rank-{rank}.log",
         )
@@ -93,7 +93,6 @@ def make_training(
         raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
     inputs = dict(subject.stages)
-    pretrained = inputs["pretrain"]
     adopts = config.adopts_drafter and config.drafter.source != subject.config.drafter.source
     if adopts:
         inputs["pretrain"] = folder / "pretrain"
@@ -111,7 +110,7 @@ def make_training(
     shutil.rmtree(folder, ignore_errors=True)
     if adopts:
         adopt_drafter(fetch_source(config), subject.first_policy_dir, folder / "drafter")
-        result = read_result(pretrained, PretrainResult)
+        result = read_result(subject.stages["pretrain"], PretrainResult)
         write_result(inputs["pretrain"], result.model_copy(update={"drafter_dir": folder / "drafter"}))
     context.save(folder / CONTEXT_FILE)
     return training
