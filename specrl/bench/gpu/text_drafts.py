@@ -55,6 +55,6 @@ class FollowedTexts:
             made.observe(requests, self._batch)
             chosen.append(made.choose(requests, self._batch, self._drafter, K))
         kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
-        choose = partial(made.choose, iterations[-1], self._batch, self._drafter, K)
-        again = {"compare text": partial(made.observe, last, self._batch), "draft from text": choose}
+        again: dict[str, Callable[[], object]] = {"compare text": partial(made.observe, last, self._batch)}
+        again["draft from text"] = partial(made.choose, iterations[-1], self._batch, self._drafter, K)
         return [*chosen, *(values.clone() for values in kept)], again
