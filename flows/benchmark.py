@@ -34,7 +34,7 @@ from specrl.keys import file_digest, model_fingerprint
 from specrl.report.results import find_stages
 from specrl.tracking import log_cell
 from tasks.display import Reporter
-from tasks.run import cancel_jobs, forget_stop, work
+from tasks.run import end_jobs, forget_stop, work
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
                 errors |= {cell.label: error} if error is not None else {}
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
-            cancel_jobs(of_jobs.run_dir, reporter.note)  # running threads then find that they were asked to stop
+            end_jobs(of_jobs.run_dir, reporter.note)  # running threads then find that they were asked to stop
             raise
     return errors
 

@@ -66,9 +66,6 @@ _DEFINITIONS = (
     ),
     Metric("spec/continued_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens of these drafts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
-    Metric(
-        "spec/drafter_passes", "", "Passes of the drafter in an iteration, a mean as spec/k; none while text suffices."
-    ),
     Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
     Metric("spec/chosen_k_batch_I", "tokens", "Draft length chosen for I running requests, with speculation.adaptive."),
     Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Tokens per second that are expected with this length."),

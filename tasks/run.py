@@ -154,10 +154,15 @@ def forget_stop(run_dir: Path) -> None:
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
-def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
+def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
     """Cancel all jobs of a run, `say` what became of each, and let no thread of this process submit another one."""
-    config = readable_config(run_dir)
     write_text(run_dir / STOP_FILE, "")
     with _submitting:  # the job that another thread is submitting is among those that are cancelled
-        for key, job in live_jobs(config).items():
-            say(_cancel(job, run_dir / "stages" / key, config))
+        cancel_jobs(run_dir, say)
+
+
+def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
+    """Cancel all jobs of a run, as far as their schedulers can be told to, and `say` what became of each."""
+    config = readable_config(run_dir)
+    for key, job in live_jobs(config).items():
+        say(_cancel(job, run_dir / "stages" / key, config))

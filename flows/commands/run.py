@@ -20,7 +20,7 @@ from slurm.submit import backend_of
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.revision import adjustable_keys
 from specrl.report.results import read_config, readable_config
-from tasks.run import ask_to_stop, cancel_jobs
+from tasks.run import ask_to_stop, end_jobs
 
 CHANGEABLE = (
     "Training goes on with another value of: "
@@ -156,7 +156,7 @@ def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
     `specrl stop` lets training finish its step. `specrl resume` continues the run from its newest checkpoint.
     """
     run_dir, ended = find_own_run(name, runs_dir), list[str]()
-    cancel_jobs(run_dir, ended.append)
+    end_jobs(run_dir, ended.append)
     for line in ended or [f"run {run_dir.name} has no job"]:
         print(line)
 

@@ -41,7 +41,7 @@ class Drafting:
         self._recalls = self._learns = False
         self._last: tuple[float, int] | None = None
         """The end of the last iteration, and its draft length, if all requests were decoding."""
-        self._drafted: list[tuple[int, int]] = []
+        self._drafted: list[int] = []
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -65,13 +65,11 @@ class Drafting:
     def follow(self, iteration: Iteration | None) -> None:
         """Learn from the time of the engine's last iteration; None where it had no result yet."""
         now = time.perf_counter()
-        # What the device chose is known an iteration or two later; to know it earlier the host would have to wait.
-        self._text.is_covered = iteration is not None and iteration.is_covered
         if iteration is None or not iteration.all_decoding:
             self._last = None
             return
         k = self._lengths[iteration.batch]
-        self._drafted.append((k, self._text.passes_of(k)))
+        self._drafted.append(k)
         if self._last is not None and self._last[1] == k and self._learns and self._fixed is None:
             self.costs.observe(iteration.batch, k, now - self._last[0])
         self._last = now, k
@@ -86,13 +84,12 @@ class Drafting:
     def end(self) -> None:
         """Learn from the drafts of a generation."""
         if self._learns:
-            self.costs.acceptance.learn(self._text.drafts.counts())
+            self.costs.acceptance.learn(self._text.drafts.counts(), self._text.drafter_k)
 
     def metrics(self) -> dict[str, float]:
-        """Mean draft length and passes of the iterations since the last call, and what is chosen for batch sizes."""
-        drafted, self._drafted = self._drafted, []
-        means = (fmean(values) for values in zip(*drafted, strict=True))
-        found = dict(zip(("spec/k", "spec/drafter_passes"), means, strict=False))
+        """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
+        lengths, self._drafted = self._drafted, []
+        found = {"spec/k": fmean(lengths)} if lengths else {}
         for choice in self.chosen():
             chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
             found |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}

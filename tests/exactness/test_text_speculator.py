@@ -162,21 +162,6 @@ def test_text_changes_no_token_and_is_compared(
             assert (counts.right == wanted.right).all()
 
 
-def test_the_drafter_rests_while_text_has_a_draft_for_each_request(
-    directories: tuple[Path, Path], plain: list[list[int]]
-) -> None:
-    requests, tokens = REQUESTS[:6], plain[:6]
-    with running(*directories, config_of("eagle3+replay", 3)) as engine:
-        drafting: Any = engine.drafting
-        passes = []
-        for stored in (Stored(), by_prompt(requests, tokens)):
-            drafting.metrics()  # those of earlier generations
-            assert answers(engine, requests, stored)[0] == tokens
-            passes.append(drafting.metrics()["spec/drafter_passes"])
-    assert passes[0] == 3
-    assert passes[1] < 1.5
-
-
 def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:
     policy = write_mtp_model(tmp_path / "policy", "mimo")
     requests = [request for request in REQUESTS if len(request.prompt_tokens) + request.max_tokens < 120][:40]

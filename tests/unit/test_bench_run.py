@@ -47,7 +47,7 @@ def make_results(
         write_rollouts(rollout_path(stage / "rollouts", step, 0), rollouts)
         times = {"timing/step_s": taken, "timing/generation_s": taken - 2, "timing/validation_s": 1.0}
         others = {"reward/mean": 0.5, "spec/acceptance_length": 2.0, "spec/decode_steps": taken}
-        others |= {"spec/num_draft_tokens": 0.0, "spec/num_accepted_tokens": 2.0 * accepted, "spec/drafter_passes": 3.0}
+        others |= {"spec/num_draft_tokens": 0.0, "spec/num_accepted_tokens": 2.0 * accepted}
         record = {"step": step, "metrics": times | others}
         (stage / "steps" / f"step={step:06d}.json").write_text(json.dumps(record))
     context = StageContext(Config(name="r"), "train", "train-0", stage, {}, "")

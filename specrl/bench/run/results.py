@@ -72,8 +72,10 @@ class Results:
         requests = [self.tokens[step] - self.metrics[step]["spec/num_accepted_tokens"] for step in steps]
         # All requests of an iteration have its draft length: shorter drafts are padded.
         lengths = [metrics.get("spec/k", 0.0) for metrics in own]
-        method = self.training.context.config.speculation.draft_method
-        passes = [metrics.get("spec/drafter_passes", 0.0) * method.has_weights for metrics in own]
+        speculation = self.training.context.config.speculation
+        method = speculation.draft_method
+        most = speculation.draft_lengths[0] if method.has_weights else 0
+        passes = [min(most, metrics.get("spec/k", most)) for metrics in own]
         responses = [rollout for (step, *_), rollout in sorted(self.responses.items()) if step in steps]
         responses.sort(key=lambda rollout: rollout.num_sampled)
         alone = [one.num_sampled / max(1, one.num_sampled - one.num_accepted_tokens) for one in responses]

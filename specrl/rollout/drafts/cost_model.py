@@ -64,20 +64,15 @@ class Acceptance:
         agreements = np.array([OWN_SEED, *SIZES, *SIZES])
         self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
-    def learn(self, counts: Counts) -> None:
-        """Learn from the counters of a generation."""
+    def learn(self, counts: Counts, passes: int | None = None) -> None:
+        """Learn from the counters of a generation, in which drafts of the drafter had at most `passes` tokens."""
+        own = slice(0, self._drafter_k if passes is None else passes)
         weights = np.minimum(1, TEXT_WINDOW / np.maximum(self._seen[:, :1], 1))
-        self._seen = self._seen * weights + self._with_drafters(counts.seen[:NOTHING])
-        self._right = self._right * weights + self._with_drafters(counts.right[:NOTHING])
+        self._seen = self._seen * weights + _with_drafters(counts.seen[:NOTHING], own)
+        self._right = self._right * weights + _with_drafters(counts.right[:NOTHING], own)
         weight = min(1, TEXT_WINDOW / max(self._offered.sum(), 1))
         self._offered = self._offered * weight + counts.offered
         self._own = self._own * weight + self.own_share * counts.offered.sum()
-
-    def _with_drafters(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        # The drafter's own tokens, with text behind them or without.
-        counts, own = counts.copy(), slice(0, self._drafter_k)
-        counts[DRAFTERS, own] = counts[CONTINUED, own] = counts[DRAFTERS, own] + counts[CONTINUED, own]
-        return counts
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
@@ -117,6 +112,13 @@ class Acceptance:
         shares[OWN] = self.own_share * followed
         tokens: Floats = 1 + self.accepted() @ shares[:NOTHING]
         return tokens
+
+
+def _with_drafters(counts: NDArray[np.int64], own: slice) -> NDArray[np.int64]:
+    # The drafter's own tokens, with text behind them or without.
+    counts = counts.copy()
+    counts[DRAFTERS, own] = counts[CONTINUED, own] = counts[DRAFTERS, own] + counts[CONTINUED, own]
+    return counts
 
 
 class Seconds:

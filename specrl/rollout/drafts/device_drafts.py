@@ -88,7 +88,7 @@ class DeviceDrafts:
         self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
-        """Whether a drafter might have drafts, in iterations without them too."""
+        """Whether there is a drafter, in iterations without its drafts too."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -189,7 +189,9 @@ class DeviceDrafts:
         found = self.index.find_by_last(torch.cat((drafter.flip(1), last), 1)[:, :LONGEST], prompts)
         worth = self.behind[length, drafter.shape[1]][found.kinds]
         best = worth.argmax(1, keepdim=True)
-        text = self.index.ahead(found.places.gather(1, best)[:, 0], self.k - drafter.shape[1])
+        # Only where some of it will be verified: what is found must not count as the drafter's otherwise.
+        places = found.places if length > drafter.shape[1] else torch.zeros_like(found.places)
+        text = self.index.ahead(places.gather(1, best)[:, 0], self.k - drafter.shape[1])
         return until_end(torch.cat((drafter, text), 1)), worth.gather(1, best)[:, 0]
 
     def offers(self, drafter: Tensor | None) -> bool:

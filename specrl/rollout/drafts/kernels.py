@@ -155,7 +155,7 @@ def find_drafts(
     owner, first_kind = tl.where(candidate == 1, prompt, ANY_PROMPT), tl.where(candidate == 1, STORED, RECENT_TEXT)
     searched = keys, places, num_keys, key_steps, hashing, last_of_size
     found, kind = _by_last(*searched, last, owner, first_kind, none)
-    asked = drafter, passes, all_tokens + slot * stride, length, first
+    asked = drafter, passes, draft_length, all_tokens + slot * stride, length, first
     behind = worth_behind + (draft_length * (k + 1) + passes) * KINDS
     after, worth_after = _continuing(searched, owner, first_kind, *asked, behind, none)
 
@@ -206,7 +206,7 @@ def _own_place(text, facts, length, last, none):
 
 
 @triton.jit
-def _continuing(searched, owner, first_kind, drafter, passes, response, length, first, worth, none):
+def _continuing(searched, owner, first_kind, drafter, passes, draft_length, response, length, first, worth, none):
     """The place of the text behind the drafter's tokens, searched for as if they had come, and what both are worth."""
     back, candidate = tl.arange(0, LONGEST), tl.arange(0, CANDIDATES)
     earlier = length - 1 - back + passes
@@ -217,7 +217,7 @@ def _continuing(searched, owner, first_kind, drafter, passes, response, length, 
     is_text = (candidate > 0) & (candidate < CANDIDATES - 1)
     worth = tl.where(is_text, tl.load(worth + kind), float("-inf"))
     place = tl.sum(tl.where(candidate == tl.argmax(worth, 0), found, 0))
-    return tl.where(passes > 0, place, none), tl.max(worth, 0)
+    return tl.where((passes > 0) & (draft_length > passes), place, none), tl.max(worth, 0)
 
 
 @triton.jit

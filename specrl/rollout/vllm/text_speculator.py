@@ -66,11 +66,9 @@ class TextSpeculator:
     def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
         self.drafter_k = drafter_k
         """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
-        self.is_covered = False
-        """Whether text is expected to have a draft for each request, so that the drafter makes no pass."""
         k = speculator.num_speculative_steps
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
-        self._has_drafter = drafter_k > 0
+        self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self.texts = requests.texts
         """The texts to draft from; what changes there counts from the next `begin` on."""
@@ -79,16 +77,11 @@ class TextSpeculator:
     def begin(self, stop_tokens: Sequence[int]) -> None:
         """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
         self.refresh()
-        self.is_covered = False
         self.drafts.begin(stop_tokens)
 
     def refresh(self) -> None:
         """Draft from the texts that there are by now, as far as they have an index."""
         self.drafts.index = self.texts.index(self.drafts.device)
-
-    def passes_of(self, length: int) -> int:
-        """How many passes the drafter makes for drafts of this length."""
-        return 0 if self.is_covered else min(length, self.drafter_k)
 
     @torch.inference_mode()
     def propose(self, *arguments: Any, **options: Any) -> Tensor:
@@ -99,11 +92,10 @@ class TextSpeculator:
         del asked["self"]
         length = asked["num_speculative_tokens"]
         length = self.drafts.k if length is None else length
-        passes, batch = self.passes_of(length), Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
+        passes, batch = min(length, self.drafter_k), Batch(asked["input_batch"].idx_mapping, asked["num_sampled"])
         if asked["dummy_run"]:
             self._from_drafter(asked, passes)
             return torch.zeros_like(self._requests.draft_tokens[: asked["input_batch"].num_reqs])
-        self.drafts.has_drafter = self._has_drafter and not self.is_covered
         # Also while nothing is drafted, so that it is known what text might have brought.
         self.drafts.observe(self._known(), batch)
         return self.drafts.choose(self._known(), batch, self._from_drafter(asked, passes), length)

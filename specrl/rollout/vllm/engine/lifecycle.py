@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from specrl.processes import importing
-from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.rollout.errors import RefitError
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
@@ -46,8 +45,6 @@ class Iteration(NamedTuple):
     """The number of requests that got tokens."""
     all_decoding: bool
     """Whether none of these were their first tokens."""
-    is_covered: bool
-    """Whether all of them had a draft from text alone."""
 
 
 class VllmEngine:
@@ -147,10 +144,10 @@ class VllmEngine:
         outputs = self.llm.engine_core.get_output().outputs
         requests = [self._running[output.request_id] for output in outputs]
         decoding = sum(bool(request.tokens) for request in requests)
-        drafts = [request.take(output) for request, output in zip(requests, outputs, strict=True)]
+        for request, output in zip(requests, outputs, strict=True):
+            request.take(output)
         self.decode_steps += decoding > 0
-        is_covered = all(draft is not None and draft.source in (REPLAY, RECENT) for draft in drafts)
-        self.last = Iteration(len(outputs), decoding == len(outputs), is_covered) if outputs else None
+        self.last = Iteration(len(outputs), decoding == len(outputs)) if outputs else None
         finished = [request for request in requests if request.finish_reason is not None]
         # Those that a stop string has ended still run in vLLM; of the others it knows no more.
         self.llm.engine_core.abort_requests([request.name for request in finished])

@@ -38,8 +38,8 @@ class RunningRequest:
     """When its last token arrived, in Unix seconds."""
     _routes: list[NDArray[Any]] = field(default_factory=list)
 
-    def take(self, output: Any) -> VerifiedDraft | None:
-        """Take one of vLLM's `EngineCoreOutput`s, and return the draft that was verified in it, if any.
+    def take(self, output: Any) -> None:
+        """Take one of vLLM's `EngineCoreOutput`s.
 
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite.
@@ -54,7 +54,7 @@ class RunningRequest:
         self.finished_at = time.time()
         if not self.tokens:
             self.started_at = self.finished_at
-        context, draft = self.prompt_length + len(self.tokens), None
+        context = self.prompt_length + len(self.tokens)
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             columns = Columns(*output.new_logprobs.logprobs.T.tolist())
@@ -63,8 +63,7 @@ class RunningRequest:
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
             if drafted:
                 accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
-                draft = VerifiedDraft(context, drafted, accepted, SOURCES[source])
-                self.drafts.append(draft)
+                self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         if output.routed_experts is not None:
@@ -73,7 +72,6 @@ class RunningRequest:
             self.finish_reason = str(output.finish_reason)
         if self.stops is not None:
             self._stop(self.stops, context - self.prompt_length)
-        return draft
 
     def _stop(self, stops: StopStrings, before: int) -> None:
         if (length := stops.length(self.tokens, before)) is None:
