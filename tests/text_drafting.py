@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY
+from specrl.rollout.drafts.acceptance import CONTINUED_DRAFT, DRAFTER, RECENT, REPLAY
 from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import (
     ANY_PROMPT,
+    CONTINUED,
     DRAFTERS,
     END,
     LONGEST,
@@ -150,7 +151,7 @@ def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor, index: Tex
 def source_of(kind: int) -> str:
     if kind < RECENT_TEXT:
         return REPLAY
-    return DRAFTER if kind == DRAFTERS else RECENT
+    return {DRAFTERS: DRAFTER, CONTINUED: CONTINUED_DRAFT}.get(kind, RECENT)
 
 
 class Run:

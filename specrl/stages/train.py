@@ -212,8 +212,8 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
         best = write_best(context, trainer, last)
     if not trainer.ranks.is_first:
         return
-    reason = trainer.early_stop.reason
-    if reason is not None and all(event.text != reason for event in read_events(folder)):
+    reason, events = trainer.early_stop.reason, read_events(folder)
+    if reason is not None and all(event.text != reason for event in events):
         record_event(folder, "early stop", reason, step=last)
     tracker.log_rollouts(trainer.recorder.rollouts_dir, "rollouts")
     taken = best if best is not None and context.config.train.final == "best" else None
@@ -225,6 +225,8 @@ def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker,
         stopped_early=reason,
         best=best,
         **sum_up(records),
+        drafter_events=(collapses := [event.text for event in events if event.kind == "drafter"]),
+        refit_failures=len(collapses),
         precision=precision_report(trainer),
         seconds=seconds,
     )
@@ -291,9 +293,7 @@ def sum_up(records: list[StepRecord]) -> dict[str, Any]:
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_per_pos": list(stats.acceptance_rate_per_pos),
         "mismatch": mean_of(records, "mismatch"),
-        "drafter_events": [event for record in records for event in record.events],
         "refit_checks": 1 + len(records),
-        "refit_failures": sum(len(record.events) for record in records),
         "refit_max_abs_logprob_diff": max(record.metrics["refit/max_abs_logprob_diff"] for record in records),
     }
 
