@@ -147,7 +147,7 @@ def let_first_rank_wait(trainer: Trainer) -> None:
     """
     ranks, store = trainer.ranks, PrefixStore("uneven", trainer.ranks.store())
     if ranks.rank == ranks.world_size - 1:
-        use: Any = trainer.spot or trainer.generator._bubbles._pregeneration
+        use: Any = trainer.spot or trainer.generator._pregeneration
         work = use.work
 
         def tell(stop: Callable[[], bool]) -> bool:
