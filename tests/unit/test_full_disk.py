@@ -77,6 +77,22 @@ def test_what_was_there_stays_as_it_was_and_the_error_names_the_file(name: str, 
         assert read_lines(path) == ["x" * 10, "x" * 20]
 
 
+def test_a_line_of_another_process_is_not_removed_with_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, '"first"')
+
+    def fail(_: int) -> None:
+        append_line(path, '"other"', flush=False)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(path, '"own"')
+    assert read_lines(path) == ["first", "own", "other"]
+
+
 def failed(run_dir: Path) -> tuple[LocalJob, StageContext]:
     config = Config(name=run_dir.name, runs_dir=run_dir.parent)
     context = StageContext(config, "prepare", "prepare-0", run_dir / "stages" / "prepare-0", {}, "")
