@@ -197,7 +197,7 @@ def _why_no_data(place: Path) -> str:
     if place.is_dir():
         return "no data file lies in this folder"
     if place.exists():
-        return "it is no file, such as a pipe, and data are read more than once"
+        return "it is not a regular file (a pipe, for example), and data are read more than once"
     if place.is_symlink():
         return f"it is a link to {place.readlink()}, which is not there"
     return f"there is no such file{'' if place.suffix else '; a data set of the hub is hub:OWNER/NAME'}"

@@ -22,7 +22,7 @@ from specrl.processes import end_with_parent, free_port, reach_loopback
 
 IDLE_SECONDS = 180  # how long the server may do nothing before it answers, for less than `WORK_SECONDS` of CPU time
 WORK_SECONDS = 1
-START_SECONDS = 900  # how long it may take in all: on a machine that is full, or from a slow disk, imports take minutes
+START_SECONDS = 900  # how long it may take in all: under heavy load, or from a slow disk, imports take minutes
 PATIENCE_SECONDS = 20  # until it is said what is waited for
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -106,7 +106,7 @@ class PrefectServer:
                 raise ServerError(f"Prefect's server did not start: it has not answered for {taken}; see {self.log}")
             if not is_said and now > started + PATIENCE_SECONDS:
                 is_said = True
-                print("Prefect's server is starting; on a machine that is full it takes minutes", file=sys.stderr)
+                print("Prefect's server is starting; under heavy load it takes minutes", file=sys.stderr)
             time.sleep(0.1)
         self._lock.release()
 

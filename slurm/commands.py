@@ -218,7 +218,8 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[st
         raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
     if done.returncode:
         lines = done.stderr.splitlines()
-        errors = [line for line in lines if "error:" in line] or lines[-1:]
+        # "allocation failure: ..." is what sbatch --test-only says, beside errors of plugins.
+        errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[-1:]
         said = "; ".join(line.removeprefix(f"{command[0]}: error: ").strip() for line in errors)
         raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
     return done.stdout + (done.stderr if "--test-only" in command else "")  # where sbatch prints its answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -27,9 +28,9 @@ LOG_TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find i
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error that a rank of the job with this folder raised."""
     trace = "".join(traceback.format_exception(error))
-    passes, full = is_passing(error), lack_of_room(error)
+    passes, full = is_passing(error), _full(error, folder.parents[1])
     known = {"time": time.time(), "trace": trace, "passes": passes, "follows": passes or is_of_connection(error)}
-    known |= {"full": full and f"; {full}: {_make_room(folder.parents[1])}"}
+    known |= {"full": full and f"; {full}"}
     write_json(_error_path(folder, rank), known)
 
 
@@ -135,13 +136,15 @@ def _full_disk(run_dir: Path) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = str(run_dir)
-        full = lack_of_room(error)
-        return full and f"{full}: {_make_room(run_dir)}"
+        return _full(error, run_dir)
     return ""
 
 
-def _make_room(run_dir: Path) -> str:
-    return f"make room, and go on with specrl resume {run_dir.name}"
+def _full(error: BaseException, run_dir: Path) -> str:
+    """What is the matter with a file system that took no more, and what to do; empty for any other error."""
+    full = lack_of_room(error)
+    remedy = "raise that limit" if isinstance(error, OSError) and error.errno == errno.EFBIG else "make room"
+    return full and f"{full}: {remedy}, and go on with specrl resume {run_dir.name}"
 
 
 def _relative(path: Path) -> Path:

@@ -357,21 +357,24 @@ def write_json(path: Path, value: Any) -> None:
 def append_line(path: Path, line: str, *, flush: bool = True) -> None:
     """Append a line to a text file and, with `flush`, wait until it is on disk.
 
-    A line that a kill or a full disk cut short stays a line of its own, which readers leave out.
+    A line that a kill or a full disk cut short stays a line of its own, which readers leave out. After an error it is
+    removed, unless another process has appended to the file meanwhile.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         newline = "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""
-        data = memoryview(f"{newline}{line}\n".encode())
+        data, end = memoryview(f"{newline}{line}\n".encode()), size
         try:
             while data:
-                data = data[file.write(data) :]
+                written = file.write(data)
+                data, end = data[written:], end + written
             if flush:
                 os.fsync(file.fileno())
         except OSError as error:
             error.filename = str(path)
-            os.ftruncate(file.fileno(), size)
+            if os.fstat(file.fileno()).st_size == end:
+                os.ftruncate(file.fileno(), size)
             raise
 
 

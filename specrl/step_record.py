@@ -203,11 +203,11 @@ class StepRecorder:
         return self._ranks.gather(found)[0]
 
     def recent_seconds(self, number: int) -> tuple[list[float], list[float]]:
-        """The seconds of the last steps that this rank knows of, without their validations, and of the validations."""
+        """The first rank's seconds of the last steps without their validations, and of validations (collective)."""
         metrics = [self.metrics[step] for step in sorted(self.metrics)[-number:]]
         validations = [values.get("timing/validation_s", 0.0) for values in metrics]
         steps = [values["timing/step_s"] - seconds for values, seconds in zip(metrics, validations, strict=True)]
-        return steps, [seconds for seconds in validations if seconds]
+        return self._ranks.gather((steps, [seconds for seconds in validations if seconds]))[0]
 
     def _picture(self, step: int) -> Path:
         return self.steps_dir / f"step={step:06d}.svg"

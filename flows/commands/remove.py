@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,12 +34,7 @@ def rm(
     run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
-    try:
-        _remove_run(run_dir, ask=not yes)
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be removed ({error.strerror}); what is left of the run can be removed by hand"
-        ) from error
+    _remove_run(run_dir, ask=not yes)
 
 
 def _remove_run(run_dir: Path, *, ask: bool) -> None:
@@ -61,10 +58,23 @@ def _remove_run(run_dir: Path, *, ask: bool) -> None:
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
         if ask:
             typer.confirm("Remove this?", abort=True)
-        for path in (*sizes, run_dir / LOCK_FILE):
-            remove(path)
-    run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
+        with _refusals():
+            for path in (*sizes, run_dir / LOCK_FILE):
+                remove(path)
+    with _refusals():
+        run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
     print_line(console, f"removed {decimal(sum(sizes.values()))}")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Make what cannot be removed a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be removed ({error.strerror}); what is left of the run can be removed by hand"
+        ) from error
 
 
 def remove(path: Path) -> None:

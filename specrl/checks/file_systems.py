@@ -31,7 +31,8 @@ def lack_of_room(error: BaseException) -> str:
     """What is the matter with a file system that took no more, by its mount point; empty for any other error."""
     if not isinstance(error, OSError) or (words := FULL.get(error.errno or 0)) is None:
         return ""
-    point, kind = mount_of(Path(os.fsdecode(error.filename or ".")))
+    is_path = isinstance(error.filename, str | bytes | os.PathLike)  # which a number of an open file is not
+    point, kind = mount_of(Path(os.fsdecode(error.filename if is_path else ".")))
     return f"the file system {point} ({kind}) {words}"
 
 

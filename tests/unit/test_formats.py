@@ -92,7 +92,7 @@ def test_what_is_no_data_file_is_called_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name, words in (
         ("link.jsonl", "it is a link to moved.jsonl, which is not there"),
-        ("pipe.jsonl", "it is no file, such as a pipe, and data are read more than once"),
+        ("pipe.jsonl", "it is not a regular file (a pipe, for example), and data are read more than once"),
     ):
         data = {"source": "file", "path": str(tmp_path / name), "reward": "exact_match"}
         config = Config.model_validate({"name": "x", "runs_dir": str(tmp_path), "data": data})

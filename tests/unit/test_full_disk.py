@@ -24,6 +24,8 @@ from specrl.schemas import Rollout, read_rollouts, write_rollouts
 SMALL = 128 * 2**10
 """The bytes of the file system, and of the longest file."""
 
+REMEDY = {errno.ENOSPC: "make room", errno.EFBIG: "raise that limit"}
+
 
 @pytest.fixture(params=["ENOSPC", "EFBIG"])
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, int]]:
@@ -75,6 +77,22 @@ def test_what_was_there_stays_as_it_was_and_the_error_names_the_file(name: str, 
         assert read_lines(path) == ["x" * 10, "x" * 20]
 
 
+def test_a_line_of_another_process_is_not_removed_with_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, '"first"')
+
+    def fail(_: int) -> None:
+        append_line(path, '"other"', flush=False)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(path, '"own"')
+    assert read_lines(path) == ["first", "own", "other"]
+
+
 def failed(run_dir: Path) -> tuple[LocalJob, StageContext]:
     config = Config(name=run_dir.name, runs_dir=run_dir.parent)
     context = StageContext(config, "prepare", "prepare-0", run_dir / "stages" / "prepare-0", {}, "")
@@ -95,7 +113,7 @@ def test_a_rank_whose_file_system_took_no_more_ends_with_one_line_that_says_what
     assert "\n" not in line
     where = f"{folder} (tmpfs)" if number == errno.ENOSPC else ""
     assert f"record.json'; the file system {where}" in line
-    assert f"{FULL[number]}: make room, and go on with specrl resume own (rank 0); log: " in line
+    assert f"{FULL[number]}: {REMEDY[number]}, and go on with specrl resume own (rank 0); log: " in line
 
 
 def test_a_rank_that_could_not_even_leave_its_error_is_explained_by_the_full_disk(
@@ -105,10 +123,11 @@ def test_a_rank_that_could_not_even_leave_its_error_is_explained_by_the_full_dis
     job, context = failed(folder / "own")
     assert first_error(context.run_dir / "jobs" / "prepare-0", 1) is None
     line = explain(job, context, State("ended", "exit code 1", failed=True))
-    assert f"{FULL[number]}: make room, and go on with specrl resume own; log: " in line
+    assert f"{FULL[number]}: {REMEDY[number]}, and go on with specrl resume own; log: " in line
 
 
 def test_a_used_up_quota_is_told_from_a_full_disk_and_other_errors_are_neither(tmp_path: Path) -> None:
     found = lack_of_room(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "x")))
     assert found.startswith("the file system /") and found.endswith("no room left for you: your quota is used up")
+    assert lack_of_room(OSError(errno.ENOSPC, "No space left on device", 5)).startswith("the file system /")
     assert lack_of_room(OSError(errno.EACCES, "Permission denied", "/x")) == lack_of_room(ValueError("full")) == ""

@@ -201,6 +201,22 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert isinstance(read_steps(recorder.steps_dir)[0].stats.by_source["replay"], SourceCounts)
 
 
+def test_all_ranks_know_how_long_earlier_steps_and_validations_took(tmp_path: Path) -> None:
+    shared: list[Any] = []
+
+    def recent(rank: int) -> tuple[list[float], list[float]]:
+        ranks: Any = SimpleNamespace(is_first=rank == 0, gather=lambda own: [*shared, own], barrier=lambda: None)
+        recorder = StepRecorder(ranks, Tracker(), tmp_path / "rollouts", tmp_path / "steps")
+        recorder.drop_from(1)
+        return recorder.recent_seconds(5)
+
+    validated = record_of(0, {"timing/validation_s": 0.75})
+    StepRecorder(ALONE, Tracker(), tmp_path / "rollouts", tmp_path / "steps").write(validated)
+    shared.append(recent(0))
+    assert shared == [([0.25], [0.75])]
+    assert recent(1) == shared[0]
+
+
 def test_a_timer_knows_the_parts_under_way() -> None:
     timer = Timer()
     with timer("step"):

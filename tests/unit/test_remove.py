@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -109,3 +110,16 @@ def test_what_cannot_be_removed_is_one_line(
     monkeypatch.setattr(commands, "remove", leave_one)
     assert rm(config, "--yes") == 2
     assert "cannot be removed (Directory not empty)" in capsys.readouterr().err
+
+
+def test_a_full_disk_on_which_nothing_was_removed_yet_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = make_run(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(config.run_dir))
+
+    monkeypatch.setattr("flows.folder.write_text", full)
+    assert rm(config, "--yes") == 1
+    assert f"{config.run_dir}: No space left on device; make room first" in capsys.readouterr().err

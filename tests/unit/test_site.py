@@ -276,11 +276,12 @@ def test_a_node_that_has_failed_is_left_out_for_a_day(
     assert [(event.kind, event.text.split()[0]) for event in events] == ([("node", nodes)] if nodes else [])
 
 
-def test_where_too_few_nodes_are_left_none_is_left_out(programs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["", "sbatch: error: a plugin is missing"], ids=["alone", "beside"])
+def test_where_too_few_nodes_are_left_none_is_left_out(beside: str, programs: Path, tmp_path: Path) -> None:
     config = configured(tmp_path)
     ended(config.run_dir / "stages" / "p", "node lost")
     # What is refused must have been a question: accounting has a line for each job that is refused.
-    text = "allocation failure: Requested node configuration is not available"
+    text = f"{beside}\nallocation failure: Requested node configuration is not available"
     refuse = f'if [ "$1" = --test-only ]; then echo "$@" > {programs}/asked; echo "{text}" >&2; exit 1; fi'
     program(programs, "sbatch", f'{refuse}; cp "$1" {programs}/script; echo Submitted batch job 4711')
     assert not any("exclude" in line for line in submitted(config, programs))
