@@ -45,8 +45,9 @@ CELL = """Train with these values, under a name; without any, as the run was con
 that all others are compared with."""
 TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts
 are compared, times are not."""
-AFTER_UPDATE = """Measure something else: how far a response follows what its seed had sampled before the run's RL
-steps. As many responses as the largest of --batches have --max-tokens tokens each."""
+AFTER_UPDATE = """Measure how far responses follow what their seeds had sampled before RL, on a page after-update.md.
+--max-tokens is the length of every response, and the largest of --batches is their number."""
+ROUNDS = 5
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
@@ -153,7 +154,7 @@ def bench_rollouts(
     methods: Annotated[str, option("Draft methods, with commas; by default all that the run allows.", "LIST")] = "",
     ks: Annotated[str, option(f"Longest drafts in tokens; {ADAPTIVE} lets the engine choose.", "LIST")] = KS,
     batches: Annotated[str, option("Batch sizes.", "LIST")] = "1,2,4,8,16,32",
-    repeats: Repeats = 5,
+    repeats: Repeats = ROUNDS,
     max_tokens: Annotated[int, option("Longest response at a fixed batch size, in tokens.", least=1)] = 32,
     after_update: Annotated[bool, option(AFTER_UPDATE, name="--after-update")] = False,
     page: Page = None,
@@ -164,7 +165,11 @@ def bench_rollouts(
 
     All of them run in turn, in every round on the same requests, compiled if the run's engine.compile says so.
     """
+    if after_update and (methods, ks, repeats) != ("", KS, ROUNDS):
+        raise ConfigError("--after-update: there are no --methods, --ks and --repeats to choose; leave them out")
     job = describe("rollouts", run, runs_dir, page, overrides or ())
+    if after_update and page is None:
+        job = replace(job, page=job.page.with_name("after-update.md"))
     drafting = tuple(name for name, row in METHODS.items() if row.drafts)
     options = RolloutOptions(
         methods=chosen(methods, "--methods", drafting),

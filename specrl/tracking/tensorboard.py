@@ -17,12 +17,12 @@ class EventFile:
 
     def __init__(self, log: Log) -> None:
         run_dir = log.owner.parent.parent if log.owner.parent.name == "stages" else log.owner
-        self._log, self._folder = log, run_dir / FOLDER / log.owner.name
+        self._log, self.folder = log, run_dir / FOLDER / log.owner.name
         self._lock = Lock()
         self._writer: Any = None
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics that the log has; an OSError where the disk does not take them."""
+        """Write metrics that the log has; an OSError where the disk does not take them, or what tensorboardX raises."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
@@ -30,8 +30,8 @@ class EventFile:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         with self._lock:
             if self._writer is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 # Its name has the time in whole seconds: the size of the log keeps two processes of a second apart.
-                self._writer = EventsWriter(str(self._folder / "events"), f".{self._log.path.stat().st_size}")
+                self._writer = EventsWriter(str(self.folder / "events"), f".{self._log.path.stat().st_size}")
             self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()

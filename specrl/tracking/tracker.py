@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,14 @@ class Tracker:
         assert not unknown, f"metrics that specrl.metrics does not define: {unknown}"
         values = {name: float(value) for name, value in metrics.items()}
         self._append("metrics", metrics=values, step=step)
-        if self._events is not None:
-            with suppress(OSError):  # a full disk, of which `_append` warns
-                self._events.write(values, step)
+        if (events := self._events) is not None:
+            try:
+                events.write(values, step)
+            except OSError:  # a full disk, of which `_append` warns
+                pass
+            except Exception as error:  # tensorboardX and protobuf declare no errors, and none may end a training
+                logger.warning("TensorBoard has no more metrics of %s: %r", events.folder, error)
+                self._events = None
 
     def log_new_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log what a step has measured, at once, without what this start of the stage or an earlier one has logged.

@@ -149,6 +149,7 @@ def test_only_its_own_method_takes_the_draft_model_of_the_run(tmp_path: Path) ->
         (["rollouts", "--methods", "none"], "--methods none: allowed: eagle3"),
         (["rollouts", "--ks", ","], "--ks ,: '' is not allowed"),
         (["rollouts", "--set", "engine.nothing=1"], "engine.nothing"),
+        (["rollouts", "--after-update", "--ks", "3"], "--after-update: there are no --methods, --ks and --repeats"),
         (["run", "--set", "cluster.partition=fast"], "--set cluster.partition=fast is for jobs: give --cluster"),
         (["run"], "bench run: nothing to compare; give --vary or --cell"),
         (["run", "--vary", "train.lr=1,2"], "train.lr"),
@@ -162,6 +163,18 @@ def test_a_wrong_request_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert words in lines[0]
+
+
+def test_text_after_an_update_leaves_the_page_of_matched_pairs(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[BenchJob] = []
+    monkeypatch.setattr("flows.commands.bench.measure", lambda job, options: jobs.append(job))
+    for more in ([], ["--after-update"], ["--after-update", "--page", str(finished_run.parent / "own.md")]):
+        assert invoke(["bench", "rollouts", "--run", str(finished_run), *more]) == 0
+    folder = finished_run / "bench"
+    pages = [folder / "rollouts.md", folder / "after-update.md", finished_run.parent / "own.md"]
+    assert [job.page for job in jobs] == pages and {job.name for job in jobs} == {"rollouts"}
 
 
 def test_a_benchmark_without_a_run_takes_no_settings_of_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
 import pytest
 
+from specrl.bench.job import BenchJob
+from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.carried import compared, config_of
 from specrl.config import Config, ConfigError
 from specrl.rollout.drafts.acceptance import REPLAY, SpeculationStats, VerifiedDraft
@@ -49,3 +56,20 @@ def test_responses_have_room_and_drafts_have_their_full_length() -> None:
     assert not config.speculation.adaptive and config.engine.max_num_seqs == 2
     with pytest.raises(ConfigError, match=r"--max-tokens 301: .*add --set model\.max_length=304"):
         config_of(run, REQUESTS, 301)
+
+
+class AskedError(Exception):
+    """What the engine was asked for."""
+
+
+def test_nothing_ends_a_response_before_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(requests: list[Request]) -> NoReturn:
+        raise AskedError(*requests)
+
+    engine: Any = SimpleNamespace(generate=ask, set_k=lambda k: None)
+    monkeypatch.setattr(carried, "start_engine", lambda *_: engine)
+    subject: Any = SimpleNamespace(config=Config.model_validate({"name": "run"}), first_policy_dir=Path())
+    job = BenchJob("rollouts", {}, "", Path(), Path("page.md"))
+    with pytest.raises(AskedError) as asked:
+        carried.measure(job, subject, [replace(REQUESTS[0], stop=("=",))], 7)
+    assert asked.value.args == (replace(REQUESTS[0], max_tokens=7),) and engine.stop_tokens == []

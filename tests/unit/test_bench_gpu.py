@@ -1,14 +1,17 @@
-"""The section `sampler` of `specrl bench gpu`: our Triton kernels, interpreted here, against PyTorch."""
+"""`specrl bench gpu`: its section `sampler`, our Triton kernels, interpreted here, against PyTorch; and its page."""
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specrl.bench.job import BenchJob
 from tests.kernel_processes import use_interpreter
 
 SAMPLING = ("pick", "pick, float32", "pick, top-p 0.95", "pick, top-k 50", "verify")
@@ -44,3 +47,21 @@ def test_every_kernel_is_compared_with_pytorch_and_timed_beside_it() -> None:
 def test_what_pytorch_does_not_give_is_counted(broken: str) -> None:
     found = {row["what"] for row in measured(broken) if row["unexplained"]}
     assert found == {what for what in SAMPLING if what.startswith(broken)}
+
+
+def test_a_section_whose_module_cannot_be_imported_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(scale: object, folder: Path) -> list[dict[str, Any]]:
+        """What is measured here."""
+        return [{"what": "pick"}]
+
+    monkeypatch.setattr("specrl.bench.gpu.sampler.measure", measure)
+    monkeypatch.delitem(sys.modules, "specrl.bench.gpu.main", raising=False)
+    for broken in ("specrl.bench.gpu.exactness", "specrl.bench.gpu.generation", "specrl.bench.gpu.training"):
+        monkeypatch.setitem(sys.modules, broken, None)
+    page = tmp_path / "gpu.md"
+    BenchJob("gpu", {"section": "sampler", "short": True}, "specrl bench gpu", tmp_path / "gpu", page).run()
+    assert "## Sampler\n\nWhat is measured here.\n\n**done in" in page.read_text()
+    with pytest.raises(ModuleNotFoundError):
+        BenchJob("gpu", {"section": "training", "short": True}, "specrl bench gpu", tmp_path / "gpu", page).run()

@@ -66,6 +66,28 @@ def test_a_package_that_is_missing_or_of_another_version_is_told(tmp_path: Path)
     assert packages.read_pins(tmp_path / "absent.lock") == {}
 
 
+def test_developers_packages_may_be_missing_and_broken_or_hidden_ones_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("first", "1.0"), ("second", "2.0")):
+        own = tmp_path / folder / f"needed-{version}.dist-info"
+        own.mkdir(parents=True)
+        (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: needed\nVersion: {version}\n")
+    (tmp_path / "first" / "broken-1.0.dist-info").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    lock = tmp_path / "cpu.lock"
+    lock.write_text("needed==1.0\n")
+    assert packages.check_packages(lock).status == "ok"
+    lock.write_text("needed==1.0\nruff==0.1\n")
+    without = packages.check_packages(lock)
+    assert without.status == "warn" and without.found.endswith("others are installed: ruff (missing), locked is 0.1")
+
+
+def test_all_that_developers_install_is_known_to_the_doctor() -> None:
+    lines = (packages.LOCKS / "dev.in").read_text().split()
+    assert set(lines) <= set(packages.DEVELOPERS) <= set(packages.read_pins(packages.LOCKS / "cpu.lock"))
+
+
 def test_an_environment_that_compiles_all_modules_in_every_process_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

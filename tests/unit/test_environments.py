@@ -208,6 +208,10 @@ def test_the_calculators_configuration_is_whole() -> None:
         ("-(1 - 2.5) / 3", "0.5"),
         ("1 / 3", "0.333333"),
         ("12 / 4 / 3", "1"),
+        ("12 + 05", "17"),
+        ("00.5 + 1.005 - 00", "1.505"),
+        ("10 - -(-3)", "7"),
+        ("--3", "3"),
     ],
 )
 def test_arithmetic_is_computed_exactly(expression: str, expected: str) -> None:
@@ -216,7 +220,7 @@ def test_arithmetic_is_computed_exactly(expression: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "1 +", "1 / 0", "2 ** 3", "(1", "1)", "1 2", "- ", "9" * 16, "(" * 50 + "1", "-" * 50 + "1", "a + 1"],
+    ["", "1 +", "1 / 0", "2 ** 3", "(1", "1)", "1 2", "- ", "9" * 16, "(" * 50 + "1", "-" * 100 + "1", "a + 1"],
 )
 def test_what_is_no_arithmetic_is_refused(expression: str) -> None:
     with pytest.raises(NotArithmeticError):

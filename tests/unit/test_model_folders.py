@@ -325,4 +325,14 @@ def test_more_ends_of_a_response_than_the_engine_looks_for_are_refused(folder: P
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
     check_model_folder(folder, 64)
     config(eos_token_id=12)(folder)
-    assert "names 9 tokens that end a response (eos_token_id), and at most 8 are supported" in refusal(folder)
+    assert "names 9 tokens that end a response (eos_token_id, eos_token), and at most 8 are" in refusal(folder)
+
+
+def test_the_tokenizers_own_end_of_a_response_counts(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
+    check_model_folder(folder, 64)
+    settings = folder / "tokenizer_config.json"
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    other = next(token for token, index in vocabulary.items() if index == 12)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": {"content": other}}))
+    assert "names 9 tokens that end a response" in refusal(folder)

@@ -41,6 +41,18 @@ def test_each_metric_is_written_once_in_a_file_of_the_process_that_logs_it(tmp_p
     assert Sent(log).waits(), "MLflow has nothing of it"
 
 
+def test_a_training_goes_on_without_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tensorboardX.proto.event_pb2.Event", lambda **_: 1 / 0)
+    tracker = Tracker(log := Log(tmp_path / "stages" / "train-1"))
+    tracker.log_metrics({"reward/mean": 0.25}, step=3)
+    tracker.log_metrics({"reward/mean": 0.5}, step=4)
+    assert [entry.values["step"] for entry in log.entries()] == [3, 4]
+    [warning] = caplog.messages
+    assert "TensorBoard has no more metrics" in warning and "ZeroDivisionError" in warning
+
+
 def test_metrics_are_written_while_mlflow_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     config = Config.model_validate({"name": "run", "runs_dir": tmp_path, "tracking": {"uri": "http://127.0.0.1:9"}})

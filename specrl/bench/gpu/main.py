@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import json
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
 from specrl.artifacts import write_text
-from specrl.bench.gpu import exactness, generation, sampler, training
 from specrl.bench.gpu.models import FULL, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GPU_SECTIONS, GpuOptions
 from specrl.bench.pages import hardware, table, titled, write_results
 
-MEASURES = {
-    "sampler": sampler.measure,
-    "exactness": exactness.measure,
-    "invariance": exactness.measure_invariance,
-    "generation": generation.measure,
-    "training": training.measure,
-}
+
+def measure_of(section: str) -> Any:
+    """What measures a section; its module alone is imported, so that one that cannot be loses no other section."""
+    module = import_module(f"specrl.bench.gpu.{'exactness' if section == 'invariance' else section}")
+    return module.measure_invariance if section == "invariance" else module.measure
 
 
 def main(job: BenchJob) -> None:
@@ -37,8 +35,10 @@ def main(job: BenchJob) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     done, started = folder / f"{options.section}.done", time.monotonic()
     if not done.exists():
+        measure = measure_of(options.section)
+        write_text(folder / f"{options.section}.about", " ".join((measure.__doc__ or "").split()))
         with (folder / f"{options.section}.jsonl").open("w") as file:
-            for row in MEASURES[options.section](scale, folder):
+            for row in measure(scale, folder):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
         write_text(done, f"done in {time.monotonic() - started:.0f} s")
@@ -49,8 +49,8 @@ def main(job: BenchJob) -> None:
         path, state = folder / f"{name}.jsonl", folder / f"{name}.done"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         status = state.read_text() if state.exists() else f"not finished; log: {job.folder / name}.log"
-        about, columns = MEASURES[name].__doc__ or "", dict.fromkeys(column for row in found for column in row)
-        sections.append(f"## {name.capitalize()}\n\n{' '.join(about.split())}\n\n**{status}**")
+        about, columns = folder / f"{name}.about", dict.fromkeys(column for row in found for column in row)
+        sections.append(f"## {name.capitalize()}\n\n{about.read_text() if about.exists() else ''}\n\n**{status}**")
         sections += [table(found, titled(*columns))] if found else []
         rows += [{"section": name, **row} for row in found] + [{"section": name, "status": status}]
     write_results(job, rows, "A first look at a GPU", sections, hardware(torch.get_num_threads()))

@@ -39,7 +39,7 @@ COLUMNS |= {"tokens an iteration": "tokens_per_iteration"}
 def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens: int) -> None:
     """Answer the requests with the policies before and after the run's RL steps; write the rows and the page."""
     config = config_of(subject.config, requests, tokens)
-    requests = [replace(request, max_tokens=tokens) for request in requests]
+    requests = [replace(request, max_tokens=tokens, stop=()) for request in requests]
     engine = start_engine(config, subject.first_policy_dir, None)
     engine.stop_tokens = []
     engine.set_k(0)

@@ -16,6 +16,7 @@ CALL = re.compile(r"\s*=([-+*/(). \d]+)")  # the end of a turn that asks, read b
 BEFORE = re.compile(r"\A(?:.*\.\s+(?=[\d(])|\s*\.+\s+)?(?:\s*\d+\)\s+(?=[\d(]))?")  # a sentence, or `1)` of a list
 LONGEST = 100  # characters of an expression
 ANSWER = re.compile(r"Answer: (-?\d[\d.,/]*)")
+ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # in front of a number, where Python refuses them
 NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,6})?")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -54,7 +55,7 @@ def written(number: Fraction) -> str:
 
 def value(expression: str) -> Fraction:
     """The value of an expression of numbers, + - * / and brackets; raise NotArithmeticError if it has none."""
-    text = expression.strip()
+    text = ZEROS.sub("", expression.strip())
     try:
         if len(text) <= LONGEST:
             return _computed(text, ast.parse(text, mode="eval").body)
@@ -67,7 +68,7 @@ def _computed(text: str, node: ast.expr) -> Fraction:
     match node:
         case ast.Constant() if NUMBER.fullmatch(number := ast.get_source_segment(text, node) or ""):
             return Fraction(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.UnaryOp):
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_computed(text, operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             return Fraction(OPERATIONS[type(op)](_computed(text, left), _computed(text, right)))

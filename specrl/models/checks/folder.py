@@ -73,9 +73,11 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"model directory {directory} names no token that ends a response: set {where}")
     given = [found.get(EOS) for found in (config, generation)]
     ends = {token for one in given for token in (one if isinstance(one, list) else [one])} - {None}
+    own = _special_tokens({"eos_token": settings.get("eos_token")})
+    ends |= {index for index, token in tokens if token in own}  # the engine stops at the tokenizer's own, too
     if len(ends) > MOST_STOP_TOKENS:
         raise ConfigError(
-            f"model directory {directory} names {len(ends)} tokens that end a response ({EOS}), and at most "
+            f"model directory {directory} names {len(ends)} tokens that end a response ({EOS}, eos_token), and at most "
             f"{MOST_STOP_TOKENS} are supported: leave those out that no response ends with"
         )
 
