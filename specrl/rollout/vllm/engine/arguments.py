@@ -185,19 +185,29 @@ def _proposer(config: Config, policy_dir: Path, drafter_dir: Path | None) -> dic
 
 
 def generation_params(request: Request, max_length: int, stop_tokens: list[int]) -> Any:
-    """vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`."""
+    """vLLM's `SamplingParams` for a request; its log-probs are the columns of `InvariantSampler`.
+
+    Raises:
+        ValueError: The prompt leaves no room for a token within `max_length`.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     from specrl.rollout.vllm.device_sampler import NUM_COLUMNS
 
+    room = max_length - len(request.prompt_tokens)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(request.prompt_tokens)} tokens leaves no room for a response within "
+            f"model.max_length = {max_length}; raise it or leave the prompt out"
+        )
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
         logprobs=NUM_COLUMNS - 1,
-        max_tokens=min(request.max_tokens, max_length - len(request.prompt_tokens)),
+        max_tokens=min(request.max_tokens, room),
         stop_token_ids=stop_tokens,
         ignore_eos=True,
         detokenize=False,
