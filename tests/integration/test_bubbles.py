@@ -372,7 +372,7 @@ def test_validation_measures_the_step_that_would_come_next_with_its_text(runs: P
     assert [pair["batch"] for pair in found["pairs"]] == [2, 8]
     for pair in found["pairs"]:
         assert pair["tokens_equal"] == 1.0
-        assert set(pair["token_share"]) <= {"drafter", "recent", "replay"}
+        assert set(pair["token_share"]) <= {"drafter", "continued", "recent", "replay"}
         assert 0 < sum(pair["token_share"].values()) < 1
 
 
