@@ -34,7 +34,7 @@ from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
 from tasks.display import Reporter
-from tasks.run import cancel_jobs, work
+from tasks.run import cancel_jobs, end_jobs, work
 
 MINUTE = 60.0
 
@@ -181,7 +181,7 @@ def test_a_job_that_is_submitted_while_all_are_cancelled_is_cancelled_and_the_la
     with ThreadPoolExecutor() as threads:
         cells = [threads.submit(work, context, "", tmp_path, reporter, context.key) for context in contexts]
         assert SlowScheduler.submitting.wait(60)
-        cancel_jobs(config.run_dir, lambda line: None)
+        end_jobs(config.run_dir, lambda line: None)
     assert all(isinstance(cell.exception(), JobError | StoppedError) for cell in cells)
     (job,) = SlowScheduler.jobs.values()
     assert job.cancelled
