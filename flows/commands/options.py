@@ -44,7 +44,7 @@ def print_json(value: Any) -> None:
 
 
 def usable_port(asked: int | None, usual: int = 0) -> int:
-    """A port of this machine on which nothing listens: the one that is asked for, or the usual one if it is free."""
+    """A free port of this machine: the one that is asked for, or a ConfigError; else the usual one if it is free."""
     port = usual if asked is None else asked
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

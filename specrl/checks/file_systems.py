@@ -22,7 +22,7 @@ SERVER = "tracking.uri = the address of an MLflow server (mlflow server --backen
 FULL = {
     errno.ENOSPC: "is full (df and df -i say of what)",
     errno.EDQUOT: "has no room left for you: your quota is used up",
-    errno.EFBIG: "takes no file as long from this process (ulimit -f)",
+    errno.EFBIG: "takes no file of this length from this process (ulimit -f)",
 }
 """The errors of a file system that takes no more, and what they say of it."""
 

@@ -154,6 +154,9 @@ class Engine(VllmEngine):
                 for rollouts. A probe, which repeats its requests, would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.
             routes: Whether to return the experts that the tokens were sent to, for a policy that has any.
+
+        Raises:
+            ValueError: A prompt leaves no room for a token within `model.max_length`.
         """
         started = time.perf_counter()
         responses: dict[int, Response] = {}
