@@ -169,9 +169,8 @@ def find_drafts(
     tokens = tl.where(is_drafters[:, None] & (column < passes)[None, :], from_drafter[None, :], tokens)
     # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
     # iteration before vLLM learns that it has ended: nothing is predicted for it.
-    latest, stop = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64), tl.arange(0, all_stops)
-    is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == latest)
-    has_ended = (tl.max(is_stop.to(tl.int32)) > 0) & (length > first)
+    latest = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
+    has_ended = _is_stop(latest, stop_tokens, num_stops, all_stops) & (length > first)
     room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + LIMIT) - length - 1, k))
     ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
     ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
@@ -194,6 +193,13 @@ def find_drafts(
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
+
+
+@triton.jit
+def _is_stop(token, stop_tokens, num_stops, all_stops: tl.constexpr):
+    stop = tl.arange(0, all_stops)
+    is_stop = (stop < num_stops) & (tl.load(stop_tokens + stop, mask=stop < num_stops, other=END) == token)
+    return tl.max(is_stop.to(tl.int32)) > 0
 
 
 @triton.jit
