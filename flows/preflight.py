@@ -26,6 +26,7 @@ from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.checks.folder import check_model_folder
 from specrl.models.directory import chat_template
 from specrl.models.drafters import check_source_drafter
+from specrl.models.layout import check_teacher
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
@@ -70,7 +71,8 @@ def _shared_databases(config: Config) -> list[str]:
 
 
 def _reward_doubts(config: Config) -> list[str]:
-    if config.environment.name is not None or not any(part.is_own for part in config.data.reward):
+    is_learned_from = config.environment.name is None and config.train.advantage.name != "none"
+    if not is_learned_from or not any(part.is_own for part in config.data.reward):
         return []
     from specrl.data.check import empty_and_right  # starts the reward's process
 
@@ -164,6 +166,12 @@ def check_draft_model(config: Config) -> list[str]:
             "take a smaller model of the same family"
         ]
     return []
+
+
+def check_teacher_model(config: Config) -> list[str]:
+    """Check that `train.teacher` can score the policy's tokens, as far as the policy is here."""
+    policy = Path(config.model.source).expanduser()
+    return _refusals(lambda: check_teacher(config, policy if policy.is_dir() else None))
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
@@ -290,6 +298,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
     check_draft_model,
+    check_teacher_model,
     check_drafter,
     check_data,
     check_algorithms,

@@ -121,6 +121,7 @@ def _model_places(config: Config) -> dict[str, str]:
         "model.source": config.model.source,
         "speculation.draft_model": config.speculation.draft_model,
         "drafter.source": config.drafter.source,
+        "train.teacher": config.train.teacher,
     }
     return {key: str(source) for key, source in models.items() if source is not None}
 

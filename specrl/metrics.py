@@ -121,6 +121,12 @@ _DEFINITIONS = (
     Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),
     Metric("policy/corrected_fraction", "", "Share of the trained tokens that train.correction truncated or masked."),
     Metric("policy/kl", "nats/token", "KL(policy || reference), train.kl_estimator; only with train.kl_coef above 0."),
+    Metric(
+        "policy/teacher_kl",
+        "nats/token",
+        "KL(policy || train.teacher), the mean of log p - log p_teacher over the sampled tokens; only with a teacher.",
+        "lower",
+    ),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric("policy/real_token_share", "", "Share of the tokens in training passes that are not padding."),
     Metric(

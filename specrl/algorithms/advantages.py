@@ -108,6 +108,12 @@ def reinforce_advantages(groups: Rewards, _: Options) -> list[list[float]]:
     ]
 
 
+@register_advantage("none")
+def no_advantages(groups: Rewards, _: Options) -> list[list[float]]:
+    """Learn from no reward, but from `train.teacher` alone."""
+    return [[0.0] * len(rewards) for rewards in groups]
+
+
 @register_advantage("gdpo", of_parts=True)
 def gdpo_advantages(groups: Sequence[Rewards], weights: Sequence[float], _: Options) -> list[list[float]]:
     """Normalise each part in its group, sum the weighted parts, and normalise over the step (GDPO, arXiv 2601.05242).

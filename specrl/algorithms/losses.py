@@ -22,7 +22,7 @@ class LossInputs:
     """Log-probs under the policy before the step's first update, detached, in nats. With `train.updates_per_step = 1`
     they equal `logprobs`."""
     advantages: Tensor
-    """The advantage of the response, at each of its tokens."""
+    """The advantage of the response, at each of its tokens, and with `train.teacher` that of the token added to it."""
     mask: Tensor
     """A bool tensor, True at response tokens."""
 

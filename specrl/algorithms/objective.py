@@ -1,5 +1,10 @@
 """The objective of a policy update: the chosen loss, weighted by the correction, a KL penalty, and an entropy bonus.
 
+A teacher is a part of the advantages (on-policy distillation, as in MiniLLM, arXiv 2306.08543, and GKD, 2306.13649).
+With A = -c (log p_old - log p_teacher) at each token, the mean gradient over what may be sampled there is that of
+c KL(p || p_teacher). What a token does to later ones does not count: the discount is 0. Both log-probs are the
+trainer's, so that a teacher that equals the policy teaches nothing.
+
 All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
 `sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It
 returns log q and log Z of every token, and their sum, the engine's log p, is what the corrections compare.
@@ -73,6 +78,8 @@ class TokenTargets:
     """Log-probs under the reference policy; None without a KL penalty in the loss."""
     weights: Tensor | None = None
     """The factors of `response_weights`; None where all are 1."""
+    teacher_logprobs: Tensor | None = None
+    """Log-probs under `train.teacher`; None without one."""
 
 
 def policy_loss(
@@ -90,18 +97,22 @@ def policy_loss(
         mask: [batch, seq] bool, True at response tokens.
 
     Returns:
-        The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction` and the loss's own; each is
-        summed over the tokens in the mask.
+        The objective and the metrics, which are `entropy`, `kl`, `corrected_fraction`, with a teacher `teacher_kl`, and
+        the loss's own; each is summed over the tokens in the mask.
 
     Raises:
         ValueError: The loss returns a metric with one of these names.
     """
     old = logprobs.detach() if targets.old_logprobs is None else targets.old_logprobs
-    loss, metrics = LOSSES.function(config.loss)(LossInputs(logprobs, old, targets.advantages, mask))
+    shared = {"entropy": entropy, "kl": logprobs.new_zeros(logprobs.shape)}
+    advantages = targets.advantages
+    if targets.teacher_logprobs is not None:
+        shared["teacher_kl"] = old - targets.teacher_logprobs
+        advantages = advantages - config.teacher_coef * shared["teacher_kl"]
+    loss, metrics = LOSSES.function(config.loss)(LossInputs(logprobs, old, advantages, mask))
     log_ratio = ((old - targets.generation_logprobs) * mask).detach()
-    weights, corrected = CORRECTIONS.function(config.correction)(log_ratio, mask)
+    weights, shared["corrected_fraction"] = CORRECTIONS.function(config.correction)(log_ratio, mask)
     per_token = weights * loss
-    shared = {"entropy": entropy, "corrected_fraction": corrected, "kl": logprobs.new_zeros(logprobs.shape)}
     if targets.reference_logprobs is not None:
         shared["kl"] = kl_estimates(logprobs, targets.reference_logprobs, config.kl_estimator)
         per_token = per_token + config.kl_coef * shared["kl"]

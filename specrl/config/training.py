@@ -28,7 +28,7 @@ from specrl.config.base import (
     PositiveInt,
     Section,
 )
-from specrl.config.text import Places, UserPlace
+from specrl.config.text import Places, UserPath, UserPlace
 from specrl.config.validation import StopConfig
 
 LrDecay = Literal["constant", "linear", "cosine"]
@@ -236,12 +236,18 @@ class TrainConfig(Section):
     reference_every: Adjustable[PositiveInt | None] = None
     """Number of steps after each of which the policy becomes the reference; None leaves it the policy before RL.
     Checkpoints hold the reference with it, and not without it."""
+    teacher: Adjustable[UserPath | None] = None
+    """The Hugging Face directory of a frozen model with the policy's tokenizer, of any size and family, that scores the
+    sampled tokens: on-policy distillation. `teacher_coef` times log p_teacher - log p is added to the advantage of each
+    token. None has no teacher."""
+    teacher_coef: Adjustable[PositiveFloat] = 1.0
+    """Weight of the teacher's part of an advantage. `advantage = "none"` leaves no other part."""
     entropy_coefficient: Adjustable[NonNegativeFloat] = 0.0
     """Weight of the bonus for the policy's entropy at each response token, in nats; its mean is that of the loss."""
     drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
-    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss or an entropy
-    bonus, which act on all of them, none is left out."""
+    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss, an entropy
+    bonus or a teacher, which act on all of them, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
@@ -273,7 +279,8 @@ class TrainConfig(Section):
     @property
     def leaves_groups_out(self) -> bool:
         """Whether groups without signal have no gradient, and are left out."""
-        return self.drop_zero_signal_groups and not (self.penalises_tokens or self.entropy_coefficient)
+        on_all = self.penalises_tokens or bool(self.entropy_coefficient) or self.teacher is not None
+        return self.drop_zero_signal_groups and not on_all
 
     @property
     def renews_reference(self) -> bool:

@@ -112,6 +112,7 @@ def unused_training(train: TrainConfig) -> Iterator[Unused]:
         )
     yield from _clips_nothing(train)
     yield from _penalises_nothing(train)
+    yield from _teaches_nothing(train)
     if train.stop_when is not None:
         yield from _is_never_measured(train, train.stop_when.metric)
 
@@ -140,6 +141,26 @@ def _penalises_nothing(train: TrainConfig) -> Iterator[Unused]:
     if train.penalises_tokens and train.kl_estimator == "k1":
         line = 'train.kl_estimator = "k1" with train.kl_in = "loss": its gradient is 0 on average, and noise is left; '
         yield Unused(("train.kl_estimator", "train.kl_in"), line + 'take "k2" or "k3", or train.kl_in = "reward"')
+
+
+def _teaches_nothing(train: TrainConfig) -> Iterator[Unused]:
+    """Yield what is learned from nobody, and what acts through rewards where nothing is learned from these."""
+    if train.teacher is None and _is_given(train, "teacher_coef"):
+        line = f"train.teacher_coef = {train.teacher_coef:g} without train.teacher: nobody teaches; "
+        yield Unused(("train.teacher_coef", "train.teacher"), line + "leave it out, or name a teacher")
+    if train.advantage.name != "none":
+        return
+    if train.teacher is None:
+        line = 'train.advantage = "none" without train.teacher: nothing is learned; name a teacher, or take "grpo"'
+        yield Unused(("train.advantage.name", "train.teacher"), line)
+    for name in ("refill_rounds", "overlong_window"):
+        if _is_given(train, name):
+            line = f'train.{name} = {_words(getattr(train, name))} with train.advantage = "none": '
+            line += "no reward is learned from; leave it out, or take another advantage"
+            yield Unused((f"train.{name}", "train.advantage.name"), line)
+    if train.kl_coef and train.kl_in == "reward":
+        line = 'train.kl_in = "reward" with train.advantage = "none": no reward is learned from; take "loss"'
+        yield Unused(("train.kl_in", "train.advantage.name"), line)
 
 
 def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[Unused]:

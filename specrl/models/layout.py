@@ -1,12 +1,15 @@
-"""Whether parallel sizes, lengths and the drafter of a configuration suit the shape of its model."""
+"""Whether parallel sizes, lengths, the drafter and the teacher of a configuration suit the shape of its model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from specrl.config import Config
+from specrl.config import Config, ConfigError, PolicyConfig
+from specrl.models.checks.folder import check_model_folder, token_ids
+from specrl.models.directory import read_model_config
 from specrl.models.drafters import with_source_heads
-from specrl.models.shapes import ModelShape
+from specrl.models.shapes import ModelShape, teacher_shape
 
 FP8_BLOCK = 128  # rows and columns of a block of weights with one scale
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # those that vLLM has CPU kernels for
@@ -17,25 +20,67 @@ def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     source, policy, engine = config.model.source, config.policy, config.engine
     if config.model.max_length > shape.max_positions:
         yield f"model.max_length = {config.model.max_length}: {source} has only {shape.max_positions} positions"
-    yield from _head_problems("policy.tensor_parallel", policy.tensor_parallel, shape, source)
+    yield from _trainer_problems(policy, shape, source)
     yield from _head_problems("engine.tensor_parallel", engine.tensor_parallel, shape, source)
     if shape.num_experts and policy.lora is not None:
         yield f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out"
+    if config.precision.generation == "fp8" and shape.expert_size // engine.tensor_parallel % FP8_BLOCK:
+        rows = f"the {shape.expert_size} rows of an expert of {source} in {engine.tensor_parallel} parts"
+        yield f"engine.tensor_parallel = {engine.tensor_parallel}: {rows} cut through FP8 blocks of {FP8_BLOCK}"
+    yield from _head_size_problems(config, shape, source)
+    method = config.speculation.draft_method
+    if method.has_weights and not method.is_policy_layer:
+        yield from _drafter_problems(config, shape)
+
+
+def check_teacher(config: Config, policy_dir: Path | None) -> None:
+    """Check that the model of `train.teacher`, if there is one, can score the policy's tokens on the trainer's ranks.
+
+    Args:
+        policy_dir: The policy's directory; None where it is not here yet, and tokens cannot be compared.
+
+    Raises:
+        ConfigError: It cannot; each line names the key.
+    """
+    directory = config.train.teacher
+    if directory is None:
+        return
+    try:
+        teacher = check_model_folder(directory, config.model.max_length)
+    except ConfigError as error:
+        raise ConfigError(f"train.teacher: {error}") from error
+    shape = teacher_shape(config)
+    problems = list(_trainer_problems(config.policy, shape, "the teacher")) if shape is not None else []
+    if policy_dir is not None:
+        problems += _token_problems(directory, teacher["vocab_size"], policy_dir)
+    if problems:
+        raise ConfigError("\n".join(f"train.teacher = {directory}: {line}" for line in problems))
+
+
+def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Iterator[str]:
+    # It may have more tokens: sizes are padded, and later models of a family have more special tokens.
+    advice = "take a teacher that has the policy's tokenizer"
+    of_teacher = {token: number for number, token in token_ids(directory)}
+    others = ((number, token) for number, token in sorted(token_ids(policy_dir)) if of_teacher.get(token) != number)
+    wanted = read_model_config(policy_dir)["vocab_size"]
+    if (first := next(others, None)) is not None:
+        number, token = first
+        found = f"token {of_teacher[token]}" if token in of_teacher else "no token"
+        yield f"token {number} of the policy, {token!r}, is {found} of the teacher; {advice}"
+    elif vocab_size < wanted:
+        yield f"its vocab_size = {vocab_size} is below the policy's, {wanted}; {advice}"
+
+
+def _trainer_problems(policy: PolicyConfig, shape: ModelShape, source: str) -> Iterator[str]:
+    yield from _head_problems("policy.tensor_parallel", policy.tensor_parallel, shape, source)
     if not shape.num_experts and policy.expert_parallel > 1:
         yield f"policy.expert_parallel = {policy.expert_parallel}: {source} has no experts; it must be 1"
     if shape.num_experts % policy.expert_parallel:
         experts = f"the {shape.num_experts} experts"
         yield f"policy.expert_parallel = {policy.expert_parallel} does not divide {experts} of {source}"
-    if config.precision.generation == "fp8" and shape.expert_size // engine.tensor_parallel % FP8_BLOCK:
-        rows = f"the {shape.expert_size} rows of an expert of {source} in {engine.tensor_parallel} parts"
-        yield f"engine.tensor_parallel = {engine.tensor_parallel}: {rows} cut through FP8 blocks of {FP8_BLOCK}"
     if shape.num_layers % policy.pipeline_parallel:
         layers = f"the {shape.num_layers} layers"
         yield f"policy.pipeline_parallel = {policy.pipeline_parallel} does not divide {layers} of {source}"
-    yield from _head_size_problems(config, shape, source)
-    method = config.speculation.draft_method
-    if method.has_weights and not method.is_policy_layer:
-        yield from _drafter_problems(config, shape)
 
 
 def _drafter_problems(config: Config, shape: ModelShape) -> Iterator[str]:

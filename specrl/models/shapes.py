@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specrl.config import ConfigError, ModelConfig
+from specrl.config import Config, ConfigError, ModelConfig
 from specrl.models.checks.folder import check_directory
 from specrl.models.families import FAMILIES, ExpertShape, Family, expert_shape, family_of, tiny_config
 from specrl.models.sources import source_kind
@@ -126,6 +126,15 @@ def model_shape(model: ModelConfig) -> ModelShape:
         f'model.source = "{model.source}" is neither a directory nor a model whose shape is known '
         f"({', '.join(KNOWN_SHAPES)}): run `hf download {model.source} --local-dir DIR` and set model.source=DIR"
     )
+
+
+def teacher_shape(config: Config) -> ModelShape | None:
+    """The shape of `train.teacher`; None where there is none or its folder cannot be read, as `check_teacher` tells."""
+    directory = config.train.teacher
+    try:
+        return None if directory is None else _shape_of(check_directory(directory, config.model.max_length))
+    except ConfigError:
+        return None
 
 
 def _shape_of(hf: dict[str, Any]) -> ModelShape:

@@ -98,7 +98,8 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
         fp8 = config.precision.training == "fp8"
         responses = config.train.prompts_per_step * config.train.samples_per_prompt
         drafter = memory.drafter_items(rank, responses=responses) if drafts else []
-        return [*memory.policy_items(rank, trainable=True, fp8=fp8), memory.refit_item(rank), *drafter]
+        policy = [*memory.policy_items(rank, trainable=True, fp8=fp8), *memory.teacher_items(rank)]
+        return [*policy, memory.refit_item(rank), *drafter]
     return []
 
 

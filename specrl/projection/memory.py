@@ -16,7 +16,7 @@ from specrl.config import Config
 from specrl.config.rollout import batched_tokens
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
-from specrl.models.shapes import ModelShape
+from specrl.models.shapes import ModelShape, teacher_shape
 from specrl.projection.refit import vocabulary_bytes
 
 GIB = 2**30
@@ -162,6 +162,16 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
         items.append(_item("FP8 weights", 2 * linear, "linear layers, row- and column-wise, 1 B each"))
     return [*items, activations(rank, trainable=trainable), logits(rank, trainable=trainable)]
+
+
+def teacher_items(rank: Rank) -> list[MemoryItem]:
+    """Count the frozen model of `train.teacher`, laid out as the policy is; its pass ends before the update begins."""
+    shape = teacher_shape(rank.config)
+    items = policy_items(replace(rank, shape=shape), trainable=False) if shape is not None else []
+    return [
+        replace(item, name=f"teacher's {item.name.removeprefix('policy ')}", phase=item.phase and "teacher")
+        for item in items
+    ]
 
 
 def adapter_items(rank: Rank) -> list[MemoryItem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from specrl.config import Config, ConfigError, StageName, TrainConfig
 from specrl.models.drafters import with_source_sizes
@@ -20,7 +21,9 @@ from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, 
 BF16 = 2
 SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
 OF_PENALTY = ("kl_coef", "kl_estimator", "kl_in", "reference_every")
-"""The settings of `[train]` beside the functions that decide what the update is; the last with a KL penalty alone."""
+OF_TEACHER = ("teacher", "teacher_coef")
+"""The settings of `[train]` beside the functions that decide what the update is; the last ones with a KL penalty and
+with a teacher alone."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
@@ -80,9 +83,10 @@ def plan(config: Config) -> Plan:
 
 
 def _shaping(train: TrainConfig) -> Iterator[str]:
-    for name in (*SHAPING, *(OF_PENALTY if train.kl_coef else ())):
+    taught = OF_TEACHER if train.teacher is not None else ()
+    for name in (*SHAPING, *(OF_PENALTY if train.kl_coef else ()), *taught):
         if value := getattr(train, name):
-            yield f"train.{name} = {value if isinstance(value, str) else json.dumps(value)}"
+            yield f"train.{name} = {value if isinstance(value, str | Path) else json.dumps(value)}"
 
 
 def device_bytes(config: Config, stage: StageName) -> int:

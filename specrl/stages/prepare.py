@@ -20,6 +20,7 @@ from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.events import record_event
 from specrl.models.drafters import check_drafter, fetch_source
+from specrl.models.layout import check_teacher
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.stages.rank import stage_rank
@@ -45,6 +46,7 @@ def main(context: StageContext) -> None:
         with logs.phase("writing of the base model"):
             if ranks.is_first:
                 check_model_fits_method(config, materialise_model(config.model, config.seed, base_dir))
+                check_teacher(config, base_dir)
             ranks.barrier()
         source = PromptSource(config, load_tokenizer(base_dir), prompts_dir=context.prompts_dir)
         with logs.phase("drawing of the first problems"):

@@ -32,6 +32,8 @@ from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
 from specrl.loop import Trainer
 from specrl.metrics import OF_PARTS
+from specrl.models.layout import check_teacher
+from specrl.models.sources import materialise_model
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
@@ -103,6 +105,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
     recipe, training = fp8_of(context, prepared.policy_dir, ranks)
     with logs.phase("loading of the policy"):
         policy = load_policy(config, prepared.policy_dir, ranks, training)
+    teacher = load_teacher(context, prepared.policy_dir, ranks)
     drafter = None
     if pretrained.drafter_dir is not None and config.speculation.draft_method.has_weights:
         drafter = load_drafter(config, pretrained.drafter_dir, prepared.policy_dir, ranks)
@@ -123,6 +126,7 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         ranks=ranks,
         engine=engine,
         policy=policy,
+        teacher=teacher,
         drafter=drafter,
         spot=spot,
         rewards=rewards,
@@ -178,6 +182,21 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
     if config.precision.kv_cache == "fp8":
         policy.kv_observer = KvObserver(policy.model, policy.hf_config.num_hidden_layers, ranks.device)
     return policy
+
+
+def load_teacher(context: StageContext, policy_dir: Path, ranks: Ranks) -> Policy | None:
+    """The frozen policy of `train.teacher` (collective): in `model.dtype`, in the policy's layout, and never in FP8."""
+    config, source = context.config, context.config.train.teacher
+    if source is None:
+        return None
+    directory, model = context.stage_dir / "teacher", config.model.model_copy(update={"source": str(source.absolute())})
+    with logs.phase("loading of the teacher"):
+        if ranks.is_first:
+            check_teacher(config, policy_dir)
+            materialise_model(model, config.seed, directory)
+        ranks.barrier()
+        dtype, seed = config.model.dtype, config.seed
+        return Policy(directory, config.policy, dtype=dtype, ranks=ranks, seed=seed, trainable=False)
 
 
 def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recipe | None, LinearPrecision | None]:

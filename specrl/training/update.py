@@ -34,10 +34,10 @@ OF_UPDATES = ("loss", "grad_norm", "lr")
 class PolicyUpdate:
     metrics: dict[str, float]
     """The means over the updates of `loss`, `grad_norm` and `lr`; the means over the trained tokens of `entropy`, `kl`,
-    `corrected_fraction` and the loss's own metrics; `real_token_share` and `shared_token_share` (see `_packing`).
-    Without a trained token there are none of these. Always `num_tokens`, prompts included, `logprob_s`, the seconds of
-    separate log-prob passes, and, where features are kept, `sampled_fraction`, the share of the sequences that they are
-    of."""
+    `corrected_fraction`, with a teacher `teacher_kl`, and the loss's own metrics; `real_token_share` and
+    `shared_token_share` (see `_packing`). Without a trained token there are none of these. Always `num_tokens`, prompts
+    included, `logprob_s`, the seconds of separate log-prob passes, and, where features are kept, `sampled_fraction`,
+    the share of the sequences that they are of."""
     features: list[Features | None]
     """This rank's share of the features of a sample within `drafter.max_tokens_per_step`, because those of a whole step
     would fill the memory. They are the drafter's micro-batches, see `Drafter.update`."""
@@ -63,6 +63,8 @@ class StepLoss:
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows = field(default_factory=dict)
     """Log-probs under the reference policy; empty without a KL penalty in the loss."""
+    teacher: Rows = field(default_factory=dict)
+    """Log-probs under `train.teacher`; empty without one."""
     recorded: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     """The log-probs of each micro-batch, where there are no `old` ones: the only update's pass finds them."""
 
@@ -85,16 +87,26 @@ class StepLoss:
             old_logprobs=_aligned(self.old, batch),
             reference_logprobs=_aligned(self.reference, batch),
             weights=None if self.weights is None else spread(self.weights),
+            teacher_logprobs=_aligned(self.teacher, batch),
         )
 
 
 def update_policy(
-    policy: Policy, rollouts: RolloutBatch, config: Config, spec: FeatureSpec | None, *, step: int
+    policy: Policy,
+    rollouts: RolloutBatch,
+    config: Config,
+    spec: FeatureSpec | None,
+    *,
+    step: int,
+    teacher: Policy | None = None,
 ) -> PolicyUpdate:
     """Train the policy on the groups that carry signal (collective).
 
     With `updates_per_step = 1` the forward pass of the update is the log-prob pass. The rollouts trained on are given
     their `policy_logprobs`, under the policy that sampled them, on the rank that writes them.
+
+    Args:
+        teacher: The frozen policy of `train.teacher`, laid out over the ranks as the policy is.
     """
     started = time.perf_counter()
     in_reward = config.train.kl_coef and config.train.kl_in == "reward"
@@ -117,7 +129,8 @@ def update_policy(
     num_tokens = int(rollouts.response_lengths[rollouts.in_loss].sum()) / config.train.updates_per_step
     weights = _response_weights(rollouts, config)
     reference = _reference_logprobs(policy, batches, config) if config.train.penalises_tokens else {}
-    loss = StepLoss(config.train, own, rollouts.advantages, num_tokens, weights, old, reference)
+    taught = _logprob_pass(teacher, _unrouted(batches), config) if teacher is not None else {}
+    loss = StepLoss(config.train, own, rollouts.advantages, num_tokens, weights, old, reference, taught)
     logprob_s = penalty_s + time.perf_counter() - started
     sample = _sample(policy, batches, config, step) if spec is not None else None
     results, kept = _run_updates(policy, loss, batches, config, spec, sample, step)
@@ -300,7 +313,10 @@ def _logprob_pass(policy: Policy, batches: list[list[MicroBatch]], config: Confi
 
 
 def _reference_logprobs(policy: Policy, batches: list[list[MicroBatch]], config: Config) -> Rows:
-    # The reference is another policy: its tokens go to the experts that it chooses.
-    unrouted = [[replace(batch, routes=None) for batch in part] for part in batches]
     with policy.reference_weights():
-        return _logprob_pass(policy, unrouted, config)
+        return _logprob_pass(policy, _unrouted(batches), config)
+
+
+def _unrouted(batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    # Tokens go to the experts that another policy, the reference or the teacher, chooses itself.
+    return [[replace(batch, routes=None) for batch in part] for part in batches]

@@ -71,6 +71,7 @@ def best_of(metric: str, values: Values) -> tuple[int, float] | None:
 PATIENCE = 5  # steps in a row
 COLLAPSED = 0.05  # of the first step's entropy: below, the policy hardly explores any more
 FIXED = 0.005  # nats per token: below, it never does
+EQUAL = "reward/zero_std_fraction"
 
 Metrics = Mapping[str, float]
 
@@ -81,9 +82,10 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
     `history` has the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
     """
     patience = min(PATIENCE, config.train.num_steps)
+    by_reward = config.train.teacher is None  # a teacher teaches whatever the rewards are
     least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
     doubts: list[tuple[Callable[[Metrics], bool], Callable[[Metrics, Metrics, Config], str]]] = [
-        (lambda m: m.get("reward/zero_std_fraction", 0.0) >= 1 or not m.get("policy/grad_norm"), _why_nothing),
+        (lambda m: (by_reward and m.get(EQUAL, 0.0) >= 1) or not m.get("policy/grad_norm"), _why_nothing),
         (lambda m: m.get("rollout/truncated_fraction", 0.0) >= 1, _why_cut_off),
         (lambda m: m.get("policy/entropy", least) < least, _why_collapsed),
     ]
@@ -102,7 +104,7 @@ def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:
         why = "the problems are too easy for this policy"
         if mean < config.validate_.correct_reward:
             why = "the reward does not find the answers (specrl reward CONFIG shows one), or the problems are too hard"
-    elif metrics.get("reward/zero_std_fraction", 0.0) >= 1:
+    elif metrics.get(EQUAL, 0.0) >= 1:
         found = "nothing was learned: in each group all responses earned the same reward"
         why = "each problem is solved always or never; take others, or raise train.samples_per_prompt"
     else:

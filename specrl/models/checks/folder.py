@@ -53,7 +53,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         generation = small.get("generation_config.json", {})
         for problem in token_problems(generation, config["vocab_size"]):
             raise ConfigError(f"has a generation_config.json with {problem}")
-        tokens = _token_ids(directory)
+        tokens = token_ids(directory)
         if "auto_map" in settings:
             _load_without_its_code(directory)
     except ConfigError as error:
@@ -109,7 +109,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
     return texts
 
 
-def _token_ids(directory: Path) -> list[tuple[int, str]]:
+def token_ids(directory: Path) -> list[tuple[int, str]]:
+    """The tokens of a directory's tokenizer with their numbers; none of a tokenizer in tiktoken's format."""
     name = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
     if name is None:
         raise ConfigError(f"has no tokenizer (one of {', '.join(TOKENIZER_FILES)}): copy that of its base model")

@@ -8,7 +8,7 @@ from typing import get_args
 
 from specrl.config import Config, ConfigError
 from specrl.config.rollout import BubbleUse
-from specrl.models.shapes import model_shape
+from specrl.models.shapes import model_shape, teacher_shape
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
 from specrl.projection.simulator.step import (
@@ -63,8 +63,10 @@ def model_of(
         raise ConfigError(
             f"--gpus {gpus}: allowed: multiples of engine.tensor_parallel = {config.engine.tensor_parallel}"
         )
+    shape, teacher = model_shape(config.model), teacher_shape(config)
+    taught = teacher.active_parameters / shape.active_parameters if teacher is not None else 0.0
     engine = EngineModel(
-        shape=model_shape(config.model),
+        shape=shape,
         hardware=hardware,
         gpus=config.engine.tensor_parallel,
         is_fp8=config.precision.generation == "fp8",
@@ -75,7 +77,7 @@ def model_of(
         gpus=gpus,
         workload=Workload(config.train.prompts_per_step, config.train.samples_per_prompt, responses),
         most_running=config.engine.max_num_seqs,
-        logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0),
+        logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0) + taught,
         policy=policy,
     )
 

@@ -57,7 +57,7 @@ class StepModel:
     gpus: int  # of all engines and the trainer
     workload: Workload
     most_running: int = 1024  # responses of an engine at once
-    logprob_passes: int = 0  # of the trainer, forward, beside the update
+    logprob_passes: float = 0  # of the trainer, forward, beside the update; one of a larger teacher is several
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
     other_s: float = 2.0  # for rewards, data and logging
     seed: int = 0
