@@ -21,7 +21,16 @@ from specrl.config import ConfigError, DataConfig, RewardPart
 from specrl.config.algorithms import Options
 from specrl.config.base import NonNegativeInt, import_function
 from specrl.config.errors import explain
-from specrl.data.answers import after_thoughts, as_latex, extract_answer, final_part, is_text, references, same
+from specrl.data.answers import (
+    after_thoughts,
+    as_latex,
+    contradicts,
+    extract_answer,
+    final_part,
+    is_text,
+    references,
+    same,
+)
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
 from specrl.data.rewards.code import CodeParameters, run_tests
@@ -224,14 +233,14 @@ def math_verify(_: str, response: str, answer: str) -> float:
     stated, wanted = references(extract_answer(response))[0], references(answer)[0]
     if stated and same(stated, wanted):
         return 1.0
-    if not stated or is_text(wanted):
+    if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
     try:
         latex = bounded_latex(as_latex(stated))
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
-    if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex):
+    if _SENTENCE.search(latex) and not re.search(r"[\\^!]|\b(?:or|not|between)\b", latex):
         forms.append(latex)
     gold = parse(f"\\boxed{{{as_latex(wanted)}}}", parsing_timeout=seconds)
     return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
