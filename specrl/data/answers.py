@@ -206,7 +206,7 @@ def normalise(answer: str) -> str:
 
 def _amount(text: str) -> tuple[Decimal | None, str]:
     text = re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%"))
-    text = re.sub(r"(?:\\[,;: ])*\\(?:text|mathrm|textbf)\{[\s~]*([^{}]*)\}", r" \1", text)
+    text = re.sub(r"(?:\\[,;: ]){0,3}\\(?:text|mathrm|textbf)\{[\s~]*([^{}]*)\}", r" \1", text)
     found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""

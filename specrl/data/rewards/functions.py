@@ -11,7 +11,7 @@ import re
 import reprlib
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -295,7 +295,8 @@ def _imported(config: DataConfig, path: str) -> Reward:
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters
-        if not parameters.keys() & {"completions", "solution_str", "queries"}:
+        by_name = _takes_names(parameters)
+        if not by_name and not parameters.keys() & {"completions", "solution_str", "queries"}:
             signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
@@ -323,6 +324,9 @@ def _imported(config: DataConfig, path: str) -> Reward:
         return function(**taken({"data_source": columns.get("data_source", str(config.path)), **values}))
 
     def as_own(prompt: Prompt, response: str) -> Any:
+        if by_name:
+            own = {"prompt": prompt.text, "response": response, "answer": prompt.answer}
+            return function(**taken({**_columns(config, prompt), **own}))
         positional = set(list(parameters)[:3])
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
         return function(prompt.text, response, prompt.answer, **taken(others))
@@ -334,6 +338,15 @@ def _imported(config: DataConfig, path: str) -> Reward:
 
     forms = {"completions": as_trl, "solution_str": as_verl, "queries": as_openrlhf}
     return next((form for name, form in forms.items() if name in parameters), as_own)
+
+
+def _takes_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function of one's own asks for prompt, response and answer by these names, in whatever order."""
+    ordered = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = {name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    if "response" not in named:
+        return not ordered and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return named >= {"prompt", "response", "answer"} or ordered[1:2] != ["response"]
 
 
 def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:
