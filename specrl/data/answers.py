@@ -200,6 +200,7 @@ def normalise(answer: str) -> str:
     text = " ".join(answer.split()).casefold().translate(_MINUS).rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
+    text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
     return letter[1] if letter else text
 

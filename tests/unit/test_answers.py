@@ -169,7 +169,7 @@ def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
         ("18", "Answer: 18 km/h.", "Answer: 81 km/h."),
         ("18 cm^2", "Answer: 18", "Answer: 2"),
         ("2516_8", r"\boxed{2516_{8}}", r"\boxed{2516_9}"),
-        (r"6:00 \text{ a.m.}", r"\boxed{6:00 \text{ a.m.}}", r"\boxed{6:00 \text{ p.m.}}"),
+        (r"6:00 \text{ a.m.}", "Answer: 6:00 AM", r"\boxed{6:00 \text{ p.m.}}"),
     ],
 )
 def test_math_verify_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:
