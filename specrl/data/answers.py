@@ -53,9 +53,12 @@ _TO_LATEX = [
         (r"^[−–]", "-"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\*\*", "^"),
+        (r"(?<=\d) ?hundred\b", r"\\times 10^2"),
         (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
         (r"(?<=\d) ?million\b", r"\\times 10^6"),
         (r"(?<=\d) ?billion\b", r"\\times 10^9"),
+        (r"(?<=\d) ?trillion\b", r"\\times 10^{12}"),
+        (r"(?<=\d) ?x ?(?=10\^)", r"\\times "),
         (r"^(-?\d+)(?:\\? )+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
@@ -69,8 +72,14 @@ _REPEATING = re.compile(
     r"(?<![\w.])(\d{0,20})\.(\d{0,20})(?:\\(?:overline|bar|dot)(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))"
 )
 _CHOICE = re.compile(r"(?:option |choice |\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{)*\(?([a-z])(?:[)}]|[.:](?=\s)|$)")
+_OFFERED = re.compile(r"\(?([a-j])(?:\)|[.:](?=\s))(?![-+*/^=(])")  # a reference that has the choice's text as well
+_ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*\(?[a-z](?![a-z])|\(?[a-z][)}.:])")
+"""The letter of one more choice: a response that names several has not chosen."""
+_APART = tuple(map(re.compile, (r"(?<=\d)_\{?(\d+)", r"(?<=[\d\W])([ap])\.?\s?m\b")))
+"""The base of a number and the half of the day: math-verify leaves them out, though they tell two answers apart."""
 _FRACTION = re.compile(r"(\d*)([¼-¾⅐-⅞])")
-_NUMBER = re.compile(r"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+[a-z]{2,}\.?){0,3}|\s?[%°])")
+_UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/²³]))(?:\^[23]|[²³])?(?:/[a-z]+(?:\^[23]|[²³])?)?"
+_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
 
 
 def format_answer(answer: str) -> str:
@@ -173,9 +182,17 @@ def same(stated: str, reference: str) -> bool:
         return True
     if re.fullmatch(r"[a-z]", wanted):
         choice = _CHOICE.match(own)
-        return choice is not None and choice[1] == wanted
+        return choice is not None and choice[1] == wanted and not _ANOTHER.match(own, choice.end())
+    if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(wanted)):
+        return offered[1] == own
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
+
+
+def contradicts(stated: str, reference: str) -> bool:
+    """Whether two answers have numbers of different bases, `12_8` and `12_9`, or times of different halves of a day."""
+    marks = [[set(mark.findall(answer.casefold())) for answer in (stated, reference)] for mark in _APART]
+    return any(own and wanted and own.isdisjoint(wanted) for own, wanted in marks)
 
 
 def normalise(answer: str) -> str:
@@ -183,12 +200,15 @@ def normalise(answer: str) -> str:
     text = " ".join(answer.split()).casefold().translate(_MINUS).rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
+    text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
     letter = re.fullmatch(r"\(([a-z])\)", text)
     return letter[1] if letter else text
 
 
 def _amount(text: str) -> tuple[Decimal | None, str]:
-    found = _NUMBER.fullmatch(re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%")))
+    text = re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%"))
+    text = re.sub(r"(?:\\[,;: ]){0,3}\\(?:text|mathrm|textbf)\{[\s~]*([^{}]*)\}", r" \1", text)
+    found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
     return Decimal(found[2]), found[1] + found[3].strip().rstrip(".")

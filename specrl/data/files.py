@@ -19,6 +19,7 @@ from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed
 
 ALIASES = {"prompt": CHATS, "answer": ("reward_model.ground_truth",)}
 """Tried where a default column is missing: chats, and verl's layout."""
+COMPARING = ("math_verify", "exact_match")  # the rewards that no response can earn where the answer is empty
 TRUTH = "ground_truth"  # the part of verl's `reward_model` that is the answer
 Request = str | list[Message]
 
@@ -26,7 +27,7 @@ Request = str | list[Message]
 def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> list[Problem]:
     """The rows of a place's files as problems, in the files' order; answers of any type become text."""
     columns = (config.prompt_column, config.answer_column)
-    others = any(part.is_own for part in config.reward)
+    others, compared = any(one.is_own for one in config.reward), any(one.name in COMPARING for one in config.reward)
     named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system", TOOLS]
     wanted = () if others else named  # a reward of the user's own gets all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
@@ -34,7 +35,7 @@ def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> 
         raise ConfigError(f"data file {place} is empty")
     if config.template != "chat" and (asked := next((where for where, row in found if tools_of(row)), None)):
         raise ConfigError(f'{asked}: only a chat template takes tools: data.template = "chat", or a file without tools')
-    fitted = fit([_problem(where, row, columns, others=others) for where, row in found], counts)
+    fitted = fit([_problem(where, row, columns, others=others, compared=compared) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
         if misfit.rule != "drop" or len(misfits) == len(found):  # the latter where all prompts are too long
@@ -77,7 +78,7 @@ def _request(place: str, row: dict[str, Any]) -> Request:
     return [*tools, {"role": "user", "content": prompt}] if tools else prompt
 
 
-def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool) -> Problem:
+def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool, compared: bool) -> Problem:
     keys = ("prompt_column", "answer_column")
     prompt, answer = (
         find(row, name, place, key, ALIASES.get(name, ())) for name, key in zip(columns, keys, strict=True)
@@ -94,9 +95,14 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
         raise ConfigError(f"{place}: {columns[0]} must be text that is not empty, and is {given}")
     if isinstance(answer, dict) and TRUTH in answer:
         answer = answer[TRUTH]
-    if answer is None or answer != answer or isinstance(answer, bytes):  # noqa: PLR0124 - NaN
+    if "<image>" in prompt and row.keys() & {"images", "image"}:
+        raise ConfigError(f"{place}: {columns[0]} asks about an image; only text can be asked")
+    not_finite = isinstance(answer, float) and not math.isfinite(answer)
+    empty = compared and isinstance(answer, str) and not answer.strip()
+    if answer is None or not_finite or empty or isinstance(answer, bytes):
+        why = f"{answer!r:.40}{', which no response can equal' if empty else ''}"
         raise ConfigError(
-            f"{place}: {columns[1]} must be text, a number, true or false, a list or an object, and is {answer!r:.40}"
+            f"{place}: {columns[1]} must be text, a number, true or false, a list or an object, and is {why}"
         )
     structured = isinstance(answer, list | dict)
     text = json.dumps(answer, ensure_ascii=False, default=str) if structured else str(answer)

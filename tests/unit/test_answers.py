@@ -75,6 +75,30 @@ def test_the_answer_that_counts_is_the_last_one_after_the_thoughts_and_before_a_
     assert earned(reward, "73", response) == right
 
 
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("reference", "response"),
+    [
+        ("B", "Answer: (B) or (C)"),
+        ("B", "Answer: B. or C."),
+        ("B", "Answer: (B)(C)"),
+        ("7", "Answer: either 6 or 7"),
+        ("7", "Answer: between 6 and 7"),
+        ("7", "Answer: I think it is 8, not 7"),
+    ],
+)
+def test_a_response_that_names_several_answers_has_none(reward: str, reference: str, response: str) -> None:
+    assert earned(reward, reference, response) == 0
+
+
+@pytest.mark.parametrize(
+    "stated", [r"\boxed{18\text{ dollars}}", r"\boxed{18 \, \text{cm}^2}", r"\boxed{18\mathrm{~km/h}}", "Answer: 18 m²"]
+)
+def test_exact_match_takes_a_unit_however_it_is_set(stated: str) -> None:
+    assert earned("exact_match", "18", stated) == 1
+    assert earned("exact_match", "81", stated) == 0
+
+
 def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
     for response, final in ((RUN_ON, 1), (INSIDE, 0)):
         assert earned("exact_match", "73", response) == final
@@ -137,6 +161,15 @@ def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
         ("B", "Answer: (B) Lyon", "Answer: (A) B"),
         ("(B)", r"\boxed{B}", "Answer: C"),
         ("Yes", "Answer: Yes", "Answer: No"),
+        ("B. Paris", "Answer: B", "Answer: A"),
+        ("(B) Paris", r"\boxed{\text{(B)}}", "Answer: P"),
+        ("3 x 10^8", r"\boxed{3\times10^8}", "Answer: 3"),
+        ("1200", "Answer: 12 hundred", "Answer: 12"),
+        ("18", "Answer: 18 m/s", "Answer: 18 m/s or 19 m/s"),
+        ("18", "Answer: 18 km/h.", "Answer: 81 km/h."),
+        ("18 cm^2", "Answer: 18", "Answer: 2"),
+        ("2516_8", r"\boxed{2516_{8}}", r"\boxed{2516_9}"),
+        (r"6:00 \text{ a.m.}", "Answer: 6:00 AM", r"\boxed{6:00 \text{ p.m.}}"),
     ],
 )
 def test_math_verify_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from flows.preflight import check_data, check_folder
 from specrl.config import Config, ConfigError
+from specrl.data.formats.messages import read_messages
+from specrl.data.formats.places import files_of
 from specrl.data.formats.rows import find, read_rows
 
 
@@ -42,6 +44,22 @@ def test_a_folder_without_data_and_runs_below_a_file_are_refused(tmp_path: Path)
     assert check_data(config) == [f"data.path = {tmp_path}: no data file lies in this folder"]
     (tmp_path / "file").write_text(json.dumps({}))
     assert check_folder(config) == [f"runs_dir = {tmp_path}/file: {tmp_path}/file is no folder; choose another one"]
+
+
+def test_a_folder_with_files_to_train_on_and_others_is_refused_and_descriptions_are_no_data(tmp_path: Path) -> None:
+    for name in ("dataset_infos.json", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name[:11] for path in files_of([tmp_path])] == ["train-00000", "train-00001"]
+    (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
+    with pytest.raises(ConfigError, match=r"has files of several splits \(test, train\): name those of one"):
+        files_of([tmp_path])
+    assert len(files_of([tmp_path / "**" / "train*"])) == 2
+
+
+def test_roles_may_be_written_with_capital_letters() -> None:
+    said = [{"role": "System", "content": "s"}, {"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]
+    assert [message["role"] for message in read_messages("line 1", said, {}) or ()] == ["system", "user"]
 
 
 def test_a_csv_file_of_a_spreadsheet_may_have_semicolons(tmp_path: Path) -> None:

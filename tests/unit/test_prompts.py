@@ -315,10 +315,14 @@ def row(prompt: Any, answer: Any = 1) -> str:
         (row("a") + row(["b"]), "line 2: prompt must be text that is not empty, and is list"),
         (row("a") + row("b", None), "line 2: answer must be text, a number"),
         (row("a") + row("b", float("nan")), "line 2: answer must be text, a number"),
+        (row("a") + row("b", float("inf")), "line 2: answer must be text, a number"),
+        (row("a") + row("b", " "), "line 2: answer must be text, a number, .* and is ' ', which no response"),
+        (row("a") + row("[{'role': 'user', 'content': 'b'}]"), "line 2: messages as Python prints them"),
+        ('{"prompt": "<image>b", "images": ["b.png"], "answer": "1"}\n', "line 1: prompt asks about an image"),
         (row("a") + '{"prompt": "b", "solution": 1}\n', "line 2 has no column 'answer'.*; it has prompt, solution"),
         (row("b") * 5, "no row left to train on"),
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_every_bad_row_is_one_short_line_that_names_it(tmp_path: Path, content: bytes | str, message: str) -> None:
     data = file_data(tmp_path / "rows.jsonl", content)

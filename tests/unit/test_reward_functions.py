@@ -59,6 +59,13 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 def openrlhf(queries, prompts, labels):
     return {"rewards": torch.tensor([float(queries == ["Qx"] and prompts == ["Q"] and labels == ["x"])])}
 
+def right(prompt, response, answer): return float((prompt, response, answer) == ("Q", "a response", "x"))
+def keywords_alone(*, prompt, response, answer, level): return right(prompt, response, answer) * (level == 2)
+def any_keywords(**given): return right(given["prompt"], given["response"], given["answer"]) * (given["level"] == 2)
+def in_another_order(response, answer, prompt="", level=0): return right(prompt, response, answer) * (level == 2)
+def without_a_prompt(response, answer, level): return right("Q", response, answer) * (level == 2)
+def own_names(question, response, reference, level=0): return right(question, response, reference) * (level == 2)
+
 def reads_a_file(prompt, response, answer): return float(open("words.txt").read())
 
 class Scorer:
@@ -106,6 +113,14 @@ def data(name: str, **settings: Any) -> DataConfig:
 def test_a_reward_is_called_as_its_parameters_say_and_may_return_what_has_a_number(name: str, expected: float) -> None:
     prompt = Prompt(0, "Q", [], "x", {"question": "Q", "entry": ENTRY})
     assert judge(make_rewards(data(name))[0], prompt, "x") == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["keywords_alone", "any_keywords", "in_another_order", "without_a_prompt", "own_names"]
+)
+def test_a_reward_that_names_prompt_response_and_answer_gets_them_by_name(name: str) -> None:
+    prompt = Prompt(0, "Q", [], "x", {"question": "Q", "entry": ENTRY})
+    assert judge(make_rewards(data(name))[0], prompt, "a response") == 1
 
 
 def test_a_reward_of_trl_sees_conversations_where_the_template_is_a_chat() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from specrl.config import ConfigError
 from specrl.data.formats.rows import structured
 
 Message = dict[str, Any]
+WRITTEN_BY_PYTHON = re.compile(r"\s*\[\s*\{'(?:role|content|from|value)'")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 """What ShareGPT and others call the roles that chat templates know."""
 OWN = ("role", "from", "content", "value")
@@ -20,6 +22,10 @@ TOOLS = "tools"
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
     """The messages up to the last one that is not the assistant's; None where a value is no conversation."""
     value = structured(value)
+    if isinstance(value, str) and WRITTEN_BY_PYTHON.match(value):
+        raise ConfigError(
+            f"{place}: messages as Python prints them, as a CSV of pandas has them: write JSONL or Parquet"
+        )
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         return None
     messages = [_message(place, message) for message in value]
@@ -54,7 +60,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _message(place: str, message: Message) -> Message:
-    role = message.get("role") or message["from"]
+    role = str(message.get("role") or message["from"]).lower()
     content = _text(place, message.get("content") if message.get("content") is not None else message.get("value"))
     kept = {name: value for name, value in message.items() if name not in OWN and value is not None}
     if content is None and not kept.get("tool_calls"):

@@ -13,6 +13,8 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # before `.gz`
 HUB = re.compile(r"hub:(?P<name>[^@:#]+)(?:@(?P<revision>[^:#]+))?(?::(?P<subset>[^#]+))?(?:#(?P<split>.+))?")
 """A data set of the hub: `hub:OWNER/NAME`, with `@REVISION`, `:SUBSET` and `#SPLIT` where they are not the default."""
 HUB_FOLDER = ".datasets"
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # lie beside the data of a data set of the hub
+SPLIT = re.compile(r"(?<![a-z0-9])(?:train(?:ing)?|test|valid(?:ation)?|val|dev|eval)(?![a-z0-9])")
 
 
 def files_of(places: Iterable[Path]) -> list[Path]:
@@ -21,7 +23,8 @@ def files_of(places: Iterable[Path]) -> list[Path]:
     Of a folder and a pattern they come in the order of their names; hidden ones are left out.
 
     Raises:
-        ConfigError: A folder is one of the library `datasets`, which has files of a kind of its own.
+        ConfigError: A folder has what must not be trained on as well, such as `test.parquet` beside `train.parquet`,
+            or is one of the library `datasets`, which has files of a kind of its own.
     """
     found: list[Path] = []
     for place in places:
@@ -29,7 +32,14 @@ def files_of(places: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{place} was written by save_to_disk: write a split as Parquet, by its to_parquet(FILE)")
         if place.is_dir():
             below = (path for path in place.rglob("*") if "/." not in f"/{path.relative_to(place)}")
-            found += sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())
+            data = sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())
+            splits = {word for path in data for word in SPLIT.findall(str(path.relative_to(place)).lower())}
+            if any(word.startswith("train") for word in splits) and len(splits) > 1:
+                raise ConfigError(
+                    f"{place} has files of several splits ({', '.join(sorted(splits))}): name those of one by a "
+                    "pattern, such as FOLDER/**/train*"
+                )
+            found += [path for path in data if path.name not in DESCRIPTIONS]
         elif place.is_file():
             found.append(place)
         elif glob.has_magic(str(place)):

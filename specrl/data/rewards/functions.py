@@ -11,7 +11,7 @@ import re
 import reprlib
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,16 @@ from specrl.config import ConfigError, DataConfig, RewardPart
 from specrl.config.algorithms import Options
 from specrl.config.base import NonNegativeInt, import_function
 from specrl.config.errors import explain
-from specrl.data.answers import after_thoughts, as_latex, extract_answer, final_part, is_text, references, same
+from specrl.data.answers import (
+    after_thoughts,
+    as_latex,
+    contradicts,
+    extract_answer,
+    final_part,
+    is_text,
+    references,
+    same,
+)
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
 from specrl.data.rewards.code import CodeParameters, run_tests
@@ -224,14 +233,14 @@ def math_verify(_: str, response: str, answer: str) -> float:
     stated, wanted = references(extract_answer(response))[0], references(answer)[0]
     if stated and same(stated, wanted):
         return 1.0
-    if not stated or is_text(wanted):
+    if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
     try:
         latex = bounded_latex(as_latex(stated))
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
-    if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex):
+    if _SENTENCE.search(latex) and not re.search(r"[\\^!]|\b(?:or|not|between)\b", latex):
         forms.append(latex)
     gold = parse(f"\\boxed{{{as_latex(wanted)}}}", parsing_timeout=seconds)
     return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
@@ -286,7 +295,8 @@ def _imported(config: DataConfig, path: str) -> Reward:
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters
-        if not parameters.keys() & {"completions", "solution_str", "queries"}:
+        by_name = _takes_names(parameters)
+        if not by_name and not parameters.keys() & {"completions", "solution_str", "queries"}:
             signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
@@ -314,6 +324,9 @@ def _imported(config: DataConfig, path: str) -> Reward:
         return function(**taken({"data_source": columns.get("data_source", str(config.path)), **values}))
 
     def as_own(prompt: Prompt, response: str) -> Any:
+        if by_name:
+            own = {"prompt": prompt.text, "response": response, "answer": prompt.answer}
+            return function(**taken({**_columns(config, prompt), **own}))
         positional = set(list(parameters)[:3])
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
         return function(prompt.text, response, prompt.answer, **taken(others))
@@ -325,6 +338,15 @@ def _imported(config: DataConfig, path: str) -> Reward:
 
     forms = {"completions": as_trl, "solution_str": as_verl, "queries": as_openrlhf}
     return next((form for name, form in forms.items() if name in parameters), as_own)
+
+
+def _takes_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function of one's own asks for prompt, response and answer by these names, in whatever order."""
+    ordered = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = {name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    if "response" not in named:
+        return not ordered and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return named >= {"prompt", "response", "answer"} or ordered[1:2] != ["response"]
 
 
 def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:
