@@ -119,12 +119,14 @@ class PrefectServer:
             self.process.kill()
             self.process.wait()
             del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
-        from httpx import TransportError  # by Prefect's client, which is slow to import
+        from httpx import HTTPError, TransportError  # by Prefect's client, which is slow to import
 
-        if isinstance(error, TransportError):
+        if isinstance(error, HTTPError):
+            fails = "does not answer any more" if isinstance(error, TransportError) else "refuses what it is asked"
+            own = "" if self.process else "; without PREFECT_API_URL, specrl starts a server of its own"
             raise ServerError(
-                f"Prefect's server at {self.url} does not answer any more ({error}); what was submitted goes on, and "
-                "specrl resume RUN finds it"
+                f"Prefect's server at {self.url} {fails} ({str(error).partition(chr(10))[0]}); what was submitted goes "
+                f"on, and specrl resume RUN finds it{own}"
             ) from error
 
 

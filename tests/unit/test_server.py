@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from flows import server
@@ -45,3 +46,15 @@ def test_a_server_that_works_is_waited_for_longer_than_one_that_does_nothing(
 def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = waited_for("raise SystemExit(7)", tmp_path, monkeypatch)
     assert "did not start: it ended with exit code 7; see " in said
+
+
+def test_a_server_of_the_user_that_refuses_requests_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:9/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    refusal = httpx.Response(401, request=httpx.Request("GET", url))
+    words = r"refuses .* \(Client error '401 .* without PREFECT_API_URL, "
+    with pytest.raises(ServerError, match=words) as raised, PrefectServer(tmp_path):
+        refusal.raise_for_status()
+    assert "\n" not in str(raised.value)
