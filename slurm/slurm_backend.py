@@ -92,6 +92,7 @@ TRANSIENT = (
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
+NAMED = ("account", "partition", "qos")  # the keys whose values are repeated where sbatch speaks of them
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
@@ -295,7 +296,9 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
             raise FullQueueError(reason) from error
         if any(words in reason for words in TRANSIENT):
             raise SilentSchedulerError(reason) from error
-        raise JobError(f"Slurm refuses the job: {reason}") from error
+        options = sbatch_options(request.context.config, request.context.stage)
+        keys = [f"; cluster.{key} = {options.get(key, 'not given')}" for key in NAMED if key in reason.lower()]
+        raise JobError(f"Slurm refuses the job: {reason}{''.join(keys)}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
     if (found := SUBMITTED.search(said)) is None:

@@ -208,6 +208,13 @@ def test_a_job_is_known_by_its_number_whatever_a_site_prints_beside_it(
     assert job is not None and job.job_id == job_id
 
 
+def test_a_refusal_repeats_the_settings_that_it_is_about(programs: Path, tmp_path: Path) -> None:
+    said = "Batch job submission failed: Invalid account or account/partition combination specified"
+    program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(JobError, match=f"{said}; cluster.account = not given; cluster.partition = gpu$"):
+        attach_or_submit(context_of(configured(tmp_path, partition="gpu")), "m:f", Path("/code"))
+
+
 @pytest.mark.parametrize(
     "fails",
     [
