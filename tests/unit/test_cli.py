@@ -157,6 +157,15 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == f"specrl: here: No room; {then}\n"
 
 
+def test_an_interrupt_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Path) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.commands.inspect.list_runs", interrupt)
+    assert invoke(["ls"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "specrl: interrupted"
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.EACCES])
 def test_any_error_of_a_file_system_is_one_line(
     number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
