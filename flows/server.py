@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Self
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 from filelock import FileLock
@@ -165,7 +165,8 @@ def serve(port: int, parent: int) -> None:
 
 
 def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+    direct = build_opener(ProxyHandler({}))  # this machine's own server, whatever proxy the environment names
+    with contextlib.suppress(OSError), direct.open(url, timeout=2) as response:
         return bool(response.status == 200)
     return False
 

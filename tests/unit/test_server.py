@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -58,3 +60,18 @@ def test_a_server_of_the_user_that_refuses_requests_is_one_line(
     with pytest.raises(ServerError, match=words) as raised, PrefectServer(tmp_path):
         refusal.raise_for_status()
     assert "\n" not in str(raised.value)
+
+
+def test_the_own_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as healthy:
+        threading.Thread(target=healthy.handle_request).start()
+        assert server._answers(f"http://127.0.0.1:{healthy.server_port}/api/health")
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
