@@ -74,7 +74,10 @@ def invoke(arguments: list[str]) -> int:
     name_user()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
-        return app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0
+        code = int(app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0)
+        if code == EXIT_INTERRUPTED:  # which typer makes of an interrupt, without a word
+            raise KeyboardInterrupt
+        return code
     except typer.TyperException as error:  # such as an unknown option or a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
         return EXIT_USAGE

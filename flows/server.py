@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Self
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 from filelock import FileLock
@@ -119,12 +119,14 @@ class PrefectServer:
             self.process.kill()
             self.process.wait()
             del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
-        from httpx import TransportError  # by Prefect's client, which is slow to import
+        from httpx import HTTPError, TransportError  # by Prefect's client, which is slow to import
 
-        if isinstance(error, TransportError):
+        if isinstance(error, HTTPError):
+            fails = "does not answer any more" if isinstance(error, TransportError) else "refuses what it is asked"
+            own = "" if self.process else "; without PREFECT_API_URL, specrl starts a server of its own"
             raise ServerError(
-                f"Prefect's server at {self.url} does not answer any more ({error}); what was submitted goes on, and "
-                "specrl resume RUN finds it"
+                f"Prefect's server at {self.url} {fails} ({str(error).partition(chr(10))[0]}); what was submitted goes "
+                f"on, and specrl resume RUN finds it{own}"
             ) from error
 
 
@@ -163,7 +165,8 @@ def serve(port: int, parent: int) -> None:
 
 
 def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+    direct = build_opener(ProxyHandler({}))  # this machine's own server, whatever proxy the environment names
+    with contextlib.suppress(OSError), direct.open(url, timeout=2) as response:
         return bool(response.status == 200)
     return False
 

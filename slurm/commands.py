@@ -30,6 +30,7 @@ AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_J
 TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
 LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
+WORDLESS = "without a word"
 COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
 PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
 
@@ -209,7 +210,10 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[st
     """The output of a command of Slurm's, by default in a neutral environment; a SilentSchedulerError if it fails."""
     variables = slurm_environment() if environment is None else environment
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+        # Names of jobs, and what sites add, may be text of any encoding.
+        done = subprocess.run(
+            command, env=variables, capture_output=True, errors="replace", timeout=seconds, check=False
+        )
     except FileNotFoundError as error:
         if command[0] == "sacct":
             raise SilentSchedulerError("no sacct") from error
@@ -221,5 +225,7 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[st
         # "allocation failure: ..." is what sbatch --test-only says, beside errors of plugins.
         errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[-1:]
         said = "; ".join(line.removeprefix(f"{command[0]}: error: ").strip() for line in errors)
-        raise SilentSchedulerError(f"{command[0]}: {said or done.returncode}")
+        if not said:
+            raise SilentSchedulerError(f"{command[0]} ended with exit code {done.returncode}, {WORDLESS}")
+        raise SilentSchedulerError(f"{command[0]}: {said}")
     return done.stdout + (done.stderr if "--test-only" in command else "")  # where sbatch prints its answer

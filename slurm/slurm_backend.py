@@ -28,6 +28,7 @@ from slurm.backend import (
 from slurm.commands import (
     COMMAND_SECONDS,
     PRESENT_SECONDS,
+    WORDLESS,
     as_flags,
     ask,
     batch_script,
@@ -80,16 +81,23 @@ TRANSIENT = (
     "Resource temporarily unavailable",
     "Zero Bytes were transmitted or received",
     "Transport endpoint is not connected",
+    "Message receive failure",
+    "Message send failure",
+    "Communication connection failure",
+    "Unable to connect to database",
     "Slurm backup controller in standby mode",
     "Slurm temporarily unable to accept job",
     f"took more than {SUBMIT_SECONDS} s",
+    WORDLESS,
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
+NAMED = ("account", "partition", "qos")  # the keys whose values are repeated where sbatch speaks of them
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
-SUBMITTED = re.compile(r"job (\d+)")
+SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?$", re.MULTILINE)
+"""What sbatch prints, also with --parsable, as a wrapper of a site may have it; wrappers print other lines, too."""
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
@@ -288,7 +296,9 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
             raise FullQueueError(reason) from error
         if any(words in reason for words in TRANSIENT):
             raise SilentSchedulerError(reason) from error
-        raise JobError(f"Slurm refuses the job: {reason}") from error
+        options = sbatch_options(request.context.config, request.context.stage)
+        keys = [f"; cluster.{key} = {options.get(key, 'not given')}" for key in NAMED if key in reason.lower()]
+        raise JobError(f"Slurm refuses the job: {reason}{''.join(keys)}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
     if (found := SUBMITTED.search(said)) is None:

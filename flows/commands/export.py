@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import RunsDir, option
+from flows.commands.options import RunsDir, option, user_path
 from flows.folder import find_own_run
 from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
@@ -17,7 +17,8 @@ from specrl.report.results import find_stages, finished, read_config
 FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; or
 policy, a Hugging Face folder of a checkpoint's policy."""
 Format = Annotated[str, option(FORMS, "FORMAT", "--format")]
-To = Annotated[Path, option("The new folder; it must be empty if it exists.", "FOLDER", "--to")]
+NEW = "The new folder; it must be empty if it exists."
+To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help=NEW, callback=user_path)]
 PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will name it.", "NAME")]
 QUANTIZE = "Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
 Quantize = Annotated[str | None, option(QUANTIZE, "int8|fp8")]

@@ -11,6 +11,7 @@ import typer
 
 from flows.folder import anchor
 from specrl.config import RUNS_DIR, Config, ConfigError, load_config
+from specrl.config.text import expanded
 from specrl.processes import LOOPBACK, free_port
 
 
@@ -19,10 +20,25 @@ def option(help_text: str, metavar: str | None = None, name: str | None = None, 
     return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
 
 
+def user_path(parameter: typer.CallbackParam, place: Path) -> Path:
+    """A path of the command line or the environment, where bash, for one, leaves `--to=~/folder` as it is."""
+    try:
+        return Path(str(expanded(place)))
+    except ValueError as error:
+        raise ConfigError(f"{parameter.opts[0]}: {error}") from error
+
+
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
 RunsDir = Annotated[
-    Path, typer.Option("--runs-dir", metavar="FOLDER", envvar=RUNS_DIR, help="The folder that holds the runs.")
+    Path,
+    typer.Option(
+        "--runs-dir",
+        metavar="FOLDER",
+        envvar=RUNS_DIR,
+        help="The folder that holds the runs.",
+        callback=user_path,
+    ),
 ]
 AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
 Port = Annotated[int | None, option("The port on 127.0.0.1; by default a free one.", "PORT")]

@@ -98,7 +98,9 @@ class Config(Section):
     theirs. Its results lie in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
-    runs_dir: Annotated[PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")))]
+    runs_dir: Annotated[
+        PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")), validate_default=True)
+    ]
     """The folder that holds the folders of all runs; by default what SPECRL_RUNS_DIR names, or `runs`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -174,7 +174,7 @@ def checked_uri(uri: str) -> str:
         if not is_known or (is_file and (rest[:1] != "/" or rest in ("/", "/:memory:"))):
             raise ValueError(
                 f"{shown(redacted(uri))}: allowed: http://HOST:PORT, https://..., sqlite:///FILE, "
-                "postgresql://..., mysql://..., mssql://..., file:///FOLDER, databricks"
+                "postgresql://..., mysql://..., mssql://..., databricks"
             )
     if is_file:
         uri = f"{scheme}:///{Path(str(expanded(rest[1:]))).absolute()}"
@@ -197,7 +197,7 @@ class TrackingConfig(Section):
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
     (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
     from the folder in which the command runs; one in the runs folder is used if nothing is given."""
-    experiment: Annotated[str, Field(min_length=1)] = "specrl"
+    experiment: Annotated[str, Field(min_length=1, max_length=500)] = "specrl"
     """The MLflow experiment, and the W&B project, in which the run appears."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Whether metrics go to Weights & Biases, too: while they are measured, or into files in `wandb/` of the run's

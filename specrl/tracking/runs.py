@@ -81,6 +81,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
 def _replace_deleted(config: Config) -> None:
     """What was logged to runs that somebody has deleted in MLflow is sent again."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         client = connect(config)
@@ -89,7 +90,7 @@ def _replace_deleted(config: Config) -> None:
             if (run_id := _run_id(folder)) is not None and not exists(client, run_id):
                 logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
                 Sent(Log(folder)).forget()
-    except MlflowException as error:  # it is away: whoever sends something says so
+    except (MlflowException, SQLAlchemyError) as error:  # it is away: whoever sends something says so
         logger.debug("%s", error)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import os
 import re
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -107,10 +109,11 @@ def import_mlflow() -> None:
 
 def check_server(config: Config) -> None:
     """Raise a `ConfigError` unless the configured tracking server answers, or its database can be opened here."""
-    uri = tracking_uri(config)
-    key = "tracking.uri" if config.tracking.uri else URI_VARIABLE
+    uri, given = tracking_uri(config), os.environ.get(URI_VARIABLE)
+    key = URI_VARIABLE if given and (given == uri or config.tracking.uri is None) else "tracking.uri"
     if not uri.startswith(("http://", "https://")):
-        if uri != own_uri(config) and (lack := _lack_of_database(uri)) is not None:
+        own = Path(own_uri(config).removeprefix("sqlite:///"))
+        if (uri != own_uri(config) or own.exists()) and (lack := _lack_of_database(uri)) is not None:
             raise ConfigError(f"{key} = {uri}: {lack}")
         return
     if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
@@ -126,7 +129,13 @@ def _lack_of_database(uri: str) -> str | None:
 
     scheme, _, file = uri.partition(":///")
     if scheme.startswith("sqlite"):
-        return None if Path(file).parent.is_dir() else f"there is no folder {Path(file).parent}; create it"
+        return _lack_of_file(Path(file))
+    if uri.startswith(("file:", "/")):
+        import_mlflow()
+        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
+
+        takes_folders = MLFLOW_ALLOW_FILE_STORE.get()
+        return None if takes_folders else "MLflow no longer records in a folder; give a file of SQLite, sqlite:///FILE"
     try:
         if scheme.startswith(("postgresql", "mysql", "mssql")):
             create_engine(uri)  # imports the driver, and asks nobody
@@ -135,6 +144,18 @@ def _lack_of_database(uri: str) -> str | None:
     except ArgumentError as error:
         return " ".join(str(error).split())
     return None
+
+
+def _lack_of_file(path: Path) -> str | None:
+    if not path.exists():
+        return None if path.parent.is_dir() else f"there is no folder {path.parent}; create it"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("PRAGMA schema_version")  # reads the file
+    except sqlite3.Error as error:
+        return None if "locked" in str(error) else f"SQLite cannot use it ({error}); name another file"
+    places = [place for place in (path.parent, path) if not os.access(place, os.W_OK)]
+    return f"{places[0]} cannot be written; name another file" if places else None
 
 
 def why_silent(uri: str, seconds: float) -> str | None:

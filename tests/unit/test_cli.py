@@ -157,6 +157,15 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == f"specrl: here: No room; {then}\n"
 
 
+def test_an_interrupt_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Path) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.commands.inspect.list_runs", interrupt)
+    assert invoke(["ls"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "specrl: interrupted"
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.EACCES])
 def test_any_error_of_a_file_system_is_one_line(
     number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -195,6 +204,25 @@ def test_the_folder_of_the_runs_is_named_once_in_the_environment(
     )
     assert load_config(Path(write(tmp_path))).run_dir == tmp_path / "elsewhere" / "run"
     assert load_config(Path(write(tmp_path)), ["runs_dir=here"]).runs_dir == Path("here")
+
+
+def test_variables_and_the_home_folder_stand_for_their_values_in_folders_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("SPECRL_RUNS_DIR", "$HOME/elsewhere")
+    for arguments, folder in ((["ls"], "elsewhere"), (["ls", "--runs-dir=~/mine"], "mine")):  # as bash leaves it
+        assert invoke(arguments) == 0
+        assert f"no runs in {tmp_path}/{folder}, " in capsys.readouterr().out
+    assert load_config(Path(write(tmp_path))).run_dir == tmp_path / "elsewhere" / "run"
+    for words in (("ls", "--runs-dir=$NOT_THERE/x"), ("export", "x", "--format", "policy", "--to=$NOT_THERE/x")):
+        name = words[-1].partition("=")[0]
+        assert complaint(capsys, *words) == f"specrl: {name}: '$NOT_THERE/x': the variable $NOT_THERE is not set"
+    monkeypatch.setenv("SPECRL_RUNS_DIR", "$NOT_THERE/x")
+    assert complaint(capsys, "run", write(tmp_path)) == (
+        "specrl: runs_dir: '$NOT_THERE/x': the variable $NOT_THERE is not set"
+    )
 
 
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])

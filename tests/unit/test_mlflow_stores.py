@@ -238,12 +238,19 @@ def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
         ("sqlite:///FOLDER/absent/x.db", "there is no folder FOLDER/absent; create it"),
         ("postgresql+not_there://host/db", "Can't load plugin: .*not_there"),
         ("mssql+pymssql://host/db", r"driver is not installed here \(No module named 'pymssql'\): pip install pymssql"),
+        ("sqlite:///FOLDER/garbage.db", r"SQLite cannot use it \(file is not a database\); name another file"),
+        ("file:///FOLDER/mlruns", "MLflow no longer records in a folder; give a file of SQLite, sqlite:///FILE"),
+        ("", r"SQLite cannot use it \(file is not a database\)"),
     ],
 )
 def test_a_database_that_cannot_be_opened_from_here_is_said_before_anything_starts(
-    uri: str, words: str, tmp_path: Path
+    uri: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(tmp_path, uri=uri.replace("FOLDER", str(tmp_path)))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "runs").mkdir()
+    for file in ("garbage.db", "runs/mlflow.db"):
+        (tmp_path / file).write_text("no database " * 100)
+    config = config_of(tmp_path, **({"uri": uri.replace("FOLDER", str(tmp_path))} if uri else {}))
     with pytest.raises(ConfigError, match=f"^tracking.uri = .*: .*{words.replace('FOLDER', str(tmp_path))}"):
         check_server(config)
 
@@ -258,6 +265,25 @@ def test_a_variable_of_mlflow_that_cannot_be_used_is_named(
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: "):
         anchor(config_of(tmp_path))
+
+
+def test_a_server_that_only_the_environment_names_is_refused_by_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI = .*, or unset MLFLOW_TRACKING_URI"):
+        check_server(anchor(config_of(tmp_path)))
+
+
+def test_a_database_that_fails_is_away_and_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tmp_path, uri=f"sqlite:///{tmp_path}/x.db")
+    (tmp_path / "x.db").write_text("no database " * 100)
+    (config.run_dir / RUN_ID_FILE).parent.mkdir(parents=True)
+    (config.run_dir / RUN_ID_FILE).write_text("0123\n")
+    log(config, "train", reward__mean=0.5)
+    with caplog.at_level(logging.WARNING):
+        assert sync_run(config, 0.1) != []
+    assert "file is not a database" in caplog.text
 
 
 def test_the_rollouts_of_a_run_that_was_renamed_before_mlflow_was_back_are_recorded(tmp_path: Path) -> None:

@@ -191,6 +191,48 @@ def test_an_unanswered_submission_is_looked_up_before_it_is_made_again(
         attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
 
 
+@pytest.mark.parametrize(
+    ("printed", "job_id"),
+    [
+        ("This job 64 cores wide is billed\\nSubmitted batch job 12\\n", "12"),
+        ("Submitted batch job 12 on cluster c1\\n", "12"),
+        ("123;c1\\n", "123"),
+        ("Hinweis f\\374r alle\\nSubmitted batch job 12\\n", "12"),  # Latin-1
+    ],
+)
+def test_a_job_is_known_by_its_number_whatever_a_site_prints_beside_it(
+    printed: str, job_id: str, programs: Path, tmp_path: Path
+) -> None:
+    program(programs, "sbatch", f"printf '{printed}'")
+    job = attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
+    assert job is not None and job.job_id == job_id
+
+
+def test_a_refusal_repeats_the_settings_that_it_is_about(programs: Path, tmp_path: Path) -> None:
+    said = "Batch job submission failed: Invalid account or account/partition combination specified"
+    program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(JobError, match=f"{said}; cluster.account = not given; cluster.partition = gpu$"):
+        attach_or_submit(context_of(configured(tmp_path, partition="gpu")), "m:f", Path("/code"))
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        'echo "sbatch: error: Batch job submission failed: Message receive failure" >&2; exit 1',
+        'echo "sbatch: error: Batch job submission failed: Unable to connect to database" >&2; exit 1',
+        "kill -9 $$",
+    ],
+)
+def test_a_submission_that_may_have_arrived_is_looked_up(
+    fails: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "UNCERTAIN_SECONDS", 0.1)
+    row = f"4711|PENDING|Priority|{JobKey(configured(tmp_path), 'prepare-abc123').job_name}"
+    program(programs, "sbatch", f"echo '{row}' > {programs}/queue; {fails}")
+    job = attach_or_submit(context_of(configured(tmp_path)), "m:f", Path("/code"))
+    assert job is not None and (job.job_id, job.attached) == ("4711", True)
+
+
 def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
