@@ -15,6 +15,8 @@ from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
 
 MEASURED = 2
 """The number of iterations that are measured for a batch size and a draft length when an engine starts."""
+CHOSEN_FOR = 32
+"""The iterations after which the draft length of the running requests is chosen anew, or once a quarter has ended."""
 MOST_ROWS = 512
 """The most rows of an iteration that is measured then; what takes longer is extrapolated."""
 
@@ -42,6 +44,8 @@ class Drafting:
         self._last: tuple[float, int] | None = None
         """The end of the last iteration, and its draft length, if all requests were decoding."""
         self._drafted: list[int] = []
+        self._chosen_at, self._iterations = 0, 0
+        """The running requests when a length was last chosen for them, and the iterations since."""
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -70,9 +74,12 @@ class Drafting:
             return
         k = self._lengths[iteration.batch]
         self._drafted.append(k)
+        self.costs.follow(k, iteration.tokens / iteration.batch)
         if self._last is not None and self._last[1] == k and self._learns and self._fixed is None:
             self.costs.observe(iteration.batch, k, now - self._last[0])
         self._last = now, k
+        if self._fixed is None:
+            self._choose(iteration.batch)
 
     def remember(self, response: Sequence[int], prompt_tokens: Sequence[int]) -> None:
         """Take in a response of this generation, finished or stopped."""
@@ -85,6 +92,7 @@ class Drafting:
         """Learn from the drafts of a generation."""
         if self._learns:
             self.costs.acceptance.learn(self._text.drafts.counts(), self._text.drafter_k)
+        self.costs.begin()
 
     def metrics(self) -> dict[str, float]:
         """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
@@ -128,7 +136,18 @@ class Drafting:
             seconds.append(time.perf_counter() - started)
         return median(seconds) if seconds else None
 
+    def _choose(self, batch: int) -> None:
+        self._iterations += 1
+        if 3 * self._chosen_at <= 4 * batch <= 5 * self._chosen_at and self._iterations < CHOSEN_FOR:
+            return
+        self._chosen_at, self._iterations = batch, 0
+        [length] = self._engine.agreed(self.costs.best(batch))
+        self._lengths[1 : batch + 1] = [int(length)] * batch
+        self._engine.draft_up_to(self._lengths)
+
     def _schedule(self) -> None:
+        self.costs.begin()
+        self._chosen_at, self._iterations = 0, 0
         if self._fixed is not None:
             lengths = [self._fixed] * self._max_batch
         else:

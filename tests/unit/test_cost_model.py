@@ -16,6 +16,7 @@ from specrl.rollout.drafts.cost_model import (
     CostModel,
     Seconds,
     possible_lengths,
+    with_accepted,
 )
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN
@@ -181,3 +182,31 @@ def test_the_drafter_brings_nothing_beyond_its_own_length() -> None:
     assert (accepted[3:, DRAFTERS] == accepted[3, DRAFTERS]).all()
     assert (np.diff(accepted[:, OWN]) > 0).all()
     assert accepted.shape == (K + 1, NOTHING)
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=K), st.floats(0, 1), st.data())
+def test_drafts_that_bring_less_at_one_length_are_expected_to_bring_less_at_all(
+    chances: list[float], ease: float, data: st.DataObject
+) -> None:
+    tokens = np.concatenate([[1.0], 1 + np.cumprod(chances).cumsum()])
+    k = data.draw(st.integers(1, len(chances)))
+    found = with_accepted(tokens, k, ease)
+    assert found[k] - 1 == pytest.approx(ease * (tokens[k] - 1), abs=1e-3)
+    assert (found <= tokens + 1e-3).all()
+    assert (np.diff(found) >= 0).all()
+    assert with_accepted(tokens, k, 1.0) == pytest.approx(tokens, rel=1e-3)
+
+
+def test_running_requests_that_are_drafted_badly_get_shorter_drafts_until_the_next_generation() -> None:
+    model = model_of(1e-2, 1e-4, 0.0, K)
+    model.acceptance.learn(counts_of({DRAFTERS: 0.9}, 2000))
+    model.begin()
+    long = model.best(4)
+    for _ in range(30):
+        model.follow(long, 1.5)
+    assert 0 < model.best(4) < long
+    for _ in range(60):
+        model.follow(model.best(4), long + 1.0)
+    assert model.best(4) >= long
+    model.begin()
+    assert model.best(4) == long

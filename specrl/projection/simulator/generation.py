@@ -20,23 +20,15 @@ Seconds = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
-class DraftLength:
-    """A draft length that an engine may take, at every iteration."""
-
-    iteration_s: Seconds
-    tokens: float = 1.0  # per request and iteration on average, by which the engine chooses
-
-
-@dataclass(frozen=True)
 class DecodingSpeed:
-    lengths: tuple[DraftLength, ...]  # at least one; the engine takes that with the most tokens per second
+    lengths: tuple[Seconds, ...]  # of an iteration, by draft length, at least one
     replayed_tokens: float  # per request and iteration along stored text
 
-    def best(self, running: int, generated: float) -> int:
-        """The number of the draft length that brings the most tokens per second."""
+    def best(self, running: int, generated: float, tokens: Sequence[float]) -> int:
+        """The number of the draft length that brings the most tokens per second, if an iteration brings so many."""
         if len(self.lengths) == 1:
             return 0
-        costs = [length.iteration_s(running, generated) / length.tokens for length in self.lengths]
+        costs = [seconds(running, generated) / count for seconds, count in zip(self.lengths, tokens, strict=True)]
         return costs.index(min(costs))
 
 
@@ -88,8 +80,12 @@ def decode(
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
     tokens, since = [0.0] * len(responses), [0.0] * len(responses)  # of each response, at that iteration
     number = 0  # of the draft length
-    now = iterations = 0.0
-    pace = generated = 0.0  # of all running requests together
+    now = iterations = generated = 0.0
+    together = [0.0] * len(speed.lengths)  # the tokens per iteration of all running requests, by draft length
+
+    def add(index: int, sign: int) -> None:
+        for length, pace in enumerate(paces[index]):
+            together[length] += sign * pace
 
     def count_tokens() -> None:
         for _, index in running:
@@ -99,17 +95,18 @@ def decode(
     while (waiting or running) and now < limit:
         while waiting and len(running) < most_running:
             index = waiting.pop()
-            since[index], pace = iterations, pace + paces[index][number]
+            add(index, 1)
+            since[index] = iterations
             heapq.heappush(running, (iterations + responses[index].length / paces[index][number], index))
-        best = speed.best(len(running), generated / len(running))
+        best = speed.best(len(running), generated / len(running), together)
         if best != number:
             count_tokens()
             number, indices = best, [index for _, index in running]
             running = [(iterations + (responses[i].length - tokens[i]) / paces[i][best], i) for i in indices]
             heapq.heapify(running)
-            pace = sum(paces[i][best] for i in indices)
         ahead = running[0][0] - iterations
-        seconds = speed.lengths[number].iteration_s(len(running), (generated + pace * ahead / 2) / len(running))
+        pace = together[number]
+        seconds = speed.lengths[number](len(running), (generated + pace * ahead / 2) / len(running))
         if now + ahead * seconds >= limit:  # set the limit itself, which sums of steps may never reach
             now, iterations = limit, iterations + (limit - now) / seconds
             break
@@ -117,7 +114,8 @@ def decode(
         while running and running[0][0] <= iterations + 1e-9:
             _, index = heapq.heappop(running)
             tokens[index] = responses[index].length
-            pace, generated = pace - paces[index][number], generated - responses[index].length
+            add(index, -1)
+            generated -= responses[index].length
     count_tokens()
     return Decoding(now, iterations, tokens)
 

@@ -5,10 +5,9 @@ what the number of running responses and their tokens so far make it cost. A dra
 iteration as the counted one whose length has the same rank in its epoch: the tail is drafted as well or as badly as the
 longest responses were.
 
-An engine that has drafts of several lengths takes, at every number of running responses, the length that brings the
-most tokens per second, if it brings what it brought per request and iteration on average over all responses. This is
-what `speculation.adaptive` does, with measured seconds; it does not know either whether those that run are drafted
-better or worse than the average.
+An engine that has drafts of several lengths takes the one that brings the most tokens per second to the responses that
+run. This is what `speculation.adaptive` does, with measured seconds, and with what the running requests got in their
+last iterations; here it is known what each length brings them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from statistics import fmean
 
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, simulate
 from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import STEPS, Speculation, StepModel, StepTime
 from specrl.projection.simulator.workload import Drawn, Lengths, Workload, dealt
@@ -53,7 +52,7 @@ def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: f
     model, plain = _model(gpus), _plain_step(gpus)
     if lengths[0].whole_vocabulary:
         model = replace(model, engine=replace(model.engine, draft_vocab_size=model.engine.shape.vocab_size))
-    choices = tuple(DraftLength(replace(model.engine, k=one.k, passes=one.passes).at, one.pace) for one in lengths)
+    choices = tuple(replace(model.engine, k=one.k, passes=one.passes).at for one in lengths)
     steps = [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in _drawn(model)]
     times = simulate(steps, DecodingSpeed(choices, replayed_tokens=1.0), "none", model.most_running)
     generation = fmean(time.seconds for time in times)

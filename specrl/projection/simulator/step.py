@@ -9,7 +9,7 @@ from specrl.config import PolicyConfig
 from specrl.config.rollout import BubbleUse
 from specrl.projection.refit import refit_cost
 from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, simulate
 from specrl.projection.simulator.workload import Workload, dealt
 
 STEPS = 3  # that are simulated
@@ -72,7 +72,7 @@ class StepModel:
         """Compute the seconds of a step's generation, the share of idle time, and how much of that is used."""
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
         drawn = self.workload.draw(STEPS, self.seed)
-        speed = DecodingSpeed((DraftLength(replace(self.engine, k=speculation.k).at),), max(REPLAYED_TOKENS, pace))
+        speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), max(REPLAYED_TOKENS, pace))
         steps = [dealt(groups, engines, speculation.k, pace) for groups in drawn]
         # In a circle: the last step comes before the first one, too, and leaves it what was pre-generated.
         times = simulate([steps[-1], *steps], speed, speculation.bubbles, self.most_running)

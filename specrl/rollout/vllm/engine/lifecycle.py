@@ -45,6 +45,8 @@ class Iteration(NamedTuple):
     """The number of requests that got tokens."""
     all_decoding: bool
     """Whether none of these were their first tokens."""
+    tokens: int
+    """The number of tokens that they got."""
 
 
 class VllmEngine:
@@ -147,7 +149,8 @@ class VllmEngine:
         for request, output in zip(requests, outputs, strict=True):
             request.take(output)
         self.decode_steps += decoding > 0
-        self.last = Iteration(len(outputs), decoding == len(outputs)) if outputs else None
+        tokens = sum(len(output.new_token_ids) for output in outputs)
+        self.last = Iteration(len(outputs), decoding == len(outputs), tokens) if outputs else None
         finished = [request for request in requests if request.finish_reason is not None]
         # Those that a stop string has ended still run in vLLM; of the others it knows no more.
         self.llm.engine_core.abort_requests([request.name for request in finished])
