@@ -40,9 +40,9 @@ Per response token of the counted steps: *iterations* of the engine that needed 
 included, and *passes* of the drafter; then the share of the tokens drafted from *stored* and from *recent* text that
 was accepted. The step of Qwen3-8B on H100 GPUs is projected from the counts, epoch by epoch: how many times as fast it
 is as without drafts. Responses have drawn lengths, and end one after the other. A row *length by batch* stands for
-cells that differ in `speculation.k` and `speculation.replay_k` alone: at every number of running requests, the engine
-drafts as one of them does, or nothing, whichever brings the most tokens per second at its average. These are no
-measurements; `specrl project` has the assumptions.
+cells that differ in `speculation.k` and `speculation.replay_k` alone: the engine drafts as one of them does, or
+nothing, whichever brings the most tokens per second to the requests that run. These are no measurements;
+`specrl project` has the assumptions.
 """
 LEARNED = {
     **{"mean reward": "reward_mean", "difference": "reward_difference", "accuracy": "accuracy"},
