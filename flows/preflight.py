@@ -26,7 +26,7 @@ from specrl.lineage.record import CODE_DIR, RUN_FILE
 from specrl.models.checks.folder import check_model_folder
 from specrl.models.directory import chat_template
 from specrl.models.drafters import check_source_drafter
-from specrl.models.layout import check_teacher
+from specrl.models.layout import check_teacher, teacher_doubts
 from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
@@ -48,7 +48,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    warnings = [*doubts(config), *_shared_databases(config), *_options_of_plugins(config)]
+    warnings = [*doubts(config), *_teacher_doubts(config), *_shared_databases(config), *_options_of_plugins(config)]
     for line in [*warnings, *(_reward_doubts(config) if dry_run else [])]:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
@@ -62,6 +62,11 @@ def doubts(config: Config) -> list[str]:
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
     ]
+
+
+def _teacher_doubts(config: Config) -> list[str]:
+    policy = Path(config.model.source).expanduser()
+    return teacher_doubts(config, policy) if policy.is_dir() else []
 
 
 def _shared_databases(config: Config) -> list[str]:

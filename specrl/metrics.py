@@ -124,7 +124,8 @@ _DEFINITIONS = (
     Metric(
         "policy/teacher_kl",
         "nats/token",
-        "KL(policy || train.teacher), the mean of log p - log p_teacher over the sampled tokens; only with a teacher.",
+        "KL(policy || train.teacher), estimated: the mean of log p - log p_teacher over the trained tokens, with "
+        "p of the policy that sampled; only with a teacher.",
         "lower",
     ),
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),

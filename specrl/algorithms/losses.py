@@ -22,7 +22,8 @@ class LossInputs:
     """Log-probs under the policy before the step's first update, detached, in nats. With `train.updates_per_step = 1`
     they equal `logprobs`."""
     advantages: Tensor
-    """The advantage of the response, at each of its tokens, and with `train.teacher` that of the token added to it."""
+    """The advantage of the response, at each of its tokens. With `train.teacher` that of the token is added, so
+    that those of a response's tokens may differ."""
     mask: Tensor
     """A bool tensor, True at response tokens."""
 
@@ -32,10 +33,10 @@ LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 
 The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
 tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
-which those of groups without signal count with a loss of 0, whether `train.drop_zero_signal_groups` computes them or
-not; what `train.refill_rounds` has dropped and `train.overlong_filter` leaves out does not count. `train.loss_mean`
-makes it another mean. The unweighted mean of each metric over the trained tokens is logged as
-`policy/NAME`.
+which those of groups without signal count (with a loss of 0 unless there is a teacher), whether
+`train.drop_zero_signal_groups` computes them or not; what `train.refill_rounds` has dropped and
+`train.overlong_filter` leaves out does not count. `train.loss_mean` makes it another mean. The unweighted mean of each
+metric over the trained tokens is logged as `policy/NAME`.
 """
 LARGEST_LOG_RATIO = 20.0
 """The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""

@@ -1,9 +1,11 @@
 """The objective of a policy update: the chosen loss, weighted by the correction, a KL penalty, and an entropy bonus.
 
-A teacher is a part of the advantages (on-policy distillation, as in MiniLLM, arXiv 2306.08543, and GKD, 2306.13649).
-With A = -c (log p_old - log p_teacher) at each token, the mean gradient over what may be sampled there is that of
-c KL(p || p_teacher). What a token does to later ones does not count: the discount is 0. Both log-probs are the
-trainer's, so that a teacher that equals the policy teaches nothing.
+A teacher is a part of the advantages (on-policy distillation). With A = -c (log p_old - log p_teacher) at each token,
+the mean gradient over what may be sampled there is that of c KL(p || p_teacher), the reverse KL, as MiniLLM (arXiv
+2306.08543) minimises it over sequences and GKD (2306.13649) exactly at each token. What a token does to later ones does
+not count: the estimator with discount 0 is that of Thinking Machines' On-Policy Distillation (2025). Both log-probs are
+the trainer's, so that a teacher that equals the policy teaches nothing, but for FP8 and replayed experts, which are the
+policy's alone.
 
 All log-probs in it are of the whole distribution p at the sampling temperature, for every loss and correction. With
 `sampling.top_p` or `top_k` the engine samples from q = p / Z instead, on the tokens that are kept, whose mass is Z. It

@@ -216,7 +216,7 @@ class TrainConfig(Section):
     refill_rounds: Adjustable[NonNegativeInt] = 0
     """How many times in a step groups whose rewards are all equal are dropped and as many other prompts asked in their
     place (DAPO's dynamic sampling); 0 asks none. Groups that are still missing after that are made up for by dropped
-    ones, which teach nothing and count in the mean of the loss."""
+    ones, which count in the mean of the loss, and without a teacher teach nothing."""
     overlong_filter: Adjustable[bool] = False
     """Whether responses that were cut off at `sampling.max_response_tokens` are left out of the update, and of the mean
     of the loss. Their rewards count for the advantages of their groups."""
@@ -239,7 +239,7 @@ class TrainConfig(Section):
     teacher: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a frozen model with the policy's tokenizer, of any size and family, that scores the
     sampled tokens: on-policy distillation. `teacher_coef` times log p_teacher - log p is added to the advantage of each
-    token. None has no teacher."""
+    token. None: no teacher."""
     teacher_coef: Adjustable[PositiveFloat] = 1.0
     """Weight of the teacher's part of an advantage. `advantage = "none"` leaves no other part."""
     entropy_coefficient: Adjustable[NonNegativeFloat] = 0.0

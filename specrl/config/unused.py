@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specrl.config.algorithms import LOSSES
+from specrl.config.algorithms import LOSSES, PRESETS
 from specrl.config.base import Section
 from specrl.config.methods import METHODS
 from specrl.config.model import DataConfig, EnvironmentConfig
@@ -146,8 +146,11 @@ def _penalises_nothing(train: TrainConfig) -> Iterator[Unused]:
 def _teaches_nothing(train: TrainConfig) -> Iterator[Unused]:
     """Yield what is learned from nobody, and what acts through rewards where nothing is learned from these."""
     if train.teacher is None and _is_given(train, "teacher_coef"):
-        line = f"train.teacher_coef = {train.teacher_coef:g} without train.teacher: nobody teaches; "
+        line = f"train.teacher_coef = {train.teacher_coef:g} without train.teacher: there is no teacher; "
         yield Unused(("train.teacher_coef", "train.teacher"), line + "leave it out, or name a teacher")
+    if train.teacher is not None and train.loss.name == "gspo":
+        line = 'train.loss = "gspo" with train.teacher: one ratio for a response averages what the teacher '
+        yield Unused(("train.loss.name", "train.teacher"), line + 'says of each token; take "grpo" or "cispo"')
     if train.advantage.name != "none":
         return
     if train.teacher is None:
@@ -156,7 +159,9 @@ def _teaches_nothing(train: TrainConfig) -> Iterator[Unused]:
     for name in ("refill_rounds", "overlong_window"):
         if _is_given(train, name):
             line = f'train.{name} = {_words(getattr(train, name))} with train.advantage = "none": '
-            line += "no reward is learned from; leave it out, or take another advantage"
+            line += "no reward is learned from; set 0 or leave it out, or take another advantage"
+            if getattr(train, name) == PRESETS["dapo"][name]:
+                line += '; train.algorithm = "dapo" sets it: give its other settings one by one'
             yield Unused((f"train.{name}", "train.advantage.name"), line)
     if train.kl_coef and train.kl_in == "reward":
         line = 'train.kl_in = "reward" with train.advantage = "none": no reward is learned from; take "loss"'
@@ -168,6 +173,9 @@ def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[Unused]:
     if metric in METRICS and metric.endswith("_I"):
         line = f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
         yield Unused(("train.stop_when.metric",), line)
+    if metric == "policy/teacher_kl" and train.teacher is None:
+        line = f'train.stop_when.metric = "{metric}" without train.teacher: it is not measured; name a teacher'
+        yield Unused(("train.stop_when.metric", "train.teacher"), line)
     names = LOSSES.find(train.loss.name).metrics if find_metric(metric) is POLICY else None
     if names is not None and metric.removeprefix("policy/") not in names:
         near = suggest_metric(metric, [f"policy/{name}" for name in names])

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl.config import Config, ConfigError, PolicyConfig
+from specrl.models.checks.config import EOS
 from specrl.models.checks.folder import check_model_folder, token_ids
-from specrl.models.directory import read_model_config
+from specrl.models.directory import read_model_config, read_object
 from specrl.models.drafters import with_source_heads
 from specrl.models.shapes import ModelShape, teacher_shape
 
@@ -57,6 +58,24 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
         raise ConfigError("\n".join(f"train.teacher = {directory}: {line}" for line in problems))
 
 
+def teacher_doubts(config: Config, policy_dir: Path) -> list[str]:
+    """A line where the model of `train.teacher`, which `check_teacher` accepts, ends its responses otherwise."""
+    directory = config.train.teacher
+    if directory is None or not (own := _end_tokens(directory)) or not (others := _end_tokens(policy_dir) - own):
+        return []
+    return [
+        f"train.teacher = {directory}: by its eos_token_id it ends responses with {sorted(own)}, and not with "
+        f"{sorted(others)} as the policy does, which may unlearn to end; take a teacher that ends as the policy does"
+    ]
+
+
+def _end_tokens(directory: Path) -> set[int]:
+    path, found = directory / "generation_config.json", read_model_config(directory).get(EOS)
+    if found is None and path.is_file():
+        found = read_object(path).get(EOS)
+    return set(found if isinstance(found, list) else [found]) - {None}
+
+
 def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Iterator[str]:
     # It may have more tokens: sizes are padded, and later models of a family have more special tokens.
     advice = "take a teacher that has the policy's tokenizer"
@@ -72,7 +91,12 @@ def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Itera
 
 
 def _trainer_problems(policy: PolicyConfig, shape: ModelShape, source: str) -> Iterator[str]:
-    yield from _head_problems("policy.tensor_parallel", policy.tensor_parallel, shape, source)
+    # As the trainer's `check_supported`: it holds no copies of KV heads, as an engine does.
+    parts = policy.tensor_parallel
+    yield from _head_problems("policy.tensor_parallel", parts, shape, source, copies=False)
+    if not shape.num_experts and shape.intermediate_size % parts:
+        width = f"intermediate_size = {shape.intermediate_size}"
+        yield f"policy.tensor_parallel = {parts} does not divide {width} of {source}"
     if not shape.num_experts and policy.expert_parallel > 1:
         yield f"policy.expert_parallel = {policy.expert_parallel}: {source} has no experts; it must be 1"
     if shape.num_experts % policy.expert_parallel:
@@ -100,8 +124,8 @@ def _drafter_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield from _head_size_problems(config, own_shape, of)
 
 
-def _head_problems(key: str, parallel: int, shape: ModelShape, source: str) -> Iterator[str]:
-    if not shape.heads_divide(parallel):
+def _head_problems(key: str, parallel: int, shape: ModelShape, source: str, *, copies: bool = True) -> Iterator[str]:
+    if not shape.heads_divide(parallel) or (not copies and shape.num_kv_heads % parallel):
         heads = f"{shape.num_heads} attention and {shape.num_kv_heads} KV heads"
         yield f"{key} = {parallel} does not divide the {heads} of {source}"
 

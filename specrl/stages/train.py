@@ -193,6 +193,7 @@ def load_teacher(context: StageContext, policy_dir: Path, ranks: Ranks) -> Polic
     with logs.phase("loading of the teacher"):
         if ranks.is_first:
             check_teacher(config, policy_dir)
+            shutil.rmtree(directory, ignore_errors=True)  # the teacher of an earlier start may be another
             materialise_model(model, config.seed, directory)
         ranks.barrier()
         dtype, seed = config.model.dtype, config.seed

@@ -82,7 +82,7 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
     `history` has the metrics of the last `PATIENCE` + 1 steps, or of all; `first` those of the first step.
     """
     patience = min(PATIENCE, config.train.num_steps)
-    by_reward = config.train.teacher is None  # a teacher teaches whatever the rewards are
+    by_reward = config.train.advantage.name != "none"
     least = max(FIXED, COLLAPSED * first.get("policy/entropy", 0.0))
     doubts: list[tuple[Callable[[Metrics], bool], Callable[[Metrics, Metrics, Config], str]]] = [
         (lambda m: (by_reward and m.get(EQUAL, 0.0) >= 1) or not m.get("policy/grad_norm"), _why_nothing),
@@ -99,19 +99,24 @@ def lost_signals(history: Sequence[Metrics], first: Metrics, config: Config) -> 
 
 def _why_nothing(metrics: Metrics, first: Metrics, config: Config) -> str:
     mean, cut_off = metrics.get("reward/mean", 0.0), metrics.get("rollout/truncated_fraction", 0.0)
-    if metrics.get("reward/std", 1.0) == 0:
+    if metrics.get("policy/teacher_kl") == metrics.get("policy/grad_norm") == 0:
+        return "nothing was learned: the gradient of the policy was 0; likely train.teacher is the policy itself"
+    by_reward = config.train.advantage.name != "none"
+    if by_reward and metrics.get("reward/std", 1.0) == 0:
         found = f"nothing was learned: all responses earned the same reward, {mean:g}"
         why = "the problems are too easy for this policy"
         if mean < config.validate_.correct_reward:
             why = "the reward does not find the answers (specrl reward CONFIG shows one), or the problems are too hard"
-    elif metrics.get(EQUAL, 0.0) >= 1:
+    elif by_reward and metrics.get(EQUAL, 0.0) >= 1:
         found = "nothing was learned: in each group all responses earned the same reward"
         why = "each problem is solved always or never; take others, or raise train.samples_per_prompt"
     else:
         found = "nothing was learned: the gradient of the policy was 0"
         share = metrics.get("policy/corrected_fraction", 0.0)
         why = f"the ratio was clipped everywhere; train.correction left out {share:.0%} of the tokens"
-    if metrics.get("reward/failures", 0.0):
+    if config.train.teacher is not None and metrics.get("policy/grad_norm"):
+        found = found.replace("learned", "learned from rewards", 1)
+    if by_reward and metrics.get("reward/failures", 0.0):
         why = f"the reward failed on {metrics['reward/failures']:g} responses of the last step"
     elif cut_off >= 0.5:
         limit = f"sampling.max_response_tokens = {config.sampling.max_response_tokens}"

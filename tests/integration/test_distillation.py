@@ -1,4 +1,5 @@
-"""A policy comes nearer to a larger teacher of another family, in the same way with drafts, kills and any layout."""
+"""A policy comes nearer to a larger teacher of another family, in the same way with drafts and kills, and split by
+tensor or pipeline parallelism of two ranks."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ def test_a_draft_model_must_be_there_and_have_the_policys_vocabulary(tmp_path: P
     assert "vocabulary" in problems(tmp_path / "other")[0]
 
 
-def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None:
+def write_model(directory: Path, vocabulary: list[str], num_layers: int, **changes: object) -> None:
     """A model whose weights are all 0, and a tokenizer with one token for each word."""
     directory.mkdir(parents=True)
     config = {
@@ -396,6 +396,7 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int) -> None
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         "eos_token_id": 0,
+        **changes,
     }
     (directory / "config.json").write_text(json.dumps(config))
     Tokenizer(WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=vocabulary[0])).save(

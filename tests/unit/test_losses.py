@@ -145,6 +145,18 @@ def test_gspo_has_grpos_gradient_on_policy_and_clips_whole_responses() -> None:
     assert metrics["clip_fraction"].item() == 2
 
 
+OWN_LOSSES = [name for name, row in LOSSES._by_name.items() if row.function.__module__ == LossInputs.__module__]
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_advantages_may_differ_by_token_but_for_the_loss_that_is_refused_with_a_teacher(name: str) -> None:
+    lp, differing = logprobs(-1.0, -2.0, 7.0), torch.tensor([[3.0, -1.0, 9.0]])
+    loss, _ = LOSSES.function(LOSSES.choose(name))(LossInputs(lp, lp.detach(), differing, MASK))
+    (loss * MASK).sum().backward()
+    wanted = [-1.0, -1.0, 0.0] if name == "gspo" else [-3.0, 1.0, 0.0]
+    assert lp.grad is not None and lp.grad[0].tolist() == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_a_loss_returns_the_metrics_that_it_names(name: str) -> None:
     chosen = LOSSES.choose(name)

@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from flows import preflight
 from flows.preflight import check_teacher_model
 from specrl.algorithms.advantages import group_advantages
 from specrl.algorithms.objective import policy_loss
@@ -21,6 +24,7 @@ from specrl.distributed import Ranks, join, leave
 from specrl.models.shapes import teacher_shape
 from specrl.projection.plan import plan
 from specrl.projection.simulator.choices import hardware_of, model_of
+from specrl.stages import train
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.update import update_policy
@@ -120,8 +124,7 @@ def taught(
 
 def log_probs(directory: Path, rollouts: RolloutBatch) -> torch.Tensor:
     """Those of the sampled tokens by transformers, one after the other."""
-    kind = Qwen3ForCausalLM if "qwen3" in (directory / "config.json").read_text() else LlamaForCausalLM
-    model, found = kind.from_pretrained(directory), []
+    model, found = AutoModelForCausalLM.from_pretrained(directory), []
     for rollout in rollouts.held.values():
         tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
         with torch.no_grad():
@@ -140,6 +143,18 @@ def test_a_larger_teacher_of_another_family_scores_what_was_sampled(
     assert metrics["teacher_kl"] == pytest.approx(float(gap.mean()), abs=1e-5)
     assert metrics["loss"] == pytest.approx(0.5 * float(gap.mean()), abs=1e-5)
     assert rollouts.advantages.tolist() == [0.0] * 6
+
+
+def test_a_teacher_with_experts_scores_what_a_policy_without_has_sampled(
+    ranks: Ranks, model_dir: Path, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 40, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
+    chosen = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.3}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **chosen)).save_pretrained(tmp_path)
+    (metrics,), _, rollouts = taught(model_dir, tmp_path)
+    gap = log_probs(model_dir, rollouts) - log_probs(tmp_path, rollouts)
+    assert abs(float(gap.mean())) > 0.1 and metrics["teacher_kl"] == pytest.approx(float(gap.mean()), abs=1e-5)
 
 
 def test_rewards_are_learned_from_beside_the_teacher_unless_there_are_none(
@@ -188,6 +203,14 @@ def test_a_teacher_must_be_there_fit_the_ranks_and_have_the_policys_tokens(tmp_p
     assert "token 1 of the policy, 'b', is no token of the teacher" in line
     (line,) = problems(tmp_path / "same", pipeline_parallel=2)
     assert "policy.pipeline_parallel = 2 does not divide the 3 layers of the teacher" in line
+    for size, words in (
+        ({"num_key_value_heads": 1}, "1 KV heads"),
+        ({"intermediate_size": 63}, "intermediate_size = 63"),
+    ):
+        write_model(folder := tmp_path / words, ["a", "b"], 2, **size)
+        assert problems(folder) == []
+        (line,) = problems(folder, tensor_parallel=2)
+        assert "policy.tensor_parallel = 2 does not divide" in line and line.endswith(f"{words} of the teacher")
     (line,) = problems(tmp_path / "same", expert_parallel=2)
     assert "policy.expert_parallel = 2: the teacher has no experts" in line
     shutil.rmtree(tmp_path / "policy")
@@ -197,6 +220,45 @@ def test_a_teacher_must_be_there_fit_the_ranks_and_have_the_policys_tokens(tmp_p
     (tmp_path / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (line,) = problems(tmp_path / "same")
     assert "its vocab_size = 2 is below the policy's, 3" in line
+
+
+@pytest.mark.parametrize(
+    ("of_policy", "in_generation", "of_teacher", "is_doubtful"),
+    [(0, 0, [1, 0], False), (0, 1, 1, True), (None, 1, 1, False), (None, 1, 0, True), (0, 0, None, False)],
+)
+def test_a_teacher_that_ends_its_responses_otherwise_is_warned_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of_policy: int | None,
+    in_generation: int,
+    of_teacher: int | list[int] | None,
+    is_doubtful: bool,
+) -> None:
+    write_model(tmp_path / "policy", ["a", "b"], 2, eos_token_id=of_policy)
+    (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation}))
+    write_model(tmp_path / "teacher", ["a", "b"], 2, eos_token_id=of_teacher)
+    monkeypatch.setattr(preflight, "DRY_CHECKS", ())
+    sections = {"model": {"source": str(tmp_path / "policy")}, "train": {"teacher": str(tmp_path / "teacher")}}
+    preflight.check(config_with(**sections), dry_run=True)
+    warned = capsys.readouterr().err
+    assert ("warning: train.teacher = " in warned and "may unlearn to end" in warned) == is_doubtful
+
+
+def test_what_the_trainer_loads_is_the_teacher_as_it_is_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "policy", ["a", "b"], 2)
+    monkeypatch.setattr(
+        train, "Policy", lambda directory, *_, **__: json.loads((directory / "config.json").read_text())
+    )
+    ranks: Any = SimpleNamespace(is_first=True, barrier=lambda: None)
+    for name, layers in (("first", 3), ("moved", 1)):
+        write_model(tmp_path / name, ["a", "b"], layers)
+        config = config_with(model={"max_length": 256}, train={"teacher": str(tmp_path / name)})
+        context: Any = SimpleNamespace(config=config, stage_dir=tmp_path)
+        found: Any = train.load_teacher(context, tmp_path / "policy", ranks)
+        assert found["num_hidden_layers"] == layers
 
 
 def test_a_plan_counts_the_teacher_and_names_it(tmp_path: Path) -> None:
@@ -249,6 +311,18 @@ def test_a_simulated_step_has_the_passes_of_the_teacher(tmp_path: Path) -> None:
             ['train.refill_rounds = 2 with train.advantage = "none"', "leave it out"],
         ),
         (
+            ["train.teacher=t", "train.advantage=none", "train.refill_rounds=9"],
+            ["train.refill_rounds = 9", "set 0", 'train.algorithm = "dapo" sets it'],
+        ),
+        (
+            ["train.teacher=t", "train.loss=gspo", "train.updates_per_step=2"],
+            ['train.loss = "gspo" with train.teacher', 'take "grpo" or "cispo"'],
+        ),
+        (
+            ["train.stop_when={metric='policy/teacher_kl', below=0.1}"],
+            ['train.stop_when.metric = "policy/teacher_kl" without train.teacher', "name a teacher"],
+        ),
+        (
             ["train.teacher=t", "train.advantage=none", "train.kl_coef=0.1", "train.kl_in=reward"],
             ['train.kl_in = "reward" with train.advantage = "none"', 'take "loss"'],
         ),
@@ -261,8 +335,18 @@ def test_what_would_teach_nothing_is_refused(settings: list[str], words: list[st
     assert "\n" not in line and all(word in line for word in words)
 
 
-def test_equal_rewards_are_no_lost_signal_where_a_teacher_teaches() -> None:
-    config = parse_config({"name": "x", "train": {"num_steps": 40, "teacher": "t"}})
-    history = [HEALTHY, *[HEALTHY | SAME | {"policy/grad_norm": 0.3}] * 5]
-    assert lost_signals(history, HEALTHY, config) == []
-    assert lost_signals(history, HEALTHY, parse_config({"name": "x", "train": {"num_steps": 40}})) != []
+def test_equal_rewards_are_no_lost_signal_where_the_teacher_alone_teaches() -> None:
+    def said(train: dict[str, Any], **changes: float) -> list[str]:
+        config = parse_config({"name": "x", "train": {"num_steps": 40, **train}})
+        metrics = HEALTHY | SAME | {f"policy/{name}": value for name, value in changes.items()}
+        return lost_signals([HEALTHY, *[metrics] * 5], HEALTHY, config)
+
+    alone = {"teacher": "t", "advantage": "none"}
+    assert said(alone, grad_norm=0.3) == []
+    assert "5 steps nothing was learned: all responses" in said({}, grad_norm=0.3)[0]
+    (line,) = said({"teacher": "t"}, grad_norm=0.3, teacher_kl=0.1)
+    assert "5 steps nothing was learned from rewards: all responses earned the same reward" in line
+    (line,) = said(alone, teacher_kl=0.0)
+    assert line.endswith("the gradient of the policy was 0; likely train.teacher is the policy itself")
+    (line,) = said(alone, teacher_kl=0.1)
+    assert "the ratio was clipped everywhere" in line
