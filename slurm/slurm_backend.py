@@ -92,12 +92,12 @@ TRANSIENT = (
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
-NAMED = ("account", "partition", "qos")  # the keys whose values are repeated where sbatch speaks of them
+NAMED = ("account", "partition", "qos")  # the options whose values are repeated where sbatch speaks of them
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
-SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?$", re.MULTILINE)
-"""What sbatch prints, also with --parsable, as a wrapper of a site may have it; wrappers print other lines, too."""
+SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
+"""What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
@@ -297,11 +297,12 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
         if any(words in reason for words in TRANSIENT):
             raise SilentSchedulerError(reason) from error
         options = sbatch_options(request.context.config, request.context.stage)
-        keys = [f"; cluster.{key} = {options.get(key, 'not given')}" for key in NAMED if key in reason.lower()]
-        raise JobError(f"Slurm refuses the job: {reason}{''.join(keys)}") from error
+        given = {key: f"={options[key]}" if key in options else " not given" for key in NAMED if key in reason.lower()}
+        words = "".join(f"; --{key}{value}" for key, value in given.items())
+        raise JobError(f"Slurm refuses the job: {reason}{words}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job
-    if (found := SUBMITTED.search(said)) is None:
+    if (found := SUBMITTED[0].search(said) or SUBMITTED[1].search(said)) is None:
         raise SilentSchedulerError(f"sbatch does not say which job it has submitted: {said.strip()}")
     return found[1]
 

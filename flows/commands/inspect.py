@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,7 +196,8 @@ def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     command = [sys.executable, "-m", "mlflow", "ui", "--host", LOOPBACK, "--port", str(chosen)]
     command += ["--app-name", "specrl", "--backend-store-uri", store]
     print(f"MLflow is at http://{LOOPBACK}:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
-    raise typer.Exit(subprocess.run(command, env={**os.environ, **private}, check=False).returncode)
+    with suppress(KeyboardInterrupt):
+        raise typer.Exit(subprocess.run(command, env={**os.environ, **private}, check=False).returncode)
 
 
 def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:

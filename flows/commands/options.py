@@ -20,12 +20,14 @@ def option(help_text: str, metavar: str | None = None, name: str | None = None, 
     return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
 
 
-def user_path(parameter: typer.CallbackParam, place: Path) -> Path:
+def user_path(context: typer.Context, parameter: typer.CallbackParam, place: Path) -> Path:
     """A path of the command line or the environment, where bash, for one, leaves `--to=~/folder` as it is."""
     try:
         return Path(str(expanded(place)))
     except ValueError as error:
-        raise ConfigError(f"{parameter.opts[0]}: {error}") from error
+        source = context.get_parameter_source(str(parameter.name))
+        of_environment = source is not None and source.name == "ENVIRONMENT"
+        raise ConfigError(f"{parameter.envvar if of_environment else parameter.opts[0]}: {error}") from error
 
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]

@@ -404,7 +404,7 @@ def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
     """
     known = {name: dict(value) if isinstance(value, dict) else value for name, value in data.items()}
     while True:
-        known |= {"name": "unknown"}
+        known |= {"name": "unknown", "runs_dir": "runs"}  # in place of both stands where the run lies
         try:
             config = Config.model_validate(known)
         except ValidationError as error:

@@ -37,7 +37,8 @@ _WRAPPERS = (
     ('"', '"'),
     *((rf"\{font}{{", "}") for font in ("text", "textbf", "mathrm", "mathbf")),
 )
-_NO_UNITS = ("hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and")
+_NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and"}
+_NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
 _TO_LATEX = [
     (re.compile(pattern), replacement)
@@ -72,12 +73,13 @@ _REPEATING = re.compile(
     r"(?<![\w.])(\d{0,20})\.(\d{0,20})(?:\\(?:overline|bar|dot)(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))"
 )
 _CHOICE = re.compile(r"(?:option |choice |\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{)*\(?([a-z])(?:[)}]|[.:](?=\s)|$)")
-_OFFERED = re.compile(r"\(?([a-j])(?:\)|[.:](?=\s))(?![-+*/^=(])")  # a reference that has the choice's text as well
-_ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*\(?[a-z](?![a-z])|\(?[a-z][)}.:])")
+_OFFERED = re.compile(r"\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\s*[-+*/^=(])")
+"""A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
+_ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
 """The letter of one more choice: a response that names several has not chosen."""
 _APART = tuple(map(re.compile, (r"(?<=\d)_\{?(\d+)", r"(?<=[\d\W])([ap])\.?\s?m\b")))
 """The base of a number and the half of the day: math-verify leaves them out, though they tell two answers apart."""
-_FRACTION = re.compile(r"(\d*)([¼-¾⅐-⅞])")
+_FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
 _UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/²³]))(?:\^[23]|[²³])?(?:/[a-z]+(?:\^[23]|[²³])?)?"
 _NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
 
@@ -182,9 +184,10 @@ def same(stated: str, reference: str) -> bool:
         return True
     if re.fullmatch(r"[a-z]", wanted):
         choice = _CHOICE.match(own)
-        return choice is not None and choice[1] == wanted and not _ANOTHER.match(own, choice.end())
-    if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(wanted)):
-        return offered[1] == own
+        another = _ANOTHER.match(own, choice.end()) if choice is not None else None
+        return choice is not None and choice[1] == wanted and (another is None or wanted in another.groups())
+    if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(reference)):
+        return offered[1].casefold() == own
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
 
@@ -201,13 +204,13 @@ def normalise(answer: str) -> str:
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
     text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
-    letter = re.fullmatch(r"\(([a-z])\)", text)
-    return letter[1] if letter else text
+    text = re.sub(r"^\(([a-z]\))", r"\1", text)  # of a choice, `B) Paris` is `(B) Paris`
+    return text[0] if re.fullmatch(r"[a-z]\)", text) else text
 
 
 def _amount(text: str) -> tuple[Decimal | None, str]:
     text = re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%"))
-    text = re.sub(r"(?:\\[,;: ]){0,3}\\(?:text|mathrm|textbf)\{[\s~]*([^{}]*)\}", r" \1", text)
+    text = re.sub(r"(?:\\[,;: ]){0,3}\\(?:text|mathrm|textbf)\{([^{}]*)\}", r" \1", text).replace("~", " ")
     found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""

@@ -102,7 +102,8 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
     if answer is None or not_finite or empty or isinstance(answer, bytes):
         why = f"{answer!r:.40}{', which no response can equal' if empty else ''}"
         raise ConfigError(
-            f"{place}: {columns[1]} must be text, a number, true or false, a list or an object, and is {why}"
+            f"{place}: {columns[1]} must be text that is not empty, a finite number, true or false, a list or an "
+            f"object, and is {why}"
         )
     structured = isinstance(answer, list | dict)
     text = json.dumps(answer, ensure_ascii=False, default=str) if structured else str(answer)

@@ -109,8 +109,9 @@ def import_mlflow() -> None:
 
 def check_server(config: Config) -> None:
     """Raise a `ConfigError` unless the configured tracking server answers, or its database can be opened here."""
-    uri, given = tracking_uri(config), os.environ.get(URI_VARIABLE)
-    key = URI_VARIABLE if given and (given == uri or config.tracking.uri is None) else "tracking.uri"
+    uri, key = tracking_uri(config), "tracking.uri"
+    with contextlib.suppress(ConfigError):  # of a variable in whose place the setting stands
+        key = URI_VARIABLE if uri_of_environment() == uri else key
     if not uri.startswith(("http://", "https://")):
         own = Path(own_uri(config).removeprefix("sqlite:///"))
         if (uri != own_uri(config) or own.exists()) and (lack := _lack_of_database(uri)) is not None:
@@ -149,13 +150,15 @@ def _lack_of_database(uri: str) -> str | None:
 def _lack_of_file(path: Path) -> str | None:
     if not path.exists():
         return None if path.parent.is_dir() else f"there is no folder {path.parent}; create it"
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+    places = [place for place in (path.parent, path) if not os.access(place, os.W_OK)]
+    if places:
+        return f"{places[0]} cannot be written; name another file"
+    try:  # without creating one; what a process has left half-written when it was killed is rolled back
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
             database.execute("PRAGMA schema_version")  # reads the file
     except sqlite3.Error as error:
         return None if "locked" in str(error) else f"SQLite cannot use it ({error}); name another file"
-    places = [place for place in (path.parent, path) if not os.access(place, os.W_OK)]
-    return f"{places[0]} cannot be written; name another file" if places else None
+    return None
 
 
 def why_silent(uri: str, seconds: float) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,69 @@ def test_the_answer_that_counts_is_the_last_one_after_the_thoughts_and_before_a_
         ("7", "Answer: either 6 or 7"),
         ("7", "Answer: between 6 and 7"),
         ("7", "Answer: I think it is 8, not 7"),
+        ("7", "Answer: She needs 6 or 7 more apples."),
+        ("B", "Answer: (B) and c) Paris"),
+        ("B", "Answer: B) c) Paris"),
     ],
 )
 def test_a_response_that_names_several_answers_has_none(reward: str, reference: str, response: str) -> None:
     assert earned(reward, reference, response) == 0
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        "The distance between A and B is 42",
+        "The distance between the towns is 42 km.",
+        "She does not have enough; she needs 42 more",
+        "Whether you go left or right it is 42",
+        "The number of primes between 1 and 181 is 42.",
+    ],
+)
+def test_a_sentence_may_say_or_and_not_before_its_number(stated: str) -> None:
+    assert earned("math_verify", "42", f"Answer: {stated}") == 1
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    "stated",
+    ["(B), i.e. Paris", "(B) E. coli", "B. A. Lincoln", "(B) I. only", "(B) (x)", "(B) or b", "(B) and (B)", "B)"],
+)
+def test_what_follows_the_letter_of_a_choice_is_no_second_choice(reward: str, stated: str) -> None:
+    assert earned(reward, "B", f"Answer: {stated}") == 1
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("reference", "stated", "right"),
+    [
+        ("J. K. Rowling", "J", False),
+        ("E. coli", "E", False),
+        ("(a)b", "a", False),
+        ("(b) + c", "b", False),
+        ("(B) Paris", "B", True),
+        ("b) paris", "B", True),
+        ("B: the town", "B", True),
+        ("B. 42", "B", True),
+        ("B) Paris", "(b) Paris", True),
+    ],
+)
+def test_a_letter_is_the_choice_whose_text_the_reference_has_and_no_initial(
+    reward: str, reference: str, stated: str, right: bool
+) -> None:
+    assert earned(reward, reference, f"Answer: {stated}") == right
+
+
+@pytest.mark.parametrize("word", ["factorial", "squared", "halves", "thirds", "quarters"])
+def test_words_that_change_a_number_are_no_units(word: str) -> None:
+    assert earned("exact_match", "5", rf"\boxed{{5\text{{ {word}}}}}") == 0
+
+
+@pytest.mark.parametrize("stated", [r"5\text{" + 20_000 * "~", "it is not " + 20_000 * "5"], ids=["text", "number"])
+def test_a_long_answer_takes_no_time(stated: str) -> None:
+    begun = time.process_time()
+    assert earned("exact_match", "5", f"Answer: {stated}") == 0
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize(

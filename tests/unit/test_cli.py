@@ -33,7 +33,7 @@ from slurm.backend import JobError
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from slurm.trust import sources_digest
-from specrl.config import Config, ConfigError, change_config, dump_config, load_config, parse_config
+from specrl.config import Config, ConfigError, change_config, dump_config, load_config, parse_config, understood_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.checks.headers import tensor_shapes
 from specrl.models.shapes import model_shape
@@ -163,7 +163,18 @@ def test_an_interrupt_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
     monkeypatch.setattr("flows.commands.inspect.list_runs", interrupt)
     assert invoke(["ls"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "specrl: interrupted"
+    assert capsys.readouterr().err == "specrl: interrupted\n"
+
+
+def test_an_interrupt_that_ends_a_page_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.commands.inspect.subprocess.run", interrupt)
+    assert invoke(["ui", "--runs-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.EACCES])
@@ -223,6 +234,10 @@ def test_variables_and_the_home_folder_stand_for_their_values_in_folders_of_the_
     assert complaint(capsys, "run", write(tmp_path)) == (
         "specrl: runs_dir: '$NOT_THERE/x': the variable $NOT_THERE is not set"
     )
+    said = "specrl: SPECRL_RUNS_DIR: '$NOT_THERE/x': the variable $NOT_THERE is not set"
+    assert complaint(capsys, "ls") == said
+    # A run of which nothing is understood, not even what stands for its folder.
+    assert understood_config({"runs_dir": ""}, tmp_path / "run").run_dir == tmp_path / "run"
 
 
 @pytest.mark.parametrize("cron", ["0 2 * *", "0 25 * * *", "0 0 2 * * *", "daily", ""])

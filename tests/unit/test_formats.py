@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,14 +53,42 @@ def test_a_folder_with_files_to_train_on_and_others_is_refused_and_descriptions_
         (tmp_path / name).touch()
     assert [path.name[:11] for path in files_of([tmp_path])] == ["train-00000", "train-00001"]
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
-    with pytest.raises(ConfigError, match=r"has files of several splits \(test, train\): name those of one"):
+    with pytest.raises(ConfigError, match=r"/data has files of several splits \(test, train\): name the files of one"):
         files_of([tmp_path])
-    assert len(files_of([tmp_path / "**" / "train*"])) == 2
+    assert len(files_of([tmp_path / "**" / "train*"])) == len(files_of([tmp_path / "data" / "train*"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        (["training/train-0.parquet"], False),
+        (["train_test.jsonl"], False),
+        (["train/unit-test-generation.jsonl", "train/algebra.jsonl"], False),
+        (["train.jsonl", "config/eval.json"], False),
+        (["train.jsonl", "trains.jsonl", "valley.jsonl"], False),
+        (["test.jsonl", "dev.jsonl"], False),
+        (["train.jsonl", "Validation1.jsonl"], True),
+        (["main/train/0.parquet", "main/test/0.parquet"], True),
+        (["train.jsonl", "eval/0.jsonl"], True),
+    ],
+)
+def test_a_file_is_of_the_split_that_its_topmost_name_begins_with(
+    names: list[str], refused: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="several splits") if refused else nullcontext():
+        assert len(files_of([tmp_path])) == len(names)
 
 
 def test_roles_may_be_written_with_capital_letters() -> None:
     said = [{"role": "System", "content": "s"}, {"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]
     assert [message["role"] for message in read_messages("line 1", said, {}) or ()] == ["system", "user"]
+
+
+def test_a_question_may_begin_with_a_list_of_python() -> None:
+    assert read_messages("line 1", "[{'role': 'user', 'content': 'b'}] is a list of what?", {}) is None
 
 
 def test_a_csv_file_of_a_spreadsheet_may_have_semicolons(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import logging
 import math
+import shutil
+import sqlite3
 import ssl
 import subprocess
 import threading
@@ -223,6 +226,10 @@ def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
     anchored = anchor(config_of(tmp_path))
     (tmp_path / "sub").mkdir()
     check_server(anchored)
+    (tmp_path / "sub/other.db").write_text("no database " * 100)
+    with pytest.raises(ConfigError, match=rf"^MLFLOW_TRACKING_URI = sqlite:///{tmp_path}/sub/other.db: SQLite cannot"):
+        check_server(anchored)
+    (tmp_path / "sub/other.db").unlink()
     monkeypatch.chdir(tmp_path / "jobs")  # where a job or a later command runs does not matter
     assert anchored.tracking.uri == f"sqlite:///{tmp_path}/sub/other.db"
     run_id = start_parent_run(config)
@@ -284,6 +291,16 @@ def test_a_database_that_fails_is_away_and_no_traceback(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         assert sync_run(config, 0.1) != []
     assert "file is not a database" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_database_whose_writer_was_killed_is_usable(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "written.db")) as database:
+        database.executescript("PRAGMA cache_size = 1; CREATE TABLE a (b); INSERT INTO a VALUES (zeroblob(9999));")
+        database.execute("UPDATE a SET b = zeroblob(999999)")  # spills: the journal says what the file had before
+        for ending in ("", "-journal"):
+            shutil.copy(tmp_path / f"written.db{ending}", tmp_path / f"left.db{ending}")
+    check_server(config_of(tmp_path, uri=f"sqlite:///{tmp_path}/left.db"))
 
 
 def test_the_rollouts_of_a_run_that_was_renamed_before_mlflow_was_back_are_recorded(tmp_path: Path) -> None:

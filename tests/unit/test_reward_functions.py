@@ -65,6 +65,14 @@ def any_keywords(**given): return right(given["prompt"], given["response"], give
 def in_another_order(response, answer, prompt="", level=0): return right(prompt, response, answer) * (level == 2)
 def without_a_prompt(response, answer, level): return right("Q", response, answer) * (level == 2)
 def own_names(question, response, reference, level=0): return right(question, response, reference) * (level == 2)
+def in_third_place(prompt, answer, response): return right(prompt, response, answer)
+def without_an_answer(prompt, response): return right(prompt, response, "x")
+def the_response_alone(response): return right("Q", response, "x")
+def any_arguments(*args, **_): return right(*args)
+def of_gold(prompt, response, gold, answer=None): return right(prompt, response, gold)
+def of_others(query, output, response): return right(query, output, response)
+def in_their_order(question, answer, response): return right(question, answer, response)
+def without_a_place(response, ground_truth): return 1.0
 
 def reads_a_file(prompt, response, answer): return float(open("words.txt").read())
 
@@ -116,11 +124,21 @@ def test_a_reward_is_called_as_its_parameters_say_and_may_return_what_has_a_numb
 
 
 @pytest.mark.parametrize(
-    "name", ["keywords_alone", "any_keywords", "in_another_order", "without_a_prompt", "own_names"]
+    "name",
+    [
+        *("keywords_alone", "any_keywords", "in_another_order", "without_a_prompt", "own_names"),
+        *("in_third_place", "without_an_answer", "the_response_alone"),
+        *("any_arguments", "of_gold", "of_others", "in_their_order"),
+    ],
 )
-def test_a_reward_that_names_prompt_response_and_answer_gets_them_by_name(name: str) -> None:
+def test_a_reward_that_names_prompt_response_and_answer_gets_them_by_name_and_others_by_position(name: str) -> None:
     prompt = Prompt(0, "Q", [], "x", {"question": "Q", "entry": ENTRY})
     assert judge(make_rewards(data(name))[0], prompt, "a response") == 1
+
+
+def test_a_reward_of_two_of_which_one_is_unknown_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"does not take \(prompt, response, answer\): too many positional"):
+        make_rewards(data("without_a_place"))
 
 
 def test_a_reward_of_trl_sees_conversations_where_the_template_is_a_chat() -> None:

@@ -197,6 +197,11 @@ def test_an_unanswered_submission_is_looked_up_before_it_is_made_again(
         ("This job 64 cores wide is billed\\nSubmitted batch job 12\\n", "12"),
         ("Submitted batch job 12 on cluster c1\\n", "12"),
         ("123;c1\\n", "123"),
+        ("  Submitted batch job 12 \\n", "12"),
+        ("Submitted batch job 12.\\n", "12"),
+        ("64\\nSubmitted batch job 12 (account x)\\n", "12"),
+        ("sbatch: Submitted batch job 12\\n", "12"),
+        ("3 jobs are yours\\n 123 \\n", "123"),
         ("Hinweis f\\374r alle\\nSubmitted batch job 12\\n", "12"),  # Latin-1
     ],
 )
@@ -211,7 +216,7 @@ def test_a_job_is_known_by_its_number_whatever_a_site_prints_beside_it(
 def test_a_refusal_repeats_the_settings_that_it_is_about(programs: Path, tmp_path: Path) -> None:
     said = "Batch job submission failed: Invalid account or account/partition combination specified"
     program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
-    with pytest.raises(JobError, match=f"{said}; cluster.account = not given; cluster.partition = gpu$"):
+    with pytest.raises(JobError, match=f"{said}; --account not given; --partition=gpu$"):
         attach_or_submit(context_of(configured(tmp_path, partition="gpu")), "m:f", Path("/code"))
 
 

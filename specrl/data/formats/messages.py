@@ -22,9 +22,10 @@ TOOLS = "tools"
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
     """The messages up to the last one that is not the assistant's; None where a value is no conversation."""
     value = structured(value)
-    if isinstance(value, str) and WRITTEN_BY_PYTHON.match(value):
+    if isinstance(value, str) and WRITTEN_BY_PYTHON.match(value) and value.rstrip().endswith("}]"):
         raise ConfigError(
-            f"{place}: messages as Python prints them, as a CSV of pandas has them: write JSONL or Parquet"
+            f"{place}: the messages are a Python list printed as text, as pandas writes it into CSV; save them as "
+            "JSONL or Parquet"
         )
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         return None

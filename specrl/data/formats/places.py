@@ -14,7 +14,7 @@ HUB = re.compile(r"hub:(?P<name>[^@:#]+)(?:@(?P<revision>[^:#]+))?(?::(?P<subset
 """A data set of the hub: `hub:OWNER/NAME`, with `@REVISION`, `:SUBSET` and `#SPLIT` where they are not the default."""
 HUB_FOLDER = ".datasets"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # lie beside the data of a data set of the hub
-SPLIT = re.compile(r"(?<![a-z0-9])(?:train(?:ing)?|test|valid(?:ation)?|val|dev|eval)(?![a-z0-9])")
+SPLIT = re.compile(r"(?:(train)(?:ing)?|test|valid(?:ation)?|val|dev|eval)(?![a-z])")  # how a name begins
 
 
 def files_of(places: Iterable[Path]) -> list[Path]:
@@ -33,18 +33,29 @@ def files_of(places: Iterable[Path]) -> list[Path]:
         if place.is_dir():
             below = (path for path in place.rglob("*") if "/." not in f"/{path.relative_to(place)}")
             data = sorted(path for path in below if suffix_of(path) in SUFFIXES and path.is_file())
-            splits = {word for path in data for word in SPLIT.findall(str(path.relative_to(place)).lower())}
-            if any(word.startswith("train") for word in splits) and len(splits) > 1:
-                raise ConfigError(
-                    f"{place} has files of several splits ({', '.join(sorted(splits))}): name those of one by a "
-                    "pattern, such as FOLDER/**/train*"
-                )
+            for folder, splits in _splits(place, data).items():
+                if "train" in splits and len(splits) > 1:
+                    raise ConfigError(
+                        f"{folder} has files of several splits ({', '.join(sorted(splits))}): name the files of one: "
+                        "its folder, such as FOLDER/train, or a pattern, such as FOLDER/train*"
+                    )
             found += [path for path in data if path.name not in DESCRIPTIONS]
         elif place.is_file():
             found.append(place)
         elif glob.has_magic(str(place)):
             names = glob.glob(str(place), recursive=True)  # noqa: PTH207 - of a path that may be absolute
             found += sorted(path for path in map(Path, names) if path.is_file())
+    return found
+
+
+def _splits(place: Path, files: Iterable[Path]) -> dict[Path, set[str]]:
+    found: dict[Path, set[str]] = {}
+    for path in files:
+        parts = path.relative_to(place).parts
+        for depth, part in enumerate(parts):
+            if match := SPLIT.match(part.lower()):
+                found.setdefault(place.joinpath(*parts[:depth]), set()).add(match[1] or match[0])
+                break  # the topmost name counts: `train/unit-test.jsonl` is to be trained on
     return found
 
 

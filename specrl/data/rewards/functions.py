@@ -44,6 +44,9 @@ MATH_VERIFY_SECONDS = 5  # for each step of a comparison
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
+_SEVERAL = re.compile(r"\b(?:or|not|between\s+[^\s\d]*\d\S*\s+and)\s+[^\s\d]*\d\S*(?:\s+[^\s\d]+){0,2}\W*$")
+"""A last number that is one of several, or denied: `6 or 7`, `8, not 7`, `between 6 and 7 apples`."""
+_OWN = {"prompt", "response", "answer"}
 _REGISTERED: dict[str, _Registered] = {}
 
 
@@ -240,7 +243,7 @@ def math_verify(_: str, response: str, answer: str) -> float:
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
-    if _SENTENCE.search(latex) and not re.search(r"[\\^!]|\b(?:or|not|between)\b", latex):
+    if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex)
     gold = parse(f"\\boxed{{{as_latex(wanted)}}}", parsing_timeout=seconds)
     return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
@@ -341,12 +344,17 @@ def _imported(config: DataConfig, path: str) -> Reward:
 
 
 def _takes_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a function of one's own asks for prompt, response and answer by these names, in whatever order."""
-    ordered = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    named = {name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    if "response" not in named:
-        return not ordered and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return named >= {"prompt", "response", "answer"} or ordered[1:2] != ["response"]
+    """Whether a function of one's own asks for prompt, response and answer by these names, in whatever order.
+
+    Behind (prompt, response) the third is the answer, whatever it is called; so are all three in (query, output, gold).
+    """
+    kinds = {one.kind for one in parameters.values()}
+    if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
+        return False
+    ordered = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    if "response" not in parameters:
+        return not ordered and inspect.Parameter.VAR_KEYWORD in kinds
+    return _OWN.issuperset(ordered[:2]) and (len(ordered) < 3 or ordered[:2] != ["prompt", "response"])
 
 
 def _columns(config: DataConfig, prompt: Prompt) -> dict[str, Any]:
