@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, decode, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, decode, simulate
 from specrl.projection.simulator.workload import Drawn, MeasuredRun, Workload, dealt
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 
@@ -18,7 +18,7 @@ def curve(running: int, generated: float) -> float:
     return min(1.0 + (running - 1) / 2, 2.0)
 
 
-SPEED = DecodingSpeed((DraftLength(curve),), 8.0)
+SPEED = DecodingSpeed((curve,), 8.0)
 
 
 def make(*lengths: int, pace: float = 1.0) -> list[SimulatedResponse]:
@@ -44,13 +44,26 @@ def test_a_limit_leaves_responses_unfinished() -> None:
     assert work.tokens == pytest.approx([4, 4])
 
 
+def plain_s(running: int, _: float) -> float:
+    return float(running)
+
+
+def drafting_s(running: int, _: float) -> float:
+    return 1.5 * running**2  # with two tokens an iteration the better one for a single response
+
+
+def test_nothing_is_drafted_for_those_that_drafts_bring_little() -> None:
+    responses = [SimulatedResponse(0, 10, (1.0, 2.0)), SimulatedResponse(1, 30, (1.0, 1.2))]
+    assert decode(
+        responses, [0, 0], DecodingSpeed((plain_s, drafting_s), 8.0), most_running=1
+    ).seconds == pytest.approx(10 / 2 * 1.5 + 30)
+
+
 def test_the_draft_length_follows_the_number_of_running_responses() -> None:
-    plain = DraftLength(lambda running, _: float(running))
-    drafts = DraftLength(lambda running, _: 1.5 * running**2, tokens=3.0)  # the better one for a single response
     responses = [SimulatedResponse(prompt, length, (1.0, 2.0)) for prompt, length in enumerate((10, 30, 50))]
-    speed = DecodingSpeed((plain, drafts), 8.0)
+    speed = DecodingSpeed((plain_s, drafting_s), 8.0)
     work = decode(responses, [0, 0, 0], speed, most_running=8)
-    assert work.seconds == pytest.approx(10 * 3 + 20 * 2 + 10 * 1.5)  # two tokens an iteration, whatever was expected
+    assert work.seconds == pytest.approx(10 * 3 + 20 * 2 + 10 * 1.5)  # two tokens an iteration
     assert work.iterations == pytest.approx(10 + 20 + 10) and work.tokens == [10, 30, 50]
     stopped = decode(responses, [0, 0, 0], speed, most_running=8, limit=30 + 40 + 7.5)
     assert stopped.tokens == pytest.approx([10, 30, 40])
@@ -101,8 +114,8 @@ def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
 
 @pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
 def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
-    length = DraftLength(lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2)
-    work = decode(make(10, 20, 30, pace=1.1), [0, 0, 0], DecodingSpeed((length,), 8.0), 8, limit=limit)
+    speed = DecodingSpeed((lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2,), 8.0)
+    work = decode(make(10, 20, 30, pace=1.1), [0, 0, 0], speed, 8, limit=limit)
     assert work.seconds == limit
 
 
