@@ -54,10 +54,13 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         "gpus-per-node": gpus if gpus and not chosen else None,
         "time": resources.minutes,
         "requeue": True,
-        "dependency": "singleton",  # of two jobs for one stage, however they came about, the second waits for the first
         **{name: _taught(name) for name in TAUGHT},
         **cluster.sbatch,
     }
+    # Of two jobs for one stage, however they came about, the second waits for the first.
+    given = str(options.get("dependency") or "")
+    if "?" not in given:  # which joins what one of is enough, and cannot be combined
+        options["dependency"] = ",".join(dict.fromkeys(filter(None, ["singleton", *given.split(",")])))
     if without:
         options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
     return {name: value for name, value in options.items() if value is not None}

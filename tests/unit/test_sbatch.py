@@ -16,7 +16,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from flows.cli import invoke
 from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
-from slurm.commands import describe, parameters, python_command
+from slurm.commands import describe, parameters, python_command, sbatch_options
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
 from slurm.failures import explain
 from slurm.local import visible_devices
@@ -142,6 +142,21 @@ def test_options_that_neither_sbatch_nor_a_plugin_of_the_site_has_are_refused_be
     assert check_sbatch(configured(tmp_path, cluster={"sbatch": usual})) == []
     assert "gpu-mode" in "".join(check_sbatch(config))
     assert check_sbatch(configured(tmp_path, **{"cluster": {**options["cluster"], "backend": "local"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, "singleton"),
+        ({"dependency": "afterok:7,afterany:8"}, "singleton,afterok:7,afterany:8"),
+        ({"dependency": "singleton"}, "singleton"),
+        ({"dependency": "afterok:7?afterok:8"}, "afterok:7?afterok:8"),
+    ],
+)
+def test_a_dependency_of_the_user_stands_beside_the_guard_against_two_jobs_for_a_stage(
+    given: dict[str, str], asked: str, tmp_path: Path
+) -> None:
+    assert sbatch_options(configured(tmp_path, cluster={"sbatch": given}), "train")["dependency"] == asked
 
 
 def test_a_dry_run_without_sbatch_warns_of_options_that_only_a_plugin_could_have(
