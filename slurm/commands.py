@@ -54,6 +54,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         "gpus-per-node": gpus if gpus and not chosen else None,
         "time": resources.minutes,
         "requeue": True,
+        "dependency": None,  # its place among them
         **{name: _taught(name) for name in TAUGHT},
         **cluster.sbatch,
     }
