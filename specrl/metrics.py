@@ -33,7 +33,11 @@ _DEFINITIONS = (
         "response and the use of its idle time; of the rank that waited longest.",
     ),
     Metric("timing/policy_update_s", "s", "Time of log-prob passes, forward, backward and optimizer steps."),
-    Metric("timing/logprob_s", "s", "The log-prob passes of timing/policy_update_s: several updates, or a KL penalty."),
+    Metric(
+        "timing/logprob_s",
+        "s",
+        "The log-prob passes of timing/policy_update_s: with several updates, a KL penalty, or a teacher.",
+    ),
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
     Metric(
@@ -67,7 +71,11 @@ _DEFINITIONS = (
     Metric("spec/continued_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens of these drafts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
     Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
-    Metric("spec/chosen_k_batch_I", "tokens", "Draft length chosen for I running requests, with speculation.adaptive."),
+    Metric(
+        "spec/chosen_k_batch_I",
+        "tokens",
+        "Draft length that the next generation begins with where I requests run, with speculation.adaptive.",
+    ),
     Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Tokens per second that are expected with this length."),
     Metric(
         "bubble/idle_s",

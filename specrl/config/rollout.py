@@ -68,7 +68,7 @@ class SpeculationConfig(Section):
     """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`. Methods that draft
     from text alone have no use for it."""
     adaptive: Adjustable[bool] = True
-    """Whether the draft length is chosen for each running batch size, from 0 upwards, by the tokens and seconds that
+    """Whether the draft length is chosen for those requests that run, from 0 upwards, by the tokens and seconds that
     are expected of an iteration; if not, drafts always have the full length."""
     replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""

@@ -17,6 +17,9 @@ MEASURED = 2
 """The number of iterations that are measured for a batch size and a draft length when an engine starts."""
 CHOSEN_FOR = 32
 """The iterations after which the draft length of the running requests is chosen anew, or once a quarter has ended."""
+SETTLING = 2
+"""The iterations that still have the drafts of another length after a change: with asynchronous scheduling they have
+begun, or been given their drafts."""
 MOST_ROWS = 512
 """The most rows of an iteration that is measured then; what takes longer is extrapolated."""
 
@@ -41,11 +44,13 @@ class Drafting:
         """The draft lengths by the number of running requests."""
         self._is_measured = False
         self._recalls = self._learns = False
-        self._last: tuple[float, int] | None = None
-        """The end of the last iteration, and its draft length, if all requests were decoding."""
+        self._last: float | None = None
+        """The end of the last iteration, if all requests were decoding."""
         self._drafted: list[int] = []
         self._chosen_at, self._iterations = 0, 0
         """The running requests when a length was last chosen for them, and the iterations since."""
+        self._k, self._steady = -1, 0
+        """The draft length of the last iteration, and the number of those before it that had the same."""
 
     def set_length(self, k: int | None) -> None:
         """Let drafts have a length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""
@@ -57,7 +62,7 @@ class Drafting:
 
     def begin(self, requests: Sequence[Request], stop_tokens: Sequence[int], *, recall: bool, learn: bool) -> None:
         """Begin a generation; the other arguments are those of `Engine.generate`."""
-        self._recalls, self._learns, self._last = recall, learn, None
+        self._recalls, self._learns, self._last, self._k = recall, learn, None, -1
         self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(stop_tokens)
         numbers = (self.texts.number_of(request.prompt_tokens) for request in requests)
@@ -74,10 +79,13 @@ class Drafting:
             return
         k = self._lengths[iteration.batch]
         self._drafted.append(k)
-        self.costs.follow(k, iteration.tokens / iteration.batch)
-        if self._last is not None and self._last[1] == k and self._learns and self._fixed is None:
-            self.costs.observe(iteration.batch, k, now - self._last[0])
-        self._last = now, k
+        self._steady = self._steady + 1 if k == self._k else 0
+        self._k = k
+        if self._steady >= SETTLING:
+            self.costs.follow(k, iteration.tokens / iteration.batch)
+            if self._last is not None and self._learns and self._fixed is None:
+                self.costs.observe(iteration.batch, k, now - self._last)
+        self._last = now
         if self._fixed is None:
             self._choose(iteration.batch)
 

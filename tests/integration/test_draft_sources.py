@@ -260,6 +260,28 @@ def test_what_is_expected_of_drafts_is_learned_while_generating(
     assert all(choice.acceptance_length >= 1 and choice.tokens_per_s > 0 for choice in chosen)
 
 
+def test_the_draft_length_is_chosen_anew_for_those_that_still_run(
+    mixed: Engine, plain: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed.set_replay({})
+    mixed.set_k(None)
+    assert mixed.drafting is not None
+    mixed.drafting.metrics()
+    asked: list[int] = []
+
+    def best(batch: int) -> int:
+        asked.append(batch)
+        return 2 if batch > 4 else 5
+
+    monkeypatch.setattr(mixed.drafting.costs, "best", best)
+    assert tokens(mixed.generate(REQUESTS, learn=False).responses) == tokens(plain)
+    assert asked[: mixed.drafting.costs.max_batch] == list(range(1, mixed.drafting.costs.max_batch + 1))
+    running = asked[mixed.drafting.costs.max_batch :]
+    assert running == sorted(running, reverse=True)
+    assert len(running) > 2 and running[0] > len(REQUESTS) - 4  # the others end with their first token
+    assert 2 < mixed.drafting.metrics()["spec/k"] < 5
+
+
 def test_what_nothing_is_learned_from_leaves_no_trace(mixed: Engine, plain: list[Response]) -> None:
     mixed.set_replay({})
     mixed.set_k(None)

@@ -26,9 +26,9 @@ SHARED = 0.75
 """How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
 TIME_WINDOW = 8.0
 """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
-RUNNING_WINDOW, PRIOR_RUNNING = 16.0, 4.0
-"""The number of iterations after which what the running requests got weighs 1/e, and the weight of the guess that they
-are drafted as well as all requests, in accepted tokens of each."""
+RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 4.0
+"""The numbers of iterations after which what the running requests got weighs 1/e, with the length in use and with
+others, and the weight of the guess that they are drafted as well as all requests, in accepted tokens of each."""
 TEXT_WINDOW = 500
 """The number of drafts that older observations of a kind weigh as much as at most."""
 KEPT_ON_REFIT = 0.1
@@ -117,21 +117,6 @@ class Acceptance:
         return tokens
 
 
-def with_accepted(tokens: Floats, k: int, ease: float) -> Floats:
-    """Expected tokens by draft length, [any length + 1], if `k` tokens of drafts bring `ease` times the accepted ones.
-
-    Each next token of a draft is taken to be right with a probability that differs by the same factor, whatever its
-    position, and at most surely.
-    """
-    gains, positions = np.diff(tokens), np.arange(1, len(tokens))
-    low, high = 0.0, 2.0
-    for _ in range(20):
-        factor = (low + high) / 2
-        enough = np.minimum(gains * factor**positions, 1)[:k].sum() >= ease * gains[:k].sum()
-        low, high = (low, factor) if enough else (factor, high)
-    return np.concatenate([[1.0], 1 + np.minimum(gains * high**positions, 1).cumsum()])
-
-
 def _with_drafters(counts: NDArray[np.int64], own: slice) -> NDArray[np.int64]:
     # The drafter's own tokens, with text behind them or without.
     counts = counts.copy()
@@ -211,20 +196,21 @@ class CostModel:
 
     def begin(self) -> None:
         """Take the requests that will run to be drafted as well as all were; before a generation, and after it."""
-        self._tokens = self.acceptance.tokens()
-        self._accepted = self._expected = 0.0
-        self._length = 0
+        self._average = self.acceptance.tokens()
+        self._accepted, self._promised = np.zeros_like(self._average), np.zeros_like(self._average)
 
     def follow(self, k: int, tokens: float) -> None:
         """Learn from an iteration with drafts of `k` tokens, by the mean tokens that the running requests got.
 
-        Long responses may be drafted worse than others, and they are those that the others wait for.
+        Long responses may be drafted worse than others, and they are those that the others wait for. What one length
+        brought them says nothing of the others: text may go on where the drafter ends, or not.
         """
-        if k:
-            kept = 1 - 1 / RUNNING_WINDOW
-            self._accepted = kept * self._accepted + tokens - 1
-            self._expected = kept * self._expected + float(self._tokens[k]) - 1
-            self._length = k
+        kept = np.full_like(self._average, 1 - 1 / OTHERS_WINDOW)
+        kept[k] = 1 - 1 / RUNNING_WINDOW
+        self._accepted *= kept
+        self._promised *= kept
+        self._accepted[k] += tokens - 1
+        self._promised[k] += self._average[k] - 1
 
     def to_measure(self) -> list[tuple[int, int]]:
         """The batch sizes and draft lengths that an engine measures when it starts."""
@@ -248,10 +234,8 @@ class CostModel:
 
     def choices(self, batch: int) -> list[Choice]:
         """What is expected of every draft length at a batch size."""
-        tokens = self.acceptance.tokens()
-        if self._length:
-            ease = (self._accepted + PRIOR_RUNNING) / (self._expected + PRIOR_RUNNING)
-            tokens = with_accepted(tokens, self._length, ease)
+        ease = (self._accepted + PRIOR_RUNNING) / (self._promised + PRIOR_RUNNING)
+        tokens = 1 + (self.acceptance.tokens() - 1) * ease
         seconds = {length: self._seconds[length].log(batch) for length in self.lengths}
         worth = {length: math.log(tokens[length]) - seconds[length] for length in self.lengths}
         margin = math.log1p(WORTHWHILE)
