@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from specrl.artifacts import TrainResult, read_curve, read_result
 from specrl.events import read_events
 from specrl.metrics import METRICS, find_metric
-from specrl.projection.simulator.generation import DecodingSpeed, DraftLength, SimulatedResponse, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, simulate
 from specrl.rollout.bubbles.texts import read_texts
 from specrl.schemas import read_folder
 from tests.checkpoints import whole_state
@@ -417,7 +417,7 @@ def test_the_simulator_needs_as_many_decoding_steps(runs: Path) -> None:
             length = len(row.response_tokens)
             pace = length / max(1, length - row.num_accepted_tokens)
             shares.setdefault(row.rank, []).append(SimulatedResponse(row.prompt_id, length, (pace,), row.sample))
-        speed = DecodingSpeed((DraftLength(lambda running, generated: 1.0),), replayed_tokens=1.0)
+        speed = DecodingSpeed((lambda running, generated: 1.0,), replayed_tokens=1.0)
         simulated.append(simulate([list(shares.values())], speed, "none", most_running=16)[0].iterations)
     measured = sum(record["metrics"]["spec/decode_steps"] for record in records)
     assert sum(simulated) == pytest.approx(measured, rel=0.1)
