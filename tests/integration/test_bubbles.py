@@ -436,7 +436,8 @@ def test_a_step_logs_every_metric_that_is_defined_for_it_and_no_other(runs: Path
     expected = {name for name in METRICS if name.partition("/")[0] in OF_A_STEP}
     experts = {"mismatch/routing_tokens", "mismatch/routing_layers"}  # see test_expert_steps.py
     conversations = {"rollout/turns_mean"}  # see test_conversations.py
-    assert expected - families == experts | conversations
+    distillation = {"policy/teacher_kl"}  # see test_distillation.py
+    assert expected - families == experts | conversations | distillation
 
 
 def test_no_drafter_collapses_that_is_not_trained_in_idle_time(runs: Path) -> None:
