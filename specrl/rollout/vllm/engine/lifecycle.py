@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -45,8 +46,8 @@ class Iteration(NamedTuple):
     """The number of requests that got tokens."""
     all_decoding: bool
     """Whether none of these were their first tokens."""
-    tokens: int
-    """The number of tokens that they got."""
+    tokens: float | None
+    """The mean number of tokens of those that it did not finish, which nothing cut off; None if it finished all."""
 
 
 class VllmEngine:
@@ -149,9 +150,11 @@ class VllmEngine:
         for request, output in zip(requests, outputs, strict=True):
             request.take(output)
         self.decode_steps += decoding > 0
-        tokens = sum(len(output.new_token_ids) for output in outputs)
-        self.last = Iteration(len(outputs), decoding == len(outputs), tokens) if outputs else None
         finished = [request for request in requests if request.finish_reason is not None]
+        pairs = zip(requests, outputs, strict=True)
+        counts = [len(output.new_token_ids) for request, output in pairs if request.finish_reason is None]
+        tokens = fmean(counts) if counts else None
+        self.last = Iteration(len(outputs), decoding == len(outputs), tokens) if outputs else None
         # Those that a stop string has ended still run in vLLM; of the others it knows no more.
         self.llm.engine_core.abort_requests([request.name for request in finished])
         for request in finished:
