@@ -82,8 +82,8 @@ class Drafting:
         self._steady = self._steady + 1 if k == self._k else 0
         self._k = k
         if self._steady >= SETTLING:
-            if iteration.tokens is not None:
-                self.costs.follow(k, iteration.tokens)
+            if iteration.mean_tokens is not None:
+                self.costs.follow(k, iteration.mean_tokens)
             if self._last is not None and self._learns and self._fixed is None:
                 self.costs.observe(iteration.batch, k, now - self._last)
         self._last = now

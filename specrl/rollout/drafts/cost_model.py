@@ -27,8 +27,8 @@ SHARED = 0.75
 TIME_WINDOW = 8.0
 """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
 RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 4.0
-"""The numbers of iterations after which what the running requests got weighs 1/e, with the length in use and with
-others, and the weight of the guess that they are drafted as well as all requests, in accepted tokens of each."""
+"""The number of iterations after which what a draft length brought the running requests weighs 1/e, while it is in use
+and while it is not; and the weight of the average over all requests, in accepted tokens of a request."""
 TEXT_WINDOW = 500
 """The number of drafts that older observations of a kind weigh as much as at most."""
 KEPT_ON_REFIT = 0.1
@@ -195,12 +195,12 @@ class CostModel:
         self.begin()
 
     def begin(self) -> None:
-        """Take the requests that will run to be drafted as well as all were; before a generation, and after it."""
+        """Forget what drafts brought single requests; before a generation, and after it."""
         self._average = self.acceptance.tokens()
-        self._accepted, self._promised = np.zeros_like(self._average), np.zeros_like(self._average)
+        self._accepted, self._expected = np.zeros_like(self._average), np.zeros_like(self._average)
 
     def follow(self, k: int, tokens: float) -> None:
-        """Learn from an iteration with drafts of `k` tokens, by the mean tokens that the running requests got.
+        """Learn from an iteration with drafts of `k` tokens, in which the running requests got this many on average.
 
         Long responses may be drafted worse than others, and they are those that the others wait for. What one length
         brought them says nothing of the others: text may go on where the drafter ends, or not.
@@ -208,9 +208,9 @@ class CostModel:
         kept = np.full_like(self._average, 1 - 1 / OTHERS_WINDOW)
         kept[k] = 1 - 1 / RUNNING_WINDOW
         self._accepted *= kept
-        self._promised *= kept
+        self._expected *= kept
         self._accepted[k] += tokens - 1
-        self._promised[k] += self._average[k] - 1
+        self._expected[k] += self._average[k] - 1
 
     def to_measure(self) -> list[tuple[int, int]]:
         """The batch sizes and draft lengths that an engine measures when it starts."""
@@ -234,8 +234,8 @@ class CostModel:
 
     def choices(self, batch: int) -> list[Choice]:
         """What is expected of every draft length at a batch size."""
-        ease = (self._accepted + PRIOR_RUNNING) / (self._promised + PRIOR_RUNNING)
-        tokens = 1 + (self.acceptance.tokens() - 1) * ease
+        ratio = (self._accepted + PRIOR_RUNNING) / (self._expected + PRIOR_RUNNING)
+        tokens = 1 + (self.acceptance.tokens() - 1) * ratio
         seconds = {length: self._seconds[length].log(batch) for length in self.lengths}
         worth = {length: math.log(tokens[length]) - seconds[length] for length in self.lengths}
         margin = math.log1p(WORTHWHILE)

@@ -46,7 +46,7 @@ class Iteration(NamedTuple):
     """The number of requests that got tokens."""
     all_decoding: bool
     """Whether none of these were their first tokens."""
-    tokens: float | None
+    mean_tokens: float | None
     """The mean number of tokens of those that it did not finish, which nothing cut off; None if it finished all."""
 
 
@@ -153,8 +153,8 @@ class VllmEngine:
         finished = [request for request in requests if request.finish_reason is not None]
         pairs = zip(requests, outputs, strict=True)
         counts = [len(output.new_token_ids) for request, output in pairs if request.finish_reason is None]
-        tokens = fmean(counts) if counts else None
-        self.last = Iteration(len(outputs), decoding == len(outputs), tokens) if outputs else None
+        mean = fmean(counts) if counts else None
+        self.last = Iteration(len(outputs), decoding == len(outputs), mean) if outputs else None
         # Those that a stop string has ended still run in vLLM; of the others it knows no more.
         self.llm.engine_core.abort_requests([request.name for request in finished])
         for request in finished:
