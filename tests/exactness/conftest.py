@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specrl.rollout.drafts.cost_model import Acceptance
 from specrl.rollout.engine import Engine
 from tests.exactness.engines import running
 from tests.exactness.toy import policy_weights, toy_config, write_policy, write_trained_drafter
@@ -31,7 +32,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="package")
 def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """The engine of a method, started when it is first asked for, with no text stored and its longest k."""
+    """The engine of a method, started when it is first asked for; it has its longest k, and learned of no draft yet."""
     policy, drafter = directories
     engines: dict[str, Engine] = {}
     with ExitStack() as stack:
@@ -46,6 +47,9 @@ def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
                 engines[method] = stack.enter_context(running(policy, drafter, config))
             engine = engines[method]
             engine.set_k(engine.longest_k)
+            if engine.drafting is not None:  # or what it drafts would depend on the tests before
+                drafter_k, replay_k = engine.config.speculation.draft_lengths
+                engine.drafting.costs.acceptance = Acceptance(max(drafter_k, replay_k), drafter_k)
             return engine
 
         yield start

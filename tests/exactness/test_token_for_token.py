@@ -231,6 +231,23 @@ def test_three_refits_to_other_weights_change_nothing_about_it(engine_of: Start)
     engine.refit(policy_weights(0).items(), drafter_weights(1).items())
 
 
+def test_the_warm_up_of_gpus_runs_with_the_replaced_parts(
+    engine_of: Start, plain: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for every feature of vLLM's sampler; those whose kernels CPUs lack are left out here."""
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    asked = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=5, prompt_logprobs=1)
+    monkeypatch.setattr(SamplingParams, "for_sampler_warmup", lambda: asked)
+    engine = engine_of("eagle3+replay")
+    engine.reset_prefix_cache()
+    worker = engine.llm.model_executor.driver_worker.worker
+    warmup_kernels(worker.model_runner, worker.execute_model, lambda grammar: worker.sample_tokens(None))
+    engine.reset_prefix_cache()
+    assert_same(engine.generate(REQUESTS[:16]).responses, plain)
+
+
 def two_digits(tensor: Tensor) -> Tensor:
     mantissa, exponent = tensor.frexp()
     return mantissa.mul(4).round().div(4).ldexp(exponent)

@@ -47,12 +47,12 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     for row in _stock(policy, config, scale, folder, {}):
         stock[row["batch"]] = row["tokens_per_s"]
         yield row | {"of_stock": 1.0}
-    yield from _own(policy, drafter, config, scale, speculative, stock)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # before this process has an engine, whose variables another one would inherit
         length = 2.5
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         for row in _stock(policy, config, scale, folder, {"speculative_config": speculative | synthetic}):
             yield row | {"acceptance_length": length, "of_stock": row["tokens_per_s"] / stock[row["batch"]]}
+    yield from _own(policy, drafter, config, scale, speculative, stock)
 
 
 def _stock(policy: Path, config: Config, scale: Scale, folder: Path, overrides: dict[str, Any]) -> Iterator[Row]:

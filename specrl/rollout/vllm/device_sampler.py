@@ -171,7 +171,10 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
 
 
 def score(logits: Tensor, num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:
-    """The log-probs of the tokens of a prompt, given the logits before each, without their ranks."""
-    assert num_logprobs == 0, "a prompt is scored by its own tokens alone"
+    """The log-probs of the tokens of a prompt, given the logits before each, without their ranks.
+
+    Only vLLM's warm-up on GPUs asks for those of other tokens, and gets none.
+    """
+    del num_logprobs
     ranks = torch.zeros(len(token_ids), dtype=torch.int64, device=logits.device)
     return LogprobsTensors(token_ids[:, None], logprobs_of(logits, token_ids)[:, None], ranks)
