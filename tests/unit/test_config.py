@@ -41,6 +41,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
             ["cluster.setup='module load cuda'"],
             ["cluster.setup = 'module load cuda': it must be a list, such as ['modul"],
         ),
+        (["resources.minutes=01:00:00"], ["resources.minutes = 01:00:00: input should be a valid integer"]),
         (["name='my run'"], ["name = 'my run': allowed: letters, digits, ., _ and -, with a letter or a digit first"]),
         (["tracking.uri=sqlite://runs.db"], ["tracking.uri: 'sqlite://runs.db': allowed", "sqlite:///FILE"]),
         (["tracking.uri=sqlite:///:memory:"], ["tracking.uri: 'sqlite:///:memory:': allowed", "sqlite:///FILE"]),
