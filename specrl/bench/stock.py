@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from specrl.config import Config
+from specrl.distributed.ranks import VARIABLES
 from specrl.processes import OF_RANKS, start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
@@ -106,7 +107,7 @@ def gpu_share(config: Config) -> float | None:
 
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """This process's variables, without those that are meant for its own engine."""
-    own = ENVIRONMENT | {BATCH_INVARIANT: "1"}
+    own = ENVIRONMENT | VARIABLES | {BATCH_INVARIANT: "1"}
     kept = {name: value for name, value in environment.items() if name not in OF_RANKS}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
     return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept

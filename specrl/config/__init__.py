@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, Algorithm, Registry
+from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, PRESETS, Algorithm, Registry
 from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
@@ -378,10 +378,15 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied, as `load_config` takes them."""
-    data = json.loads(dump_config(config))
+    """A configuration with overrides applied, as `load_config` takes them; a preset replaces what it stands for."""
+    data, given = json.loads(dump_config(config)), dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
+        _apply_override(given, override)
+    asked = given.get("train")
+    if isinstance(asked, dict) and isinstance(name := asked.get("algorithm"), str):
+        for key in PRESETS.get(name, {}).keys() - asked.keys():
+            data["train"].pop(key)
     return parse_config(data, import_own=True)
 
 

@@ -14,11 +14,15 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from specrl.processes import free_port
 
 T = TypeVar("T")
-LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # else gloo connects all pairs of ranks at once: minutes for hundreds
-PINNED = "PYTORCH_ALLOC_CONF"
-"""By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned."""
-KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
-"""On CPUs each new shape of a BF16 product leaves half a megabyte of compiled code: a gigabyte by default."""
+VARIABLES = {
+    "TORCH_GLOO_LAZY_INIT": "1",  # else gloo connects all pairs of ranks at once: minutes for hundreds
+    # By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned.
+    "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64",
+    # On CPUs each new shape of a BF16 product leaves half a megabyte of compiled code: a gigabyte by default.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "256",
+}
+"""Environment variables of a rank, unless the user has set them."""
 TIMEOUT = timedelta(days=7)
 """Far above gloo's half hour: the limits of the job end a hang (`cluster.hang_minutes` and `cluster.start_minutes`)."""
 
@@ -65,7 +69,7 @@ def join() -> Ranks:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    for name, value in {LAZY_CONNECTIONS: "1", PINNED: "pinned_max_round_threshold_mb:64", **KERNELS}.items():
+    for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     cuda = torch.cuda.is_available()
     if torch.cuda.device_count() == 1:  # this rank's own, whatever its place on the node

@@ -32,7 +32,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="package")
 def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """The engine of a method, started when it is first asked for; it has its longest k, and learned of no draft yet."""
+    """The engine of a method, with its longest k and no text, started when it is first asked for."""
     policy, drafter = directories
     engines: dict[str, Engine] = {}
     with ExitStack() as stack:
@@ -48,6 +48,8 @@ def engine_of(directories: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
             engine = engines[method]
             engine.set_k(engine.longest_k)
             if engine.drafting is not None:  # or what it drafts would depend on the tests before
+                engine.drafting.texts.store({})
+                engine.set_recent([])
                 drafter_k, replay_k = engine.config.speculation.draft_lengths
                 engine.drafting.costs.acceptance = Acceptance(max(drafter_k, replay_k), drafter_k)
             return engine

@@ -317,6 +317,20 @@ def test_a_preset_stands_for_its_settings_and_for_nothing_beside_them() -> None:
         parse_config({"name": "a", "train": {"algorithm": "rloo", "advantage": "grpo"}})
 
 
+def test_a_preset_replaces_what_it_stands_for_in_the_configuration_of_a_run() -> None:
+    config = parse_config({"name": "a", "train": {"loss_mean": "response", "updates_per_step": 2, "kl_coef": 0.1}})
+    train = change_config(config, ["train.algorithm=dapo"]).train
+    assert (
+        train
+        == parse_config({"name": "a", "train": {"algorithm": "dapo", "updates_per_step": 2, "kl_coef": 0.1}}).train
+    )
+    for both in (["train.algorithm=rloo", "train.loss_mean=token"], ["train.loss_mean=token", "train.algorithm=rloo"]):
+        with pytest.raises(ConfigError, match=r'train.algorithm = "rloo" sets train.loss_mean, too'):
+            change_config(config, both)
+    with pytest.raises(ConfigError, match=r'train.algorithm = \["rloo"\]: allowed: dapo'):
+        change_config(config, ["train.algorithm=['rloo']"])
+
+
 def test_dapo_is_all_of_its_techniques() -> None:
     train = parse_config({"name": "a", "train": {"algorithm": "dapo", "updates_per_step": 2}}).train
     assert train.loss.options == {"clip_low": 0.2, "clip_high": 0.28} and train.loss_mean == "token"

@@ -13,6 +13,7 @@ import torch
 from specrl.bench.gpu.acceptance import RATES, K
 from specrl.bench.stock import StockEngine, StockError, gpu_share, stock_arguments, stock_environment
 from specrl.config import Config, EngineConfig
+from specrl.distributed.ranks import VARIABLES
 from specrl.processes import start_helper
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
@@ -36,6 +37,7 @@ def test_its_processes_find_no_llvmlite_when_they_start() -> None:
 def test_its_environment_is_the_users() -> None:
     ours = {
         **ENVIRONMENT,
+        **VARIABLES,
         BATCH_INVARIANT: "1",
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -44,7 +46,7 @@ def test_its_environment_is_the_users() -> None:
     }
     theirs = stock_environment(ours)
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "RANK", "MASTER_ADDR"} & set(theirs)
-    assert not {BATCH_INVARIANT} & set(theirs)
+    assert not {BATCH_INVARIANT, *VARIABLES} & set(theirs)
     assert (theirs["HOME"], theirs["VLLM_NO_USAGE_STATS"]) == ("/home/me", "1")
     chosen = stock_environment({**ours, "VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert chosen["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # what the user has set stands

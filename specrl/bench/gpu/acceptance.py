@@ -11,7 +11,7 @@ from specrl.rollout.sampling.verification import Verified
 
 K = 3
 RATES = {2.0: 0.5437, 2.5: 0.6914, 3.0: 0.8105}
-"""Published acceptance lengths, and the rate r of each token at which 1 + r + r^2 + ... + r^K is that length."""
+"""Acceptance lengths, and the rate r of each token at which 1 + r + r^2 + ... + r^K is that length."""
 
 
 class SyntheticAcceptance:

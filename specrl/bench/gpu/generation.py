@@ -18,13 +18,10 @@ from specrl.config import Config
 from specrl.models.shapes import model_shape
 from specrl.projection.budgets import rank_of
 from specrl.projection.memory import engine_items, peak_gib
-from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.hardware import HARDWARE
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.vllm.engine.arguments import schedule
 
 PROMPT_TOKENS = 64
-SERVED = "served"
 DUMMY = {"load_format": "dummy"}
 
 
@@ -32,26 +29,9 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Time the shipped 8B shape with dummy weights: stock vLLM, plain and with its own EAGLE-3, and specrl's engine.
 
     Acceptance is made up, after all of its work was done. Rates are medians of runs of all requests of a batch at once.
-    An iteration takes as long as follows from them, the prompts' included; `specrl project` would simulate
-    `simulated_ms`.
     """
-    for row in _rates(scale, folder):
-        yield row | _iteration(row, scale, folder) if "batch" in row else row
-
-
-def _iteration(row: Row, scale: Scale, folder: Path) -> Row:
-    times = {"iteration_ms": 1e3 * row["batch"] * row["acceptance_length"] / row["tokens_per_s"]}
-    shape, k = model_shape(bench_config(folder / SERVED, PROMPT_TOKENS).model), K if row["acceptance_length"] > 1 else 0
-    for name, hardware in HARDWARE.items():
-        if torch.cuda.is_available() and name in torch.cuda.get_device_name():
-            engine = EngineModel(shape, hardware, k=k, prompt_tokens=PROMPT_TOKENS, draft_vocab_size=scale.draft_vocab)
-            times["simulated_ms"] = 1e3 * engine.at(row["batch"], scale.new_tokens / 2)
-    return times
-
-
-def _rates(scale: Scale, folder: Path) -> Iterator[Row]:
     max_length = PROMPT_TOKENS + 2 * scale.new_tokens
-    policy = write_config(scale.served, max_length + 2 * K + 1, folder / SERVED)
+    policy = write_config(scale.served, max_length + 2 * K + 1, folder / "served")
     drafter = write_untrained_drafter(policy, range(scale.draft_vocab), folder / "drafts")
     memory = {"gpu_memory_fraction": 0.85, "kv_cache_gib": 0.125}
     config = bench_config(
@@ -67,12 +47,12 @@ def _rates(scale: Scale, folder: Path) -> Iterator[Row]:
     for row in _stock(policy, config, scale, folder, {}):
         stock[row["batch"]] = row["tokens_per_s"]
         yield row | {"of_stock": 1.0}
-    if torch.cuda.is_available():  # before this process has an engine, whose variables another one would inherit
+    yield from _own(policy, drafter, config, scale, speculative, stock)
+    if torch.cuda.is_available():
         length = 2.5
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         for row in _stock(policy, config, scale, folder, {"speculative_config": speculative | synthetic}):
             yield row | {"acceptance_length": length, "of_stock": row["tokens_per_s"] / stock[row["batch"]]}
-    yield from _own(policy, drafter, config, scale, speculative, stock)
 
 
 def _stock(policy: Path, config: Config, scale: Scale, folder: Path, overrides: dict[str, Any]) -> Iterator[Row]:

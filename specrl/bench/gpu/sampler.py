@@ -49,8 +49,8 @@ class Case(NamedTuple):
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Compare the kernels that pick tokens, verify drafts and draft from text with the same in PyTorch, and time both.
 
-    Unexplained are values that are not PyTorch's to the bit, which for picked tokens is a CPU's; they must be 0.
-    Log-probs may differ in the last bits of a logarithm. Times are of calls one behind the other, the host's part
+    Unexplained are values that are not PyTorch's, which for picked tokens is a CPU's; they must be 0.
+    Log-probs may differ by 1e-6. Times are of calls one behind the other, the host's part
     included.
     """
     del folder

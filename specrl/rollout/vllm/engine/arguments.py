@@ -35,8 +35,6 @@ ENVIRONMENT = {
     # FlashInfer's product takes one kernel for fewer than 32 tokens and another from there on: a token's log-prob would
     # depend on how many share its batch.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-    # The sampler is another one here, and vLLM's would have FlashInfer's compiled before it is replaced.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # FlashInfer's all-reduce adds in no fixed order: a run over the same weights would not be the same again.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
