@@ -55,7 +55,7 @@ def hardware(threads: int) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    found = {one.name: one.version for one in distributions()}
+    found = {one.name: one.version for one in distributions() if one.read_text("METADATA")}
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"

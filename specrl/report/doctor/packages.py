@@ -39,8 +39,9 @@ def read_pins(lock: Path) -> dict[str, str]:
 def check_packages(lock: Path) -> Check:
     """Compare the installed packages with their locked versions; local parts of versions (`+cpu`) do not count."""
     pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    found = [(package.metadata["Name"], package.version) for package in distributions()]
     # Of two, Python imports the first; and a pip that broke off leaves folders without metadata.
+    whole = [one for one in distributions() if one.read_text("METADATA") or one.read_text("PKG-INFO")]
+    found = [(package.metadata["Name"], package.version) for package in whole]
     installed = {str(canonicalize_name(name)): version for name, version in reversed(found) if name and version}
     if missing := [name for name in pins if name not in installed and name not in DEVELOPERS]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
