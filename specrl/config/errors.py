@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import date
-from datetime import time as clock
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -25,7 +23,7 @@ def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...
 def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     within = [part for part in problem["loc"] if part != "[key]"]
     value = problem["input"]
-    path, given = [*where, *within], redacted(value.isoformat() if isinstance(value, (date, clock)) else repr(value))
+    path, given = [*where, *within], redacted(value.isoformat() if hasattr(value, "isoformat") else repr(value))
     if path and _names_type(str(path[-1])):
         # The value fits no member of a union: pydantic reports each, and the user needs one line.
         return f"{_join(path[:-1])} = {given}: allowed: a number, a string, true, false, or a list of them"
