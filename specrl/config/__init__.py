@@ -378,7 +378,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied, as `load_config` takes them; a preset replaces what it stands for."""
+    """A configuration with overrides applied, as `load_config` takes them; a preset replaces only what it stands for."""
     data, given = json.loads(dump_config(config)), dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
@@ -386,7 +386,7 @@ def change_config(config: Config, overrides: list[str]) -> Config:
     asked = given.get("train")
     if isinstance(asked, dict) and isinstance(name := asked.get("algorithm"), str):
         for key in PRESETS.get(name, {}).keys() - asked.keys():
-            data["train"].pop(key)
+            data["train"].pop(key, None)
     return parse_config(data, import_own=True)
 
 

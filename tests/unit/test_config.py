@@ -329,6 +329,8 @@ def test_a_preset_replaces_what_it_stands_for_in_the_configuration_of_a_run() ->
             change_config(config, both)
     with pytest.raises(ConfigError, match=r'train.algorithm = \["rloo"\]: allowed: dapo'):
         change_config(config, ["train.algorithm=['rloo']"])
+    with pytest.raises(ConfigError, match=r"train.updates_per_step"):
+        change_config(config, ['train={algorithm="gspo", updates_per_step=0}'])
 
 
 def test_dapo_is_all_of_its_techniques() -> None:
