@@ -378,7 +378,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied, as `load_config` takes them; a preset replaces only what it stands for."""
+    """A configuration with overrides applied as `load_config` takes them; a preset replaces only what it stands for."""
     data, given = json.loads(dump_config(config)), dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
