@@ -303,7 +303,7 @@ STAND_INS: dict[str, Callable[[Launch], None]] = {
 }
 """The functions by the kernels' names, below `RUNNER`."""
 
-if torch.version.cuda is None:
+if not torch.cuda.is_available():
     # vLLM's CPU build defines Triton kernels only where Triton has a backend of this name. Nothing is compiled with it:
     # torch.compile takes note that it is not active.
     backends["cpu"] = Backend(None, SimpleNamespace(is_active=lambda: False))
