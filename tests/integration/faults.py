@@ -9,6 +9,7 @@ what the engine holds after it, or the trainer's drafter.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -213,3 +214,5 @@ if __name__ == "__main__":
     chosen = next(fault for fault in FAULTS if fault.name == sys.argv[2])
     write_json(Path(sys.argv[3]), asdict(run_one(StageContext.load(Path(sys.argv[1])), chosen)))
     leave()
+    # A thread may still write a checkpoint, and Python's end beside a thread in C++ can be an abort.
+    os._exit(0)
