@@ -55,6 +55,7 @@ def hardware(threads: int) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
+    # A pip that broke off leaves folders without metadata.
     found = {one.name: one.version for one in distributions() if one.read_text("METADATA")}
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

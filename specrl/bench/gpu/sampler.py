@@ -50,8 +50,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Compare the kernels that pick tokens, verify drafts and draft from text with the same in PyTorch, and time both.
 
     Unexplained are values that are not PyTorch's, which for picked tokens is a CPU's; they must be 0.
-    Log-probs may differ by 1e-6. Times are of calls one behind the other, the host's part
-    included.
+    Log-probs may differ by 1e-6, absolute and relative. Times are of calls back to back, the host's part included.
     """
     del folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -170,7 +170,7 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         return self.sampler.output(input_batch, positions, picked, verified, leaving)
 
 
-def score(logits: Tensor, _: int, token_ids: Tensor, **__: Any) -> LogprobsTensors:
+def score(logits: Tensor, _num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:
     """The log-probs of the tokens of a prompt, given the logits before each, without their ranks.
 
     Only vLLM's warm-up on GPUs asks for those of other tokens, and gets none.
