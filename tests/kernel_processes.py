@@ -53,7 +53,6 @@ POINTERS = {"logits": "*{dtype}", "top_k": "*i64", "seeds": "*i64", "positions":
 POINTERS |= {
     "sums": "*fp64",
     "whole": "*fp64",
-    "is_finite": "*i1",
     "stride": "i32",
     "vocab": "i32",
     "num_blocks": "i32",

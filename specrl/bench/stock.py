@@ -40,6 +40,9 @@ class StockError(RuntimeError):
 class StockEngine:
     """A process with stock vLLM, which decodes plainly unless `overrides` say otherwise."""
 
+    iterations = 0
+    """The outputs that the last `generate` got from vLLM's engine: its iterations, the prompts' among them."""
+
     def __init__(
         self, policy_dir: Path, config: Config, log: Path, *, overrides: Mapping[str, Any] | None = None
     ) -> None:
@@ -67,10 +70,13 @@ class StockEngine:
         ]
         parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
         answers = [self._ask((prompts[part], params[part], part.start == 0)) for part in parts]
-        if (made := sum(tokens for _, tokens in answers)) != sum(lengths):
-            raise StockError(f"stock vLLM made {made} tokens instead of {sum(lengths)}")
-        time.sleep(POLLING_SECONDS)  # or it would slow down what is measured next
-        return [seconds for seconds, _ in answers]
+        seconds, tokens, iterations = zip(*answers, strict=True)
+        if sum(tokens) != sum(lengths):
+            raise StockError(f"stock vLLM made {sum(tokens)} tokens instead of {sum(lengths)}")
+        self.iterations = sum(iterations)
+        if not torch.cuda.is_available():
+            time.sleep(POLLING_SECONDS)  # or it would slow down what is measured next
+        return list(seconds)
 
     def shutdown(self) -> None:
         """End the process, and those that vLLM has started for it, some of which outlive it."""

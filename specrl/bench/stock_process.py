@@ -7,6 +7,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from specrl.processes import end_with_parent
 
@@ -22,6 +23,14 @@ def main(bench: Connection) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)
+    step, iterations = llm.llm_engine.step, 0
+
+    def counted_step() -> Any:
+        nonlocal iterations
+        iterations += 1
+        return step()
+
+    llm.llm_engine.step = counted_step
     bench.send(None)
     while True:
         try:
@@ -30,6 +39,8 @@ def main(bench: Connection) -> None:
             return
         if fresh:
             llm.reset_prefix_cache()
-        started = time.perf_counter()
+        iterations, started = 0, time.perf_counter()
         outputs = llm.generate(prompts, [SamplingParams(**asked) for asked in params], use_tqdm=False)
-        bench.send((time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)))
+        seconds = time.perf_counter() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        bench.send((seconds, tokens, iterations))

@@ -52,7 +52,7 @@ class DraftMethod:
         return kinds[0] == kinds[1]
 
 
-EAGLE3 = {"method": "eagle3"}
+EAGLE3 = {"method": "eagle3", "use_local_argmax_reduction": True}  # no logits of the whole vocabulary
 MTP = {"method": "mtp"}
 NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""

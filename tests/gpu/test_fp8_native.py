@@ -75,13 +75,13 @@ def test_vllm_quantises_weights_as_the_emulation_does(shape: tuple[int, int, int
     values, scales = deep_gemm.per_block_cast_to_fp8(weight, block_size=[128, 128], use_ue8m0=False)
     expected, expected_scales = quantise(weight, SQUARE)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
-    # vLLM multiplies with the reciprocal of the scale, which differs from dividing by it in the last bit: that moves
-    # values at ties to the other neighbour, whose code is the next one.
+    # vLLM multiplies with the reciprocal of the scale, and its compiler with that of 448 for the scale itself, which
+    # differs from dividing in the last bit: that moves values at ties to the other neighbour, whose code is the next.
     differences = (codes(values) - codes(expected)).abs()
     assert int(differences.max()) <= 1
     assert float((differences > 0).float().mean()) < 1e-3
     found = dequantise(values, scales, SQUARE, torch.float32)
-    assert error(found, dequantise(expected, expected_scales, SQUARE, torch.float32)) < 1e-3
+    assert error(found, dequantise(expected, expected_scales, SQUARE, torch.float32)) < PRODUCT_ERROR
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -37,7 +37,7 @@ def test_text_is_found_and_compared_as_on_a_cpu_without_a_wait() -> None:
     texts = [Text(row, prompt, 7 + index % 3) for index, (row, prompt) in enumerate(zip(answers, prompts, strict=True))]
     found = []
     for kind, device in ((Run, "cpu"), (WaitingIsAnError, "cuda")):
-        run = kind(texts, answers, 8, 3, 15, device, type(drafts_on(torch.device(device), 8, 15)))
+        run = kind(texts, answers, 8, 4, 15, device, type(drafts_on(torch.device(device), 8, 15)))
         run.run(WORTH, True)
         found.append(run.drafts.counts())
     assert found[0].right.sum() > 30

@@ -18,7 +18,7 @@ class SyntheticAcceptance:
     """A context in which drafts are accepted at random: all work is done as ever, and the text is not the policy's."""
 
     def __init__(self, sampler: Any, rate: float, vocab_size: int) -> None:
-        """Each next token of a draft is accepted at this rate."""
+        """Each next token of a draft is accepted at this rate; entered again, it goes on with other random numbers."""
         self._sampler, self._sampling, self._vocab_size, self._rate = sampler, sampler.sampling, vocab_size, rate
         self._generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
 

@@ -11,7 +11,7 @@ import torch
 from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
 from specrl.precision.near_ties import compare
 from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.validation.exactness import noise_of_shapes, recorded, traces
+from specrl.validation.exactness import noise_of_shapes, recorded, texts_to_replay, traces
 
 K = 3
 MAX_LENGTH = 192
@@ -26,7 +26,7 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
     for dtype in ("float32", "bfloat16"):
         policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
         drafter = write_untrained_drafter(policy, LIKELY, folder / f"drafter-{dtype}")
-        for method in ("eagle3", "ngram"):
+        for method in ("eagle3+replay", "ngram"):
             for graphs in (False, True) if torch.cuda.is_available() else (False,):
                 settings = {"compile": graphs, "batch_invariant": batch_invariant}
                 config = bench_config(
@@ -36,10 +36,13 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     speculation={"method": method, "k": K, "adaptive": False},
                     engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3} | settings,
                 )
-                engine = Engine(policy, drafter if method == "eagle3" else None, config=config, seed=0)
+                engine = Engine(policy, drafter if method != "ngram" else None, config=config, seed=0)
                 requests = mixed_requests(scale.requests)
                 plain = traces(engine, requests, len(requests), 0)
                 noise = noise_of_shapes(engine, requests, plain, K)
+                if engine.replays:  # the drafter alone drafts for the other half
+                    stored = texts_to_replay(requests, plain)
+                    engine.set_replay(dict(list(stored.items())[: len(stored) // 2]))
                 speculative, drafts = recorded(engine, requests, len(requests), K)
                 comparison = compare(plain, speculative, noise)
                 engine.shutdown()

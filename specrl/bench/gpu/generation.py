@@ -1,106 +1,154 @@
-"""The section `generation` of `specrl bench gpu`: the engine against stock vLLM, and its memory against the plan."""
+"""The section `generation` of `specrl bench gpu`: the engine beside stock vLLM, and its memory beside the plan."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from specrl.bench.gpu.acceptance import RATES, K, SyntheticAcceptance
-from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_config, write_untrained_drafter
-from specrl.bench.stock import StockEngine
+from specrl.bench.gpu.models import Row, Scale, bench_config, write_config, write_untrained_drafter
+from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
 from specrl.models.shapes import model_shape
-from specrl.projection.budgets import rank_of
-from specrl.projection.memory import engine_items, peak_gib
+from specrl.projection.simulator.engine import EngineModel
+from specrl.projection.simulator.hardware import HARDWARE
+from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.vllm.engine.arguments import schedule
 
 PROMPT_TOKENS = 64
 DUMMY = {"load_format": "dummy"}
+MEMORY = {"gpu_memory_fraction": 0.28, "kv_cache_gib": 0.125}  # three engines at once
+LENGTH = 2.5  # the acceptance length of stock vLLM's EAGLE-3, and of the choice of draft lengths
+STOCK, EAGLE3 = "stock vLLM", f"stock vLLM, its EAGLE-3, k = {K}, acceptance {LENGTH}"
+
+
+class Decoding(NamedTuple):
+    """The decoding of all requests of a batch."""
+
+    seconds: float
+    iterations: int
+    acceptance_length: float | None = None  # of specrl's own
+    k: float = 0.0  # the mean draft length of specrl's own
+
+
+Contenders = dict[str, Callable[[list[Request]], Decoding]]
 
 
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Time the shipped 8B shape with dummy weights: stock vLLM, plain and with its own EAGLE-3, and specrl's engine.
 
-    Acceptance is made up, after all of its work was done. Rates are medians of runs of all requests of a batch at once.
+    Acceptance is made up, after all of its work was done. The engines take turns. Times are of decoding alone: those of
+    one token for each request are taken off. Rates are medians, with the slowest and the fastest; `of_plain` and
+    `of_eagle3` are parts of stock vLLM's. `projected_ms` is the simulator's iteration.
     """
     max_length = PROMPT_TOKENS + 2 * scale.new_tokens
     policy = write_config(scale.served, max_length + 2 * K + 1, folder / "served")
     drafter = write_untrained_drafter(policy, range(scale.draft_vocab), folder / "drafts")
-    memory = {"gpu_memory_fraction": 0.85, "kv_cache_gib": 0.125}
+    on_gpu = torch.cuda.is_available()
     config = bench_config(
         policy,
         max_length,
-        speculation={"method": "eagle3", "k": K, "adaptive": False},
+        speculation={"method": "eagle3", "k": K},
         drafter={"draft_vocab_size": scale.draft_vocab},
-        engine=memory | {"max_num_seqs": max(scale.batches), "compile": torch.cuda.is_available()},
+        engine=MEMORY | {"max_num_seqs": max(scale.batches), "compile": on_gpu},
     )
     speculative: dict[str, Any] = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": K}
     speculative |= {"draft_load_config": {"load_format": "auto"}}
-    stock: dict[int, float] = {}
-    for row in _stock(policy, config, scale, folder, {}):
-        stock[row["batch"]] = row["tokens_per_s"]
-        yield row | {"of_stock": 1.0}
-    yield from _own(policy, drafter, config, scale, speculative, stock)
-    if torch.cuda.is_available():
-        length = 2.5
-        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-        for row in _stock(policy, config, scale, folder, {"speculative_config": speculative | synthetic}):
-            yield row | {"acceptance_length": length, "of_stock": row["tokens_per_s"] / stock[row["batch"]]}
-
-
-def _stock(policy: Path, config: Config, scale: Scale, folder: Path, overrides: dict[str, Any]) -> Iterator[Row]:
-    engine = StockEngine(policy, config, folder / "stock.log", overrides=DUMMY | overrides)
-    for batch in scale.batches:
-        asked, lengths = _requests(batch, scale), [scale.new_tokens] * batch
-        engine.generate(asked, lengths, batch)  # warms up
-        rates = [sum(lengths) / sum(engine.generate(asked, lengths, batch)) for _ in range(scale.repeats)]
-        name = "stock vLLM, its EAGLE-3" if overrides else "stock vLLM"
-        yield {"engine": name, "batch": batch, "tokens_per_s": median(rates), "acceptance_length": 1.0}
-    engine.shutdown()
-
-
-def _own(
-    policy: Path, drafter: Path, config: Config, scale: Scale, speculative: dict[str, Any], stock: dict[int, float]
-) -> Iterator[Row]:
-    free = _free_gib()
-    both = speculative | {"num_speculative_tokens_per_batch_size": schedule(max(scale.batches), (0, K))}
-    engine = Engine(policy, drafter, config=config, seed=0, overrides={**DUMMY, "speculative_config": both})
-    if torch.cuda.is_available():
-        planned = config.engine.gpu_memory_fraction * torch.cuda.mem_get_info()[1] / GIB
-        items = peak_gib(engine_items(rank_of(config, "train", model_shape(config.model)), speculate=True))
-        memory = {"planned_gib": planned, "measured_gib": free - _free_gib(), "without_cache_gib": items}
-        yield {"engine": "specrl, memory", **memory}
+    stock = {STOCK: StockEngine(policy, config, folder / "stock.log", overrides=DUMMY)}
+    if on_gpu:
+        rates = [RATES[LENGTH] ** tokens for tokens in range(1, K + 1)]
+        made_up = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+        both = DUMMY | {"speculative_config": speculative | made_up}
+        try:
+            stock[EAGLE3] = StockEngine(policy, config, folder / "stock-eagle3.log", overrides=both)
+        except StockError as error:  # the rest is worth measuring
+            yield {"engine": EAGLE3, "error": str(error)}
+    speculative["num_speculative_tokens_per_batch_size"] = schedule(max(scale.batches), possible_lengths(K, K))
+    engine = Engine(policy, drafter, config=config, seed=0, overrides=DUMMY | {"speculative_config": speculative})
     engine.stop_tokens = []  # every response has the same length
+    vocab_size = scale.served.vocab_size
+    made = {length: SyntheticAcceptance(engine.sampler, rate, vocab_size) for length, rate in RATES.items()}
+    contenders: Contenders = {name: partial(_stock_decoding, process) for name, process in stock.items()}
+    contenders["specrl, plain"] = partial(_own_decoding, engine, 0, nullcontext())
+    for length, accepts in made.items():
+        contenders[f"specrl, k = {K}, acceptance {length}"] = partial(_own_decoding, engine, K, accepts)
+    contenders[f"specrl, adaptive, acceptance {LENGTH}"] = partial(_own_decoding, engine, None, made[LENGTH])
     for batch in scale.batches:
-        for length in (None, *RATES):
-            rate, found = _rate(engine, batch, scale, length)
-            name = "specrl, plain" if length is None else f"specrl, k = {K}, acceptance {length}"
-            row = {"engine": name, "batch": batch, "tokens_per_s": rate, "acceptance_length": found}
-            yield row | {"of_stock": rate / stock[batch]}
+        yield from _compare(contenders, batch, scale, config)
     engine.shutdown()
+    for process in stock.values():
+        process.shutdown()
 
 
-def _free_gib() -> float:
-    return torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0
+def _compare(contenders: Contenders, batch: int, scale: Scale, config: Config) -> Iterator[Row]:
+    asked, tokens = _requests(batch, scale), batch * (scale.new_tokens - 1)
+    _, *rounds = [[decode(asked) for decode in contenders.values()] for _ in range(scale.repeats + 1)]  # one warms up
+    found = dict(zip(contenders, zip(*rounds, strict=True), strict=True))
+    seconds = {name: median(decoding.seconds for decoding in decodings) for name, decodings in found.items()}
+    for name, (one, *_) in found.items():
+        times = [decoding.seconds for decoding in found[name]]
+        yield {
+            "engine": name,
+            "batch": batch,
+            "tokens_per_s": tokens / seconds[name],
+            "slowest": tokens / max(times),
+            "fastest": tokens / min(times),
+            "acceptance_length": one.acceptance_length,
+            "k": one.k,
+            "of_plain": seconds[STOCK] / seconds[name],
+            "of_eagle3": seconds[EAGLE3] / seconds[name] if EAGLE3 in seconds else None,
+            "iterations": one.iterations,
+            "iteration_ms": median(1e3 * decoding.seconds / decoding.iterations for decoding in found[name]),
+            "projected_ms": _projected_ms(one, tokens, scale, config) if one.acceptance_length else None,
+        }
 
 
-def _rate(engine: Engine, batch: int, scale: Scale, length: float | None) -> tuple[float, float]:
-    asked, rates, vocab_size = _requests(batch, scale), [], scale.served.vocab_size
-    engine.set_k(0 if length is None else K)
-    for repeat in range(scale.repeats + 1):  # the first one warms up
+def _projected_ms(decoding: Decoding, tokens: int, scale: Scale, config: Config) -> float | None:
+    # With as many requests as ran on average; None for a GPU that the simulator does not know.
+    assert decoding.acceptance_length
+    running = tokens / decoding.iterations / decoding.acceptance_length
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = [hardware for kind, hardware in HARDWARE.items() if kind in name]
+    shape, vocab = model_shape(config.model), scale.draft_vocab
+    models = [
+        EngineModel(shape, gpu, k=decoding.k, prompt_tokens=PROMPT_TOKENS, draft_vocab_size=vocab) for gpu in known
+    ]
+    return next((1e3 * model.at(running, scale.new_tokens / 2) for model in models), None)
+
+
+def _stock_decoding(engine: StockEngine, asked: list[Request]) -> Decoding:
+    found = []
+    for length in (1, asked[0].max_tokens):
+        [seconds] = engine.generate(asked, [length] * len(asked), len(asked))
+        found.append((seconds, engine.iterations))
+    (first, before), (whole, iterations) = found
+    return Decoding(whole - first, iterations - before)
+
+
+def _own_decoding(
+    engine: Engine, k: int | None, accepts: AbstractContextManager[Any], asked: list[Request]
+) -> Decoding:
+    assert engine.drafting is not None
+    engine.set_k(k)
+    found = []
+    for requests in ([replace(request, max_tokens=1) for request in asked], asked):
         engine.reset_prefix_cache()
-        with SyntheticAcceptance(engine.sampler, RATES[length], vocab_size) if length else nullcontext():
-            result = engine.generate(asked)
-        if repeat:
-            rates.append(result.num_tokens / result.seconds)
-    return median(rates), result.stats.acceptance_length
+        engine.drafting.metrics()  # forgets the draft lengths until now
+        with accepts:
+            found.append(engine.generate(requests, learn=k is None))
+    first, whole = found
+    drafted = engine.drafting.metrics().get("spec/k", 0.0)
+    iterations = whole.stats.decode_steps - first.stats.decode_steps
+    return Decoding(whole.seconds - first.seconds, iterations, whole.stats.acceptance_length, drafted)
 
 
 def _requests(count: int, scale: Scale) -> list[Request]:

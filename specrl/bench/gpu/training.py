@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,15 +25,15 @@ from specrl.training.megatron.policy import Policy
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Train a random model for a few steps in BF16 and in FP8, on one rank, and compare its memory with the plan.
 
-    A step is forward, backward and the optimizer's; the first one is not counted.
+    A step is forward, backward and the optimizer's; the first one is not counted. It has micro-batches of two sizes.
     """
     ranks, length = join(), scale.length
     directory = write_policy(scale.trained, length, folder / "trained")
-    micro_batch = min(length * 2, 8192)
-    config = bench_config(directory, length, policy={"tokens_per_micro_batch": micro_batch, "recompute": False})
-    shape = model_shape(config.model)
-    rank, tokens = rank_of(config, "train", shape), scale.sequences * length
-    for fp8 in (False, True):
+    tokens = scale.sequences * length
+    for micro_batch, fp8 in product((length * 2, length * 8), (False, True)):
+        config = bench_config(directory, length, policy={"tokens_per_micro_batch": micro_batch, "recompute": False})
+        shape = model_shape(config.model)
+        rank = rank_of(config, "train", shape)
         precision = LinearPrecision() if fp8 else None
         if precision is not None and precision.is_native:
             native.set_scales()
@@ -47,6 +48,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         planned = peak_gib(policy_items(rank, trainable=True, fp8=fp8))
         measured = torch.cuda.max_memory_allocated() / GIB if rank.gpu else None
         yield {
+            "micro_batch": micro_batch,
             "layers": f"fp8, {precision.mode}" if precision is not None else "bf16",
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,

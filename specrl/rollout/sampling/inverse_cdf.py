@@ -60,13 +60,12 @@ class Picked(NamedTuple):
     tokens: Tensor
     """[rows] int64."""
     logprobs: Tensor
-    """[rows] FP32, in nats, under the distribution that was sampled from; 0 where greedy."""
+    """[rows] FP32, in nats, under the distribution that was sampled from; 0 where greedy. NaN where a logit is NaN or
+    +inf, or all are -inf: the row's token, 0, then means nothing."""
     log_kept_mass: Tensor
     """[rows] FP32, in nats: the logarithm of the probability of all tokens that top-k and top-p keep. Added to
     `logprobs`, it gives those under the whole distribution at the row's temperature. 0 where greedy, and exactly 0
     where nothing is dropped by rule."""
-    is_finite: Tensor
-    """[rows] bool: false where a logit is NaN or +inf, or all are -inf. The row's token, 0, then means nothing."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -140,7 +139,6 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
         torch.where(greedy, best, tokens[:, 0]).masked_fill_(~is_finite, 0),
         logprobs.masked_fill_(greedy, 0).masked_fill_(~is_finite, torch.nan).float(),
         log_kept_mass.masked_fill_(greedy | ~is_finite, 0).float(),
-        is_finite,
     )
 
 

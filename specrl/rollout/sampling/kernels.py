@@ -49,7 +49,6 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
         logits.new_empty(rows, dtype=torch.int64),
         logits.new_empty(rows, dtype=torch.float32),
         logits.new_empty(rows, dtype=torch.float32),
-        logits.new_empty(rows, dtype=torch.bool),
     )
     if not rows:
         return picked
@@ -189,7 +188,6 @@ def choose_token(
     tokens,
     logprobs,
     log_kept_mass,
-    is_finite,
     all_blocks: tl.constexpr,
 ):
     """Write what is picked for a row."""
@@ -227,7 +225,6 @@ def choose_token(
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.where(finite, logprob, float("nan")).to(tl.float32))
     tl.store(log_kept_mass + row, tl.where(finite, kept, 0.0).to(tl.float32))
-    tl.store(is_finite + row, finite)
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 """The drafter-invariant sampler on vLLM's second model runner: nothing in it waits for the device.
 
 `InvariantSampler` and `InvariantVerifier` take the places of the runner's `Sampler` and `RejectionSampler`; see
-`replacements`. What they find leaves with the tokens, through vLLM's own output. A token's log-probs have the columns
-of `Columns`; and where vLLM counts NaNs of a request, there is the position of its first token whose logits were not
-finite, or 0.
+`replacements`. What they find leaves with the tokens, through vLLM's own output: a token's log-probs have the columns
+of `Columns`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ DRAFT_BASE = 4096
 
 
 class Columns(NamedTuple):
-    """What leaves with each token, as if it were the log-probs of these tokens beside its own."""
+    """What leaves with each token, as if it were the log-probs of several."""
 
     logprob: Any
+    """NaN if the logits are not finite."""
     log_kept_mass: Any
     """The logarithm of the mass that top-k and top-p kept."""
     draft: Any
-    """At the first token that a request gets in an iteration: the draft that was verified, in `DRAFT_BASE`; else 0."""
+    """At the first token that a request gets in an iteration: the draft that was verified, in `DRAFT_BASE`."""
 
 
 NUM_COLUMNS = len(Columns._fields)
@@ -47,7 +47,6 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.compute_nans = True
         self.sampling = Sampling(pick_at, verify)
         if arguments["device"].type == "cuda":
             from specrl.rollout.sampling import kernels
@@ -75,7 +74,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         picked = self.pick(logits, input_batch.expanded_idx_mapping, positions)
         ones = input_batch.seq_lens.new_ones(input_batch.num_reqs)
         drafts = torch.zeros_like(ones)
-        return self.output(input_batch, positions, picked, Verified(picked.tokens[:, None], ones), drafts)
+        return self.output(input_batch, picked, Verified(picked.tokens[:, None], ones), drafts)
 
     def pick(self, logits: Tensor, requests: Tensor, positions: Tensor) -> Picked:
         """Pick the token that follows each row; `requests` [rows] are the runner's numbers of the rows' requests."""
@@ -91,15 +90,8 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         found: Tensor = self.req_states.facts.gpu[requests, LIMIT] - self.req_states.total_len.gpu[requests]
         return found.clamp(min=1)
 
-    def output(
-        self, input_batch: InputBatch, positions: Tensor, picked: Picked, verified: Verified, drafts: Tensor
-    ) -> SamplerOutput:
-        """vLLM's output for a batch.
-
-        Args:
-            positions: [rows], the positions of the tokens before those that were picked.
-            drafts: [requests], the drafts that were verified, as they leave.
-        """
+    def output(self, input_batch: InputBatch, picked: Picked, verified: Verified, drafts: Tensor) -> SamplerOutput:
+        """vLLM's output for a batch; `drafts` are [requests], those that were verified, as they leave."""
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.counts,
             input_batch.seq_lens,
@@ -111,30 +103,20 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
         columns = Columns(
             picked.logprobs,
             picked.log_kept_mass,
-            picked.logprobs.new_zeros(rows).index_copy_(0, first, drafts.to(picked.logprobs.dtype)),
+            picked.logprobs.new_empty(rows).index_copy_(0, first, drafts.to(picked.logprobs.dtype)),
         )
-        names = torch.arange(0, -NUM_COLUMNS, -1, device=first.device).expand(rows, -1).clone()
-        names[:, 0] = picked.tokens
         return SamplerOutput(
             sampled_token_ids=verified.tokens,
             logprobs_tensors=LogprobsTensors(
-                names,
+                picked.tokens.new_empty(rows, NUM_COLUMNS),  # tokens and ranks, which nothing reads
                 torch.stack(columns, 1),
-                torch.zeros_like(picked.tokens),
+                picked.tokens.new_empty(rows),
                 input_batch.cu_num_logits_np.tolist() if rows != input_batch.num_reqs else None,
             ),
-            num_nans=_not_finite(picked, first, positions, num_sampled, verified.tokens.shape[1]),
+            num_nans=None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
-
-
-def _not_finite(picked: Picked, first: Tensor, positions: Tensor, num_sampled: Tensor, width: int) -> Tensor:
-    column = torch.arange(width, device=first.device)
-    rows = (first[:, None] + column).clamp(max=len(positions) - 1)
-    bad = ~picked.is_finite[rows] & (column < num_sampled[:, None])
-    at = positions[first] + 1 + bad.int().argmax(-1)
-    return torch.where(bad.any(-1), at, 0).int()
 
 
 class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
@@ -167,7 +149,7 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         made = self.sampler.req_states.drafts
         lengths = torch.minimum(made.lengths[places], torch.minimum(starts.diff(), limits) - 1)
         leaving = (made.sources[places] * DRAFT_BASE + lengths).masked_fill_(lengths <= 0, 0)
-        return self.sampler.output(input_batch, positions, picked, verified, leaving)
+        return self.sampler.output(input_batch, picked, verified, leaving)
 
 
 def score(logits: Tensor, _num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,6 @@ class RunningRequest:
         """
         from specrl.rollout.vllm.device_sampler import DRAFT_BASE, Columns
 
-        if output.num_nans_in_logits:
-            raise NonFiniteLogitsError(
-                f"the policy's logits for token {output.num_nans_in_logits} of request {self.name} are not finite: "
-                "are its weights?"
-            )
         self.finished_at = time.time()
         if not self.tokens:
             self.started_at = self.finished_at
@@ -58,6 +54,11 @@ class RunningRequest:
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             columns = Columns(*output.new_logprobs.logprobs.T.tolist())
+            if isnan(sum(columns.logprob)):
+                at = context + next(i for i, logprob in enumerate(columns.logprob) if isnan(logprob))
+                raise NonFiniteLogitsError(
+                    f"the policy's logits for token {at} of request {self.name} are not finite: are its weights?"
+                )
             self.logprobs += columns.logprob
             self.log_kept_mass += columns.log_kept_mass
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
