@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from specrl import logs
@@ -33,6 +34,9 @@ from specrl.training import lora
 from specrl.validation.answering import held_out_sets, measure_acceptance
 
 logger = logging.getLogger(__name__)
+
+MOST_PROMPTS = 64
+"""The most prompts of a held-out set that the exported drafter is tried on."""
 
 
 def main(context: StageContext) -> None:
@@ -77,7 +81,7 @@ def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
 def try_out(
     context: StageContext, policy_dir: Path, drafter_dir: Path, ranks: Ranks, progress: Progress
 ) -> list[Acceptance]:
-    """What a fresh vLLM accepts of the exported drafter's drafts, on the held-out sets of `validate`.
+    """What a fresh vLLM accepts of the exported drafter's drafts, on the first prompts of `validate`'s held-out sets.
 
     Drafts have full length.
     """
@@ -87,7 +91,8 @@ def try_out(
     with logs.phase("start of the engine"):
         engine = start_engine(config, policy_dir, None if own else drafter_dir)
     engine.set_k(engine.longest_k)
-    sets = held_out_sets(config, PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir))
+    source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir)
+    sets = [replace(chosen, prompts=chosen.prompts[:MOST_PROMPTS]) for chosen in held_out_sets(config, source)]
     with logs.phase("generation with the exported drafter"):
         found = measure_acceptance(
             engine,

@@ -1,0 +1,68 @@
+"""A base for environments that live on a server of OpenEnv, over its protocol on WebSockets.
+
+https://github.com/meta-pytorch/OpenEnv, `openenv/core/env_server`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from specrl.data.problems import Problem
+
+FULL = "CAPACITY_REACHED"  # all sessions of the server are taken
+RETRY_SECONDS = 0.2
+
+
+class OpenEnv:
+    """An environment on a server, in a session of its own; a subclass says where it is, and how it is talked to."""
+
+    url: str
+    """Of the server's sessions, such as `ws://node7:8000/ws`."""
+
+    def parameters(self, problem: Problem) -> dict[str, Any]:
+        """What the server's `reset` is given for a problem, such as a seed or a task."""
+        del problem
+        return {}
+
+    def action(self, text: str) -> dict[str, Any]:
+        """The action that stands for a turn of the policy."""
+        return {"message": text}
+
+    def messages(self, observation: dict[str, Any]) -> list[dict[str, str]]:
+        """What the policy reads of an observation."""
+        return [{"role": "user", "content": json.dumps(observation, ensure_ascii=False)}]
+
+    def reset(self, problem: Problem) -> list[dict[str, str]]:
+        """Open a session, and wait for one as long as all are taken."""
+        while True:
+            self._session = connect(self.url, proxy=None, max_size=None)
+            found = self._ask("reset", self.parameters(problem))
+            if found.get("code") != FULL:
+                return self.messages(_data(found))
+            self._session.close()
+            time.sleep(RETRY_SECONDS)
+
+    def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+        """Take an action; a missing reward is 0."""
+        found = self._ask("step", self.action(text))
+        return self.messages(_data(found)), float(found.get("reward") or 0.0), bool(found.get("done"))
+
+    def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        with suppress(ConnectionClosed):  # a server that is full says so at once, and hangs up
+            self._session.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self._session.recv())
+        found: dict[str, Any] = answer["data"]
+        if answer["type"] == "error" and found.get("code") != FULL:
+            raise RuntimeError(f"{self.url}: {found.get('message')} ({found.get('code')})")
+        return found
+
+
+def _data(found: dict[str, Any]) -> dict[str, Any]:
+    observation: dict[str, Any] = found.get("observation") or {}
+    return observation
