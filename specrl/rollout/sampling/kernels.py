@@ -148,12 +148,12 @@ def keep_most_probable(
     if has_top_k:
         for bit in range(bits):
             candidate = threshold + (tl.full((), 1, tl.int64) << (bits - 1 - bit))
-            count = tl.full((), 0, tl.int64)
+            counts = tl.full((WIDTH,), 0, tl.int32)
             for start in range(0, vocab, WIDTH):
                 token = start + tl.arange(0, WIDTH)
                 key = _key(_load(logits, token, vocab), bits)
-                count += tl.sum(((key >= candidate) & (token < vocab)).to(tl.int32))
-            threshold = tl.where(count >= k, candidate, threshold)
+                counts += ((key >= candidate) & (token < vocab)).to(tl.int32)
+            threshold = tl.where(tl.sum(counts) >= k, candidate, threshold)
     if p < 1:
         kept = threshold
         target = _mass(logits, vocab, largest, scale, kept, bits) * p.to(tl.float64)
@@ -273,12 +273,12 @@ def _powers(exponent):
 @triton.jit
 def _mass(logits, vocab, largest, scale, threshold, bits: tl.constexpr):
     """The sum of the weights of the logits whose key is at least `threshold`."""
-    mass = tl.full((), 0.0, tl.float64)
+    mass = tl.full((WIDTH,), 0.0, tl.float64)  # added up once: that has threads wait for each other
     for start in range(0, vocab, WIDTH):
         x = _load(logits, start + tl.arange(0, WIDTH), vocab)
         w = _weights(x, largest, scale).to(tl.float64)
-        mass += tl.sum(tl.where(_key(x, bits) >= threshold, w, 0.0))
-    return mass
+        mass += tl.where(_key(x, bits) >= threshold, w, 0.0)
+    return tl.sum(mass)
 
 
 @triton.jit
