@@ -100,7 +100,8 @@ def explain(job: Job, context: StageContext, state: State) -> str:
         unknown = f"no Python error; the log of rank {failure.rank} ends: {_last_line(log)}"
         error = reached or _full_disk(context.run_dir) or unknown
         error = f"{failure.detail}; {error}" if failure.detail else error
-    place = _relative(log if log.exists() else log.parent)
+    place = log if log.exists() else log.parent
+    place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     return f"{context.stage} failed ({job.backend} job {job.job_id}, {state.detail}): {error}; log: {place}"
 
 
@@ -145,10 +146,6 @@ def _full(error: BaseException, run_dir: Path) -> str:
     full = lack_of_room(error)
     remedy = "raise that limit" if isinstance(error, OSError) and error.errno == errno.EFBIG else "make room"
     return full and f"{full}: {remedy}, and go on with specrl resume {run_dir.name}"
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _last_line(log: Path) -> str:

@@ -24,7 +24,8 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     within = [part for part in problem["loc"] if part != "[key]"]
     value = problem["input"]
     path, given = [*where, *within], redacted(value.isoformat() if hasattr(value, "isoformat") else repr(value))
-    if path and _names_type(str(path[-1])):
+    last = str(path[-1]) if path else ""
+    if last in SCALARS or last.startswith("list["):
         # The value fits no member of a union: pydantic reports each, and the user needs one line.
         return f"{_join(path[:-1])} = {given}: allowed: a number, a string, true, false, or a list of them"
     key = _join(path) or "config"
@@ -46,10 +47,6 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
         named = key == "config" or message.startswith(f"{path[0]}.")
         return message if named else f"{key}: {message}"
     return f"{key} = {given}: {message[0].lower()}{message[1:]}"
-
-
-def _names_type(part: str) -> bool:
-    return part in SCALARS or part.startswith("list[")
 
 
 def _join(path: Iterable[Any]) -> str:

@@ -52,12 +52,11 @@ class ReasoningGym:
         it safe.
         """
         review, stated = REVIEWED[self.name], extract_answer(response)
+        no_answer: tuple[type[Exception], ...] = (NotAnAnswerError, *review.refusals)
         try:
             safe = stated if stated == answer else review.guard(stated, entry)
             return float(self._scorer.score_answer(safe, entry))
-        except NotAnAnswerError:
-            return 0.0
-        except review.refusals:
+        except no_answer:
             return 0.0
 
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
@@ -79,10 +78,8 @@ class ReasoningGym:
 
 def make_generator(config: GeneratorConfig) -> ReasoningGym | WorkedSums:
     """The generator of one entry of `data.generators`."""
-    return _worked_sums(config) if config.name == "worked_sums" else _reasoning_gym(config)
-
-
-def _worked_sums(config: GeneratorConfig) -> WorkedSums:
+    if config.name != "worked_sums":
+        return _reasoning_gym(config)
     try:
         return WorkedSums.model_validate(config.parameters)
     except ValidationError as error:

@@ -44,15 +44,13 @@ class WorkedSums(Section):
         rng = Random(seed)
         while True:
             for size in rng.sample(self.terms, len(self.terms)):
-                yield worked_sum([self._term(rng) for _ in range(size)])
+                highest = (self.large_high if rng.random() < self.large_share else self.high for _ in range(size))
+                yield worked_sum([rng.randint(self.low, high) for high in highest])
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
         """1 if the last `Answer: N` of the response states the sum, else 0."""
         stated = ANSWER.findall(response)
         return float(bool(stated) and stated[-1].lstrip("0") == answer.lstrip("0"))
-
-    def _term(self, rng: Random) -> int:
-        return rng.randint(self.low, self.large_high if rng.random() < self.large_share else self.high)
 
 
 def worked_sum(terms: list[int]) -> Problem:

@@ -132,17 +132,11 @@ def _write_eagle3(drafter: ExportedDrafter, directory: Path) -> None:
         shutil.copyfile(drafter.directory / name, directory / name)
 
 
-def _eagle3_command(drafter: ExportedDrafter, directory: Path) -> str:
-    return shlex.join(serve_arguments(drafter.policy, directory, drafter.k))
-
-
-def _speculators_command(_: ExportedDrafter, directory: Path) -> str:
-    return shlex.join(["vllm", "serve", str(directory), *window_options(directory)])
-
-
 FORMATS: dict[str, Format] = {
-    "eagle3": Format(_write_eagle3, _eagle3_command),
-    "speculators": Format(write_speculators, _speculators_command),
+    "eagle3": Format(_write_eagle3, lambda own, folder: shlex.join(serve_arguments(own.policy, folder, own.k))),
+    "speculators": Format(
+        write_speculators, lambda _, folder: shlex.join(["vllm", "serve", str(folder), *window_options(folder)])
+    ),
     "sglang": Format(write_sglang, sglang_command),
 }
 """`eagle3` is the original layout, which vLLM loads."""

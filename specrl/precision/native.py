@@ -100,7 +100,3 @@ def keep_in_bf16(layers: dict[str, Any], names: Collection[str]) -> None:
                 return forward(*args, **kwargs)
 
         module.forward = in_bf16
-
-
-def computes_in_fp8(module: Any) -> bool:
-    return bool(getattr(module, "fp8", False))

@@ -328,8 +328,8 @@ class _Worker:
             outcome = self._asked(self._running(), job.section, message)
             if outcome.late:
                 return self._lost(job, f"took longer than data.reward_timeout_s = {self._timeout:g}")
-            if outcome.ended is not None:
-                ending = how_ended(outcome.ended)
+            if (code := outcome.ended) is not None:  # as `subprocess` gives it
+                ending = f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
                 continue
             self._pool.has_answered = True
             found = outcome.parts if self._pool.environment is None else outcome.turn
@@ -433,8 +433,3 @@ def refuse_failure(
             f"{named(config, environment)} failed on all {num_responses} responses: the first one {failures.first}; "
             "nothing can be learned from it, so fix it and resume the run"
         )
-
-
-def how_ended(code: int) -> str:
-    """How a process ended, given the return code of `subprocess`."""
-    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -11,7 +11,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
 
@@ -75,17 +75,12 @@ def bounded_listing(text: str) -> str:
         value = ast.literal_eval(tree)
     except _PARSER_ERRORS as error:
         raise NotAnAnswerError("the text is no list") from error
-    if not isinstance(value, list | tuple) or not all(isinstance(item, int | float | str) for item in _items(value)):
+    if not isinstance(value, list | tuple):
+        raise NotAnAnswerError("the text is no list")
+    items = [item for row in value for item in (row if isinstance(row, list | tuple) else [row])]
+    if not all(isinstance(item, int | float | str) for item in items):
         raise NotAnAnswerError("the text is no list of numbers or texts")
     return repr(value)
-
-
-def _items(value: Collection[object]) -> Iterator[object]:
-    for item in value:
-        if isinstance(item, list | tuple):
-            yield from item
-        else:
-            yield item
 
 
 def _parsed(text: str, longest: int) -> ast.Expression:

@@ -95,6 +95,7 @@ def calibration_data(
     held = set(prompts[1::2])
     selection = [rollout for rollout in chosen if rollout.prompt_id not in held]
     held_out = [rollout for rollout in chosen if rollout.prompt_id in held]
+    first = list({rollout.prompt_id: rollout for rollout in reversed(selection)}.values())[::-1]  # of each prompt
 
     def batches(items: list[Rollout], longest: int | None = None) -> list[MicroBatch]:
         rows = [(item.prompt_tokens, item.response_tokens[:longest]) for item in items]
@@ -103,7 +104,7 @@ def calibration_data(
 
     return CalibrationData(
         statistics=batches(chosen),
-        probe=batches(_one_per_prompt(selection)[:PROBE_SEQUENCES], PROBE_POSITIONS // PROBE_SEQUENCES),
+        probe=batches(first[:PROBE_SEQUENCES], PROBE_POSITIONS // PROBE_SEQUENCES),
         selection=batches(_within(selection, KL_POSITIONS, prompts=False), KL_POSITIONS),
         held_out=batches(_within(held_out, KL_POSITIONS, prompts=False), KL_POSITIONS),
     )
@@ -123,10 +124,6 @@ def _within(rollouts: list[Rollout], tokens: int, *, prompts: bool, at_least: in
 def _shortened(rollout: Rollout, length: int) -> Rollout:
     room = max(1, length - len(rollout.prompt_tokens))
     return replace(rollout, response_tokens=rollout.response_tokens[:room])
-
-
-def _one_per_prompt(rollouts: list[Rollout]) -> list[Rollout]:
-    return list({rollout.prompt_id: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
 def calibrate(

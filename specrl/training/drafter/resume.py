@@ -63,7 +63,7 @@ class TrainingCheckpoints:
 
     def restore(self) -> tuple[Mapping[str, Tensor], TrainingProgress] | None:
         """The drafter's state and the progress in the newest checkpoint of this training (collective)."""
-        path = self._ranks.gather(self._newest())[0]
+        path = self._ranks.gather(max(self._directory.glob(f"{self._training}-*.safetensors"), default=None))[0]
         if path is None:
             return None
         stored = load_file(path)
@@ -122,6 +122,3 @@ class TrainingCheckpoints:
         for other in self._directory.glob("*.safetensors"):
             if other != path:
                 other.unlink()
-
-    def _newest(self) -> Path | None:
-        return max(self._directory.glob(f"{self._training}-*.safetensors"), default=None)

@@ -217,7 +217,9 @@ class LinearPrecision:
         if self._expected is None:
             raise NotQuantisedError("no policy has taken this LinearPrecision: nothing was quantised")
         if self._native:
-            wrong = [n for n, module in self._native.items() if native.computes_in_fp8(module) != (n in self._expected)]
+            wrong = [
+                n for n, module in self._native.items() if bool(getattr(module, "fp8", False)) != (n in self._expected)
+            ]
             if wrong:
                 raise NotQuantisedError(f"{min(wrong)} does not compute in the precision that was calibrated")
             return
