@@ -39,7 +39,14 @@ _WRAPPERS = (
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and"}
 _NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
+_CHANGING = _NO_UNITS | {"not", "no", "than", "least", "most", "except", "times", "over", "under", "minus", "percent"}
+"""Words with which a sentence says something else than the formula in it."""
+_IN_SENTENCE = re.compile(r"([^$\d\\]*)\$([^$]+)\$([^$\d\\]*)")
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
+_SET_CHOICE = re.compile(
+    r"^\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{\s*\(([a-j])\)\s*\}(?:\\[ ,;]|\\q?quad|[\s~])*", re.I
+)
+"""The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`."""
 _TO_LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -52,6 +59,9 @@ _TO_LATEX = [
         (r"≥", r"\\ge "),
         (r"∪", r"\\cup "),
         (r"^[−–]", "-"),
+        (_SET_CHOICE, ""),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", "π"),
+        (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\*\*", "^"),
         (r"(?<=\d) ?hundred\b", r"\\times 10^2"),
@@ -64,7 +74,8 @@ _TO_LATEX = [
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
-_MINUS = str.maketrans("−–", "--")
+_SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
+_TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
 _GROUPED = re.compile(
     r"(?<![\w.^])\d{1,3}(?:([ \u00a0\u2007\u2009\u202f~'’_]|\\[,;:! ])\d{3})(?:\1\d{3})*(?![\d/'’]|[ ]/)"
 )
@@ -77,11 +88,11 @@ _OFFERED = re.compile(r"\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\
 """A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
 _ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
 """The letter of one more choice: a response that names several has not chosen."""
-_APART = tuple(map(re.compile, (r"(?<=\d)_\{?(\d+)", r"(?<=[\d\W])([ap])\.?\s?m\b")))
-"""The base of a number and the half of the day: math-verify leaves them out, though they tell two answers apart."""
+_APART = (re.compile(r"(?<=\d)_\{?(\d+)"), re.compile(r"(?<=[\d\W])([ap])\.?\s?m\b"), _SET_CHOICE)
+"""The base of a number, the half of the day and the letter of a choice: they tell apart what math-verify does not."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
-_UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/²³]))(?:\^[23]|[²³])?(?:/[a-z]+(?:\^[23]|[²³])?)?"
-_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d*\.)?\d+)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
+_UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/]))(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
+_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
 
 
 def format_answer(answer: str) -> str:
@@ -114,22 +125,19 @@ def extract_answer(response: str) -> str:
 
 def _stated(text: str) -> str | None:
     stated, position = None, 0
+    text = re.sub("</?answer>", lambda tag: tag[0].lower(), text, flags=re.I)
     while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start)) >= 0:
         stated, position = text[start + len(_OPEN) : end], end + len(_CLOSE)
     if stated is not None:
         return stated
     found = [box] if (box := _last_box(text)) else []
     for form in (_LABELLED, _HEADING, _HASHES):
-        matches = [(match.start(), match[1].strip() or _next_line(text, match.end())) for match in form.finditer(text)]
-        found += [match for match in matches if match[1]][-1:]
+        lines = {one.start(): one[1] or text[one.end() :].lstrip().partition("\n")[0] for one in form.finditer(text)}
+        found += [(start, line) for start, line in lines.items() if line.strip()][-1:]
     if found:
         return max(found)[1]
     sentences = _SENTENCE.findall(text)
     return str(sentences[-1]) if sentences else None
-
-
-def _next_line(text: str, position: int) -> str:
-    return text[position:].lstrip().partition("\n")[0].strip()
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
@@ -146,9 +154,12 @@ def references(answer: str) -> list[str]:
     """The answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
     text = bare(extract_answer(answer))
     try:
-        items = json.loads(text) if text.startswith("[") else None
+        items = json.loads(text) if text.startswith(("[", "{")) else None
     except (ValueError, RecursionError):
         items = None
+    if isinstance(items, dict) and len(items) == 1:  # a name for the answer, as in `{"target": ["Paris"]}`
+        (items,) = items.values()
+        text = bare(str(items))
     if not isinstance(items, list) or not items or any(isinstance(item, list | dict) for item in items):
         return [text]
     if not any(isinstance(item, str) for item in items) and len(items) == 2:
@@ -182,6 +193,8 @@ def same(stated: str, reference: str) -> bool:
     own, wanted = normalise(stated), normalise(reference)
     if own == wanted:
         return True
+    if letter := _SET_CHOICE.match(reference):
+        wanted = letter[1].casefold()
     if re.fullmatch(r"[a-z]", wanted):
         choice = _CHOICE.match(own)
         another = _ANOTHER.match(own, choice.end()) if choice is not None else None
@@ -200,7 +213,7 @@ def contradicts(stated: str, reference: str) -> bool:
 
 def normalise(answer: str) -> str:
     """An answer without case, needless spacing, thousands separators, and a final full stop."""
-    text = " ".join(answer.split()).casefold().translate(_MINUS).rstrip(".").strip()
+    text = " ".join(answer.split()).casefold().translate(_TYPED).rstrip(".").strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
     text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
@@ -208,19 +221,26 @@ def normalise(answer: str) -> str:
     return text[0] if re.fullmatch(r"[a-z]\)", text) else text
 
 
-def _amount(text: str) -> tuple[Decimal | None, str]:
+def _amount(text: str) -> tuple[Decimal | str | None, str]:
     text = re.sub(r"\^\{?\\circ\}?", "°", text.replace("\\$", "$").replace("\\%", "%"))
     text = re.sub(r"(?:\\[,;: ]){0,3}\\(?:text|mathrm|textbf)\{([^{}]*)\}", r" \1", text).replace("~", " ")
     found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
-    return Decimal(found[2]), found[1] + found[3].strip().rstrip(".")
+    unit = found[1] + found[3].strip().rstrip(".")
+    return found[2] if "/" in found[2] else Decimal(found[2]), _SIGNS.get(unit, unit)
 
 
 def is_text(answer: str) -> bool:
     """Whether a reference is words, such as a name, and no expression: letters would be read as factors."""
     words = re.findall(r"[^\W\d_]{3,}", answer)
     return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
+
+
+def formula(reference: str) -> str:
+    r"""The only formula of a sentence, `The sum is $\frac{1}{2}$.`, if the words do not change what it says, or all."""
+    found = _IN_SENTENCE.fullmatch(reference)
+    return reference if found is None or _CHANGING & {*re.findall(r"\w+", (found[1] + found[3]).lower())} else found[2]
 
 
 def as_latex(answer: str) -> str:
