@@ -26,6 +26,11 @@ class Problem:
         """All that is asked, which tells it from other problems."""
         return json.dumps([self.context, self.question]) if self.context else self.question
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a reward may need of it beside prompt and answer."""
+        return {name: getattr(self, name) for name in ("question", "generator", "entry", "context")}
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -35,7 +40,7 @@ class Prompt:
     text: str  # the question with the template applied
     tokens: list[int]
     answer: str
-    metadata: dict[str, Any] = field(default_factory=dict)  # the problem's `question`, `generator` and `entry`
+    metadata: dict[str, Any] = field(default_factory=dict)  # the problem's `metadata`
     unopened: str = field(default="", compare=False)
     """Why its environment failed to begin the conversation; all responses to it count as failed."""
 

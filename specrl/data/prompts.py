@@ -173,7 +173,10 @@ class PromptSource:
         counts, data = self._counts, self._config.data
         lines: list[str] = []
         if isinstance(self._problems, FileProblems):
-            lines = _notes(self._problems, self._config.train.prompts_per_step, own_sets)
+            lines = self._problems.notes(self._config.train.prompts_per_step)
+            for name, prompts in own_sets.items():
+                if count := sum(prompt.metadata["question"] in self._problems.questions for prompt in prompts):
+                    lines.append(f"validate.sets.{name}: {count} of its {len(prompts)} problems are trained on too")
         if counts.overlong:
             done = "dropped" if data.overlong == "drop" else "truncated"
             lines.append(
@@ -191,17 +194,8 @@ class PromptSource:
             text = self._rendering.text(problem.question, problem.context)
             prompt_id = derive_seed(stream, text, occurrences[text])
             occurrences[text] += 1
-            metadata = {"question": problem.question, "generator": problem.generator, "entry": problem.entry}
-            prompts.append(Prompt(prompt_id, text, self._rendering.tokens(text), problem.answer, metadata))
+            prompts.append(Prompt(prompt_id, text, self._rendering.tokens(text), problem.answer, problem.metadata))
         return prompts
-
-
-def _notes(problems: FileProblems, prompts_per_step: int, sets: dict[str, list[Prompt]]) -> list[str]:
-    lines = problems.notes(prompts_per_step)
-    for name, prompts in sets.items():
-        if count := sum(prompt.metadata["question"] in problems.questions for prompt in prompts):
-            lines.append(f"validate.sets.{name}: {count} of its {len(prompts)} problems are trained on too")
-    return lines
 
 
 def _refill(number: int) -> str:

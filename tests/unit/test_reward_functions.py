@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from specrl.config import Config, ConfigError, DataConfig
 from specrl.data.files import read_problems
-from specrl.data.problems import Counts, Prompt, fit_all
+from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards.functions import judge, make_rewards
 from specrl.data.rewards.pool import RewardPool, Scores
 from specrl.data.rewards.trial import doubtful_references
@@ -51,6 +51,9 @@ async def trl_async(completions, **kwargs): return [0.5 for _ in completions]
 def trl_chat(prompts, completions, **kwargs):
     [[asked]], [[said]] = prompts, completions
     return [float(asked["content"] == "Q" and said["content"] == "x")]
+
+def trl_first_message(prompts, completions, **kwargs):
+    return [float(prompts[0][0] == {"role": "system", "content": "Be brief."} and len(prompts[0]) == 2)]
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info["index"] == 3
@@ -144,6 +147,13 @@ def test_a_reward_of_two_of_which_one_is_unknown_is_refused() -> None:
 def test_a_reward_of_trl_sees_conversations_where_the_template_is_a_chat() -> None:
     prompt = Prompt(0, "<|user|>Q", [], "x", {"question": "Q"})
     assert judge(make_rewards(data("trl_chat", template="chat"))[0], prompt, "x") == 1
+
+
+def test_a_reward_of_trl_sees_the_messages_before_the_question() -> None:
+    context = [{"role": "tools", "content": "", "tools": [{}]}, {"role": "system", "content": "Be brief."}]
+    found = Problem("Q", "x", " x", context=context)
+    prompt = Prompt(0, "<|user|>Q", [], found.answer, found.metadata)
+    assert judge(make_rewards(data("trl_first_message", template="chat"))[0], prompt, "x") == 1
 
 
 def test_what_has_no_number_and_a_column_that_is_not_there_are_failures() -> None:

@@ -27,6 +27,7 @@ from specrl.data.answers import (
     contradicts,
     extract_answer,
     final_part,
+    formula,
     is_text,
     references,
     same,
@@ -245,7 +246,7 @@ def math_verify(_: str, response: str, answer: str) -> float:
     forms = [f"\\boxed{{{latex}}}"]
     if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex)
-    gold = parse(f"\\boxed{{{as_latex(wanted)}}}", parsing_timeout=seconds)
+    gold = parse(f"\\boxed{{{as_latex(formula(wanted))}}}", parsing_timeout=seconds)
     return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
 
 
@@ -312,7 +313,8 @@ def _imported(config: DataConfig, path: str) -> Reward:
         asked: Any = prompt.text
         said: Any = response
         if config.template == "chat":  # as TRL has conversations
-            asked = [{"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
+            before = [one for one in prompt.metadata.get("context", ()) if one["role"] != "tools"]
+            asked = [*before, {"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
             said = [{"role": "assistant", "content": response}]
         columns = {name: [value] for name, value in _columns(config, prompt).items()}
         return function(**taken({**columns, "prompts": [asked], "completions": [said]}))

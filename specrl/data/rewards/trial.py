@@ -99,5 +99,4 @@ def _scored(pool: RewardPool, asked: Sequence[tuple[Prompt, str | tuple[str, ...
 def _prompt(config: Config, problem: Problem) -> Prompt:
     question, template = problem.question, config.data.template
     text = question if template == CHAT else template.format(prompt=question)
-    metadata = {"question": question, "generator": problem.generator, "entry": problem.entry}
-    return Prompt(0, text, [], problem.answer, metadata)
+    return Prompt(0, text, [], problem.answer, problem.metadata)
