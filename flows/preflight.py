@@ -86,9 +86,10 @@ def _reward_doubts(config: Config) -> list[str]:
         return [f"data.reward = {config.data.reward_words}: it fails on a response: {right.error or empty.error}"]
     if empty.score != right.score:
         return []
+    earned = "None, which leaves them out" if right.score is None else f"{right.score:g}"
     return [
         f"data.reward = {config.data.reward_words}: an empty response and the reference answer both earn "
-        f"{right.score:g}; where all responses earn the same reward, nothing is learned"
+        f"{earned}; where all responses earn the same reward, nothing is learned"
     ]
 
 

@@ -89,6 +89,21 @@ def cut(size: int) -> Change:
     return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
 
 
+def retyped(name: str, dtype: str) -> Change:
+    """Write another type in the header of the weights, and leave the bytes of the tensor as they are."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        header[name]["dtype"] = dtype
+        changed = json.dumps(header).encode()
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[begin:])
+
+    return change
+
+
 def with_sentencepiece(content: str) -> Change:
     def change(folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
@@ -133,6 +148,11 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             'rope_type = "yarn" has factor = "4": it must be a number above 0',
         ),
         (config(rope_scaling={"type": "linear"}), 'rope_type = "linear" has factor = null'),
+        (
+            config(rope_scaling={"type": "linear", "factor": float("nan")}),
+            "has factor = NaN: it must be a number above 0",
+        ),
+        (config(rope_scaling={"type": "linear", "factor": float("inf")}), "has factor = Infinity: it must be a number"),
         (config(rope_parameters={"full_attention": {"rope_theta": 1e6}}), "has full_attention, which is not supported"),
         (config(rope_parameters="-", rope_theta=0), "rope_theta = 0: it must be a number above 0"),
         (config(num_key_value_heads="2"), 'num_key_value_heads = "2": it must be a whole number above 0'),
@@ -173,6 +193,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (renamed("model-00001-of-00001.safetensors"), "rename a single shard model.safetensors"),
         (renamed("pytorch_model.bin"), "from_pretrained(FOLDER).save_pretrained(NEW)"),
         (renamed("model.gguf"), "gguf_file"),
+        (renamed("consolidated.safetensors"), "take the checkpoint for transformers"),
+        (retyped("model.norm.weight", "F16"), "has model.norm.weight in 512 bytes, not those of its type and shape"),
         (renamed("adapter_model.safetensors", "adapter_config.json"), "merge_and_unload() of peft"),
         (text("adapter_config.json", "{}"), "merge_and_unload() of peft"),
         (text("model.safetensors", LFS), "git lfs pull"),

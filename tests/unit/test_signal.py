@@ -76,12 +76,22 @@ def test_a_short_run_says_it_at_its_end_and_a_restarted_step_says_it_again_in_pl
 def test_a_dry_run_says_that_a_reward_does_not_tell_right_from_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewards = {"zero": "return 0.0", "length": "return float(len(response))", "broken": "return 1 / 0"}
+    rewards = {
+        "zero": "return 0.0",
+        "none": "return None",
+        "length": "return float(len(response))",
+        "broken": "return 1 / 0",
+    }
     text = "".join(f"def {name}(prompt, response, answer):\n    {body}\n\n\n" for name, body in rewards.items())
     (tmp_path / "rewards_here.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for name, words in {"zero": "both earn 0", "length": "", "broken": "it fails on a response"}.items():
+    for name, words in {
+        "zero": "both earn 0",
+        "none": "both earn None",
+        "length": "",
+        "broken": "it fails on a response",
+    }.items():
         command = ["run", "configs/smoke.toml", "--dry-run", "--set", f"runs_dir={tmp_path / 'runs'}"]
         assert invoke([*command, "--set", f"data.reward=rewards_here:{name}"]) == 0
         warned = " ".join(capsys.readouterr().err.split())

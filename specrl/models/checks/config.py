@@ -6,6 +6,7 @@ The engine reads the same keys, so what is not known to mean the same to both is
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -175,5 +176,5 @@ def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
             yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
         elif key not in (*ROPE_KEYS, "partial_rotary_factor"):
             yield f"{where} has {key}, which is not supported"
-        elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             yield f"{where} has {key} = {_json(value)}: it must be a number above 0"

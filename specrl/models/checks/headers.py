@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TYPES = ("F32", "BF16", "F16")  # trainer and engine read these alike
+TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # those that trainer and engine read alike, and their bytes
 LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
 COMPARED = 2**26  # bytes of two tensors that are compared at once
 SHOWN = 3  # tensors or files that a message names
@@ -30,7 +31,7 @@ WITHOUT_WEIGHTS = {
     "adapter_config.json": f"it is an adapter: {MERGE}",
     "adapter_model.*": f"it is an adapter: {MERGE}",
     "pytorch_model*.bin": f"its weights are pickled: {CONVERT}",
-    "consolidated*.pth": "its weights are in Meta's own layout: take the checkpoint for transformers",
+    "consolidated*": "its weights are in Meta's or Mistral's own layout: take the checkpoint for transformers",
     "*.gguf": f"its weights are GGUF: {CONVERT}, with gguf_file = the file's name",
     "*.h5": f"its weights are TensorFlow's: {CONVERT}, with from_tf = True",
     "*.msgpack": f"its weights are Flax's: {CONVERT}, with from_flax = True",
@@ -104,6 +105,8 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
         if tensor.shape != shape:
             own = f"has {name} of shape {list(tensor.shape)}"
             yield f"{own}, and its {CONFIG_FILE} says {list(shape)}: correct that, or {AGAIN}"
+        if tensor.span[1] - tensor.span[0] != math.prod(shape) * TYPES[tensor.dtype]:
+            yield f"has {name} in {tensor.span[1] - tensor.span[0]} bytes, not those of its type and shape: {AGAIN}"
     if tied_head and not _are_equal(tied_head, stored[EMBEDDINGS]):
         yield (
             f"has {HEAD} that differs from {EMBEDDINGS}, and tie_word_embeddings = true would leave it out: set "
