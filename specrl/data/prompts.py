@@ -75,7 +75,7 @@ class PromptSource:
     def _drawn_again(self, step: int, number: int) -> list[Problem]:
         first, count = self._first(step), self._config.train.prompts_per_step
         if (size := self._config.data.num_problems) is None:
-            return self._problems.draw(_refill(number), first, count)
+            return self._problems.draw(f"refill-{number}", first, count)
         asked = {place % size for place in range(first, first + count)}
         order = Random(derive_seed(self._config.seed, "refill", step)).sample(range(size), size)
         others = [place for place in order if place not in asked] or order
@@ -94,7 +94,7 @@ class PromptSource:
         own, fit = self._problems, self._rendering.fit
         wanted = [(own, "train", first, count)]
         if config.train.refill_rounds and config.data.num_problems is None:
-            wanted.append((own, _refill(1), first, count))
+            wanted.append((own, "refill-1", first, count))
         if others:
             streams = {"pretraining": config.drafter.num_prompts, "demonstrations": config.warm_start.num_examples}
             sets = {name: one.num_prompts for name, one in validate.held_out_sets.items() if one.generators}
@@ -196,8 +196,3 @@ class PromptSource:
             occurrences[text] += 1
             prompts.append(Prompt(prompt_id, text, self._rendering.tokens(text), problem.answer, problem.metadata))
         return prompts
-
-
-def _refill(number: int) -> str:
-    """The stream of the refills of this number, one in each step."""
-    return f"refill-{number}"

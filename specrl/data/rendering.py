@@ -30,6 +30,8 @@ class Rendering:
         self._tokenizer = tokenizer
         normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else ...
         self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")  # few bytes are few tokens
+        # One that was saved for fine-tuning ends each text, after which there would be nothing to say.
+        self._ends_texts = tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
         check_template(self._template)
         if self._template == CHAT and not tokenizer.chat_template:
             raise ConfigError(
@@ -48,7 +50,12 @@ class Rendering:
             return self._template.format(prompt="\n".join(message["content"] for message in messages))
         has_system = any(message["role"] in ("system", "developer") for message in messages)
         system = [{"role": "system", "content": self._system}] if self._system and not has_system else []
-        return self._of_chat([*system, *messages])
+        text = self._of_chat([*system, *messages])
+        if system and str(self._system).strip() not in text:
+            raise ConfigError(
+                "the tokenizer's chat template leaves data.system_prompt out: write it into the questions"
+            )
+        return text
 
     def between(self, messages: Sequence[Message], last: int) -> tuple[str, list[int]]:
         """What stands between two turns of the policy where an environment writes these messages: text and tokens.
@@ -166,8 +173,8 @@ class Rendering:
         # A chat template writes its special tokens itself, and so may a format string.
         special = self._template != CHAT and not (of_chat and self._tokenizer.chat_template)
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
-        twice = [self._tokenizer.bos_token_id] * 2
-        return [tokens[1:] if special and tokens[:2] == twice else tokens for tokens in encoded]
+        twice, end = [self._tokenizer.bos_token_id] * 2, -1 if special and self._ends_texts else None
+        return [tokens[1 if special and tokens[:2] == twice else 0 : end] for tokens in encoded]
 
 
 def check_chat_template(template: str, arguments: Iterable[str]) -> None:

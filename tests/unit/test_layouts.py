@@ -315,6 +315,23 @@ def test_one_beginning_of_a_sequence_whatever_the_way() -> None:
     assert 1 not in without.tokens(without.chat("2+2?"), of_chat=True)  # as a server of this model would have it
 
 
+def test_no_prompt_ends_with_the_token_that_a_tokenizer_of_fine_tuning_puts_behind_each_text() -> None:
+    tokenizer = llama()
+    tokens = Rendering(config_of({}), tokenizer).tokens("1+1=")
+    ends = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    rendering = Rendering(config_of({}), tokenizer)
+    assert rendering.tokens("1+1=") == tokens and tokens[-1] != 2
+    assert rendering.tokens("1+1=</s>") == [*tokens, 2]  # where the text has it
+
+
+def test_a_chat_template_that_leaves_the_system_prompt_out_is_refused() -> None:
+    silent = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
+    rendering = Rendering(config_of({"template": "chat", "system_prompt": "Think."}), llama(silent))
+    with pytest.raises(ConfigError, match=r"chat template leaves data\.system_prompt out"):
+        rendering.text("1+1=?")
+
+
 def test_the_template_gets_the_system_prompt_and_the_arguments_of_the_configuration() -> None:
     chat = {"template": "chat", "system_prompt": "Think.", "chat_template_kwargs": {"enable_thinking": False}}
     rendering = Rendering(config_of(chat), llama())

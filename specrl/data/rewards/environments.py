@@ -68,11 +68,8 @@ class Turn:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_text(value.get(key)) for key in ("role", "content"))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    texts = [value.get(key) for key in ("role", "content")] if isinstance(value, dict) else [None]
+    return all(isinstance(one, str) and not any("\ud800" <= char <= "\udfff" for char in one) for one in texts)
 
 
 def make_environment(name: str) -> EnvironmentClass:
