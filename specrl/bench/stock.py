@@ -21,12 +21,13 @@ import torch
 from specrl.config import Config
 from specrl.distributed.ranks import VARIABLES
 from specrl.processes import OF_RANKS, start_helper
-from specrl.rollout.requests import Request
+from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.requests import Generation, Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
 """Those of `ENVIRONMENT` that stock vLLM gets too: the cores of its threads, and no reports to anybody."""
-SAMPLING = ("temperature", "top_p", "top_k")  # what it is told of each request
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")  # what it is told of each request
 FREE_SHARE = 0.92  # the most of a GPU's free memory that it takes
 ANSWER_SECONDS = 3600  # to start or to generate one batch
 POLLING_SECONDS = 1.5  # a worker of vLLM polls after its last order, which takes most of a core
@@ -39,9 +40,6 @@ class StockError(RuntimeError):
 
 class StockEngine:
     """A process with stock vLLM, which decodes plainly unless `overrides` say otherwise."""
-
-    iterations = 0
-    """The outputs that the last `generate` got from vLLM's engine: its iterations, the prompts' among them."""
 
     def __init__(
         self, policy_dir: Path, config: Config, log: Path, *, overrides: Mapping[str, Any] | None = None
@@ -57,26 +55,23 @@ class StockEngine:
         self._process, self._engine = start_helper("specrl.bench.stock_process", stock_environment(os.environ))
         self._ask((str(log), stock_arguments(policy_dir, config, gpu_share(config)) | dict(overrides or {})))
 
-    def generate(self, requests: Sequence[Request], lengths: Sequence[int], batch: int) -> list[float]:
-        """Generate exactly `lengths` tokens for the requests, no prompt cached; return the seconds of each batch.
+    def generate(self, requests: Sequence[Request], batch: int) -> list[Generation]:
+        """Generate exactly `max_tokens` tokens for each request, `batch` requests at a time, with no prompt cached.
 
-        Its tokens are its own, since its sampler has other random numbers; nothing ends at a stop token.
+        Its tokens are its own, since its sampler has other random numbers, and they are not returned; nothing ends at
+        a stop token. Its iterations, the prompts' among them, count as `decode_steps`.
         """
         prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
         fixed = {"ignore_eos": True, "detokenize": False}
-        params = [
-            {name: getattr(request, name) for name in SAMPLING} | {"max_tokens": length} | fixed
-            for request, length in zip(requests, lengths, strict=True)
-        ]
+        params = [{name: getattr(request, name) for name in SAMPLING} | fixed for request in requests]
         parts = [slice(start, start + batch) for start in range(0, len(requests), batch)]
         answers = [self._ask((prompts[part], params[part], part.start == 0)) for part in parts]
-        seconds, tokens, iterations = zip(*answers, strict=True)
-        if sum(tokens) != sum(lengths):
-            raise StockError(f"stock vLLM made {sum(tokens)} tokens instead of {sum(lengths)}")
-        self.iterations = sum(iterations)
+        tokens, asked = sum(tokens for _, tokens, _ in answers), sum(request.max_tokens for request in requests)
+        if tokens != asked:
+            raise StockError(f"stock vLLM made {tokens} tokens instead of {asked}")
         if not torch.cuda.is_available():
             time.sleep(POLLING_SECONDS)  # or it would slow down what is measured next
-        return list(seconds)
+        return [Generation([], SpeculationStats(decode_steps=steps), took, made) for took, made, steps in answers]
 
     def shutdown(self) -> None:
         """End the process, and those that vLLM has started for it, some of which outlive it."""

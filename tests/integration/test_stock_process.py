@@ -36,7 +36,7 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, mo
     config = parse_config({"name": "default", "model": model, "engine": {"kv_cache_gib": 0.0625}})
     engine = StockEngine(tmp_path / "policy", config, tmp_path / "log")
     requests = [Request([5, 6, 7], seed, 10, 1.0, 1.0) for seed in range(5)]
-    assert len(engine.generate(requests, [10] * 5, batch=2)) == 3
+    assert len(engine.generate(requests, batch=2)) == 3
     before = cpu_seconds(engine._process.pid)
     time.sleep(0.5)
     assert 0 < before <= cpu_seconds(engine._process.pid) < before + 0.25, "nothing of it runs beside what comes next"
@@ -45,6 +45,6 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, mo
     monkeypatch.setattr(stock, "ANSWER_SECONDS", 1)
     psutil.Process(engine._process.pid).suspend()
     with pytest.raises(StockError, match=r"gave no answer within 1 s"):
-        engine.generate(requests, [10] * 5, batch=5)
+        engine.generate(requests, batch=5)
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=120)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

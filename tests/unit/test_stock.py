@@ -68,7 +68,7 @@ def test_an_engine_that_has_died_is_said_to_have(tmp_path: Path) -> None:
     engine._process, engine._engine = start_helper("specrl.events")  # which is nobody's helper
     os.waitid(os.P_PID, engine._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(StockError, match="out of memory"):
-        engine.generate([Request([1], 0, 1, 1.0)], [1], 1)
+        engine.generate([Request([1], 0, 1, 1.0)], 1)
 
 
 def test_made_up_acceptance_has_the_length_that_is_asked_for() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specrl.bench.gpu.acceptance import RATES, K, SyntheticAcceptance
+from specrl.bench.gpu.acceptance import RATES, K, accepting_at
 from specrl.bench.gpu.models import Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
 from specrl.models.shapes import model_shape
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE
+from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.cost_model import possible_lengths
-from specrl.rollout.engine import Engine, Request
+from specrl.rollout.engine import Engine, Generation, Request
+from specrl.rollout.sampling.verification import Sampling
 from specrl.rollout.vllm.engine.arguments import schedule
 
 PROMPT_TOKENS = 64
@@ -32,12 +33,12 @@ STOCK, EAGLE3 = "stock vLLM", f"stock vLLM, its EAGLE-3, k = {K}, acceptance {LE
 
 
 class Decoding(NamedTuple):
-    """The decoding of all requests of a batch."""
+    """The decoding of all requests of a batch, but for the first token of each."""
 
     seconds: float
     iterations: int
-    acceptance_length: float | None = None  # of specrl's own
-    k: float = 0.0  # the mean draft length of specrl's own
+    stats: SpeculationStats
+    k: float | None = None  # the mean draft length of specrl's engine
 
 
 Contenders = dict[str, Callable[[list[Request]], Decoding]]
@@ -76,11 +77,11 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     engine = Engine(policy, drafter, config=config, seed=0, overrides=DUMMY | {"speculative_config": speculative})
     engine.stop_tokens = []  # every response has the same length
     vocab_size = scale.served.vocab_size
-    made = {length: SyntheticAcceptance(engine.sampler, rate, vocab_size) for length, rate in RATES.items()}
+    made = {length: accepting_at(rate, engine.sampler, vocab_size) for length, rate in RATES.items()}
     contenders: Contenders = {name: partial(_stock_decoding, process) for name, process in stock.items()}
-    contenders["specrl, plain"] = partial(_own_decoding, engine, 0, nullcontext())
-    for length, accepts in made.items():
-        contenders[f"specrl, k = {K}, acceptance {length}"] = partial(_own_decoding, engine, K, accepts)
+    contenders["specrl, plain"] = partial(_own_decoding, engine, 0, engine.sampler.sampling)
+    for length, sampling in made.items():
+        contenders[f"specrl, k = {K}, acceptance {length}"] = partial(_own_decoding, engine, K, sampling)
     contenders[f"specrl, adaptive, acceptance {LENGTH}"] = partial(_own_decoding, engine, None, made[LENGTH])
     for batch in scale.batches:
         yield from _compare(contenders, batch, scale, config)
@@ -102,53 +103,51 @@ def _compare(contenders: Contenders, batch: int, scale: Scale, config: Config) -
             "tokens_per_s": tokens / seconds[name],
             "slowest": tokens / max(times),
             "fastest": tokens / min(times),
-            "acceptance_length": one.acceptance_length,
-            "k": one.k,
+            "acceptance_length": None if one.k is None else one.stats.acceptance_length,
+            "k": one.k or 0.0,
             "of_plain": seconds[STOCK] / seconds[name],
             "of_eagle3": seconds[EAGLE3] / seconds[name] if EAGLE3 in seconds else None,
             "iterations": one.iterations,
             "iteration_ms": median(1e3 * decoding.seconds / decoding.iterations for decoding in found[name]),
-            "projected_ms": _projected_ms(one, tokens, scale, config) if one.acceptance_length else None,
+            "projected_ms": None if one.k is None else _projected_ms(one.k, one, tokens, scale, config),
         }
 
 
-def _projected_ms(decoding: Decoding, tokens: int, scale: Scale, config: Config) -> float | None:
+def _projected_ms(k: float, decoding: Decoding, tokens: int, scale: Scale, config: Config) -> float | None:
     # With as many requests as ran on average; None for a GPU that the simulator does not know.
-    assert decoding.acceptance_length
-    running = tokens / decoding.iterations / decoding.acceptance_length
+    running = tokens / decoding.iterations / decoding.stats.acceptance_length
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = [hardware for kind, hardware in HARDWARE.items() if kind in name]
+    gpu = next((hardware for kind, hardware in HARDWARE.items() if kind in name), None)
+    if gpu is None:
+        return None
     shape, vocab = model_shape(config.model), scale.draft_vocab
-    models = [
-        EngineModel(shape, gpu, k=decoding.k, prompt_tokens=PROMPT_TOKENS, draft_vocab_size=vocab) for gpu in known
-    ]
-    return next((1e3 * model.at(running, scale.new_tokens / 2) for model in models), None)
+    model = EngineModel(shape, gpu, k=k, prompt_tokens=PROMPT_TOKENS, draft_vocab_size=vocab)
+    return 1e3 * model.at(running, scale.new_tokens / 2)
 
 
 def _stock_decoding(engine: StockEngine, asked: list[Request]) -> Decoding:
-    found = []
-    for length in (1, asked[0].max_tokens):
-        [seconds] = engine.generate(asked, [length] * len(asked), len(asked))
-        found.append((seconds, engine.iterations))
-    (first, before), (whole, iterations) = found
-    return Decoding(whole - first, iterations - before)
+    return _decoding(asked, lambda requests: engine.generate(requests, len(requests))[0])
 
 
-def _own_decoding(
-    engine: Engine, k: int | None, accepts: AbstractContextManager[Any], asked: list[Request]
-) -> Decoding:
+def _own_decoding(engine: Engine, k: int | None, sampling: Sampling, asked: list[Request]) -> Decoding:
     assert engine.drafting is not None
-    engine.set_k(k)
-    found = []
-    for requests in ([replace(request, max_tokens=1) for request in asked], asked):
+    drafting = engine.drafting
+
+    def generate(requests: list[Request]) -> Generation:
         engine.reset_prefix_cache()
-        engine.drafting.metrics()  # forgets the draft lengths until now
-        with accepts:
-            found.append(engine.generate(requests, learn=k is None))
-    first, whole = found
-    drafted = engine.drafting.metrics().get("spec/k", 0.0)
+        drafting.metrics()  # forgets the draft lengths until now
+        return engine.generate(requests, learn=k is None)
+
+    engine.set_k(k)
+    engine.sampler.sampling = sampling
+    decoding = _decoding(asked, generate)
+    return decoding._replace(k=drafting.metrics().get("spec/k", 0.0))
+
+
+def _decoding(asked: list[Request], generate: Callable[[list[Request]], Generation]) -> Decoding:
+    first, whole = generate([replace(request, max_tokens=1) for request in asked]), generate(asked)
     iterations = whole.stats.decode_steps - first.stats.decode_steps
-    return Decoding(whole.seconds - first.seconds, iterations, whole.stats.acceptance_length, drafted)
+    return Decoding(whole.seconds - first.seconds, iterations, whole.stats)
 
 
 def _requests(count: int, scale: Scale) -> list[Request]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specrl.bench.job import say
 from specrl.bench.options import ADAPTIVE, RolloutOptions
-from specrl.bench.rollouts.rounds import StockVariant, Variant
+from specrl.bench.rollouts.rounds import Variant
 from specrl.bench.stock import StockEngine
 from specrl.bench.subject import Subject
 from specrl.config import Config, SpeculationConfig
@@ -28,13 +28,9 @@ class Engines:
         self._share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / (2 + len(self.methods)))
         self.plain = Variant(PLAIN, 0, self._engine(PLAIN))
         self.drafting: dict[str, Engine] = {}
-        self.stock: StockVariant | None = None
 
-    def add_stock(self, lengths: Mapping[int, int], folder: Path) -> None:
-        """Start stock vLLM; `lengths` are those of the natural response to each request, by the request's seed."""
-        engine = StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
-        self.stock = StockVariant(engine, lengths)
-        say("stock vLLM: started")
+    def start_stock(self, folder: Path) -> StockEngine:
+        return StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start the engines of the draft methods; those with replay draft from `stored` responses, by prompt."""
@@ -72,8 +68,6 @@ class Engines:
     def shutdown(self) -> None:
         for engine in (self.plain.engine, *self.drafting.values()):
             engine.shutdown()
-        if self.stock is not None:
-            self.stock.engine.shutdown()
 
 
 def speculation_of(run: SpeculationConfig, method: str, k: int) -> SpeculationConfig:

@@ -16,6 +16,7 @@ from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.engines import Engines, by_prompt
 from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, compared, measure, rounds_of, write_rounds
 from specrl.bench.spread import ratios
+from specrl.bench.stock import StockEngine
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -61,14 +62,15 @@ def main(job: BenchJob) -> None:
         [response.tokens for response in engines.plain.engine.generate(asked).responses] for asked in (requests, others)
     )
     lengths = {request.seed: len(tokens) for request, tokens in zip(requests, natural, strict=True)}
-    engines.add_stock(lengths, job.folder)
+    stock = engines.start_stock(job.folder)
     engines.add_methods(by_prompt(others, stored))
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
         lasting = longest(requests, lengths, max(batch, LEAST_REQUESTS), options.max_tokens)
-        rows += measure_batch(engines, rounds_of(lasting, batch, options.repeats), batch)
+        rows += measure_batch(engines, stock, rounds_of(lasting, batch, options.repeats), batch)
         write_rounds(job, rows, "Speculative against plain rollouts", HOW, COLUMNS, run=run, options=options)
     engines.shutdown()
+    stock.shutdown()
     leave()
 
 
@@ -79,17 +81,22 @@ def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> li
 
 
 def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, max_tokens: int) -> list[Request]:
-    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first."""
+    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first.
+
+    Of those that end earlier the length is given, too: stock vLLM, which samples other tokens, makes as many.
+    """
     order = sorted(requests, key=lambda request: -min(lengths[request.seed], max_tokens))
     lasting = sum(length >= max_tokens for length in lengths.values())
-    return [replace(request, max_tokens=max_tokens) for request in order[: max(count, lasting)]]
+    chosen = order[: max(count, lasting)]
+    return [replace(request, max_tokens=min(lengths[request.seed], max_tokens)) for request in chosen]
 
 
-def measure_batch(engines: Engines, rounds: list[list[Request]], batch: int) -> list[dict[str, Any]]:
+def measure_batch(
+    engines: Engines, stock_engine: StockEngine, rounds: list[list[Request]], batch: int
+) -> list[dict[str, Any]]:
     """Run all variants in all rounds; return their rows, plain decoding's first."""
-    assert engines.stock is not None
     variants = [engines.plain, *engines.variants()]
-    *measured, stock = measure([*variants, engines.stock], rounds, batch)
+    *measured, stock = measure([*variants, stock_engine], rounds, batch)
     rows = [
         {
             "method": variant.method,

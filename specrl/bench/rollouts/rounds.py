@@ -37,22 +37,6 @@ class Variant:
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
 
-@dataclass(frozen=True)
-class StockVariant:
-    """Stock vLLM, which generates as many tokens after each prompt as the exact engines do."""
-
-    engine: StockEngine
-    lengths: Mapping[int, int]  # natural response lengths by the request's seed
-    k: int = 0
-
-    def generate(self, requests: list[Request], batch: int) -> list[Generation]:
-        """The generations hold no tokens."""
-        lengths = [min(request.max_tokens, self.lengths[request.seed]) for request in requests]
-        parts = [lengths[start : start + batch] for start in range(0, len(requests), batch)]
-        seconds = self.engine.generate(requests, lengths, batch)
-        return [Generation([], SpeculationStats(), took, sum(part)) for part, took in zip(parts, seconds, strict=True)]
-
-
 @dataclass
 class Measurement:
     """The generations of one variant."""
@@ -82,7 +66,7 @@ def rounds_of(requests: Sequence[Request], batch: int, repeats: int) -> list[lis
 
 
 def measure(
-    variants: Sequence[Variant | StockVariant], rounds: Sequence[list[Request]], batch: int
+    variants: Sequence[Variant | StockEngine], rounds: Sequence[list[Request]], batch: int
 ) -> list[Measurement]:
     """Run each variant once in each round, `batch` requests at a time, after uncounted runs that warm up.
 
@@ -91,7 +75,8 @@ def measure(
     """
     measured = [Measurement() for _ in variants]
     for variant in variants:
-        for _ in range(2 if isinstance(variant.k, str) else 1):  # an engine that chooses k learns what is accepted
+        variant.generate(rounds[0], batch)
+        if isinstance(variant, Variant) and isinstance(variant.k, str):  # it learns what is accepted, to choose k
             variant.generate(rounds[0], batch)
     for number, requests in enumerate(rounds):
         for index in order_of(len(variants), number):
