@@ -48,6 +48,10 @@ class SimulatedResponse:
         return [self.length / max(1.0, need) for need in needs]
 
 
+Shares = Sequence[Sequence[SimulatedResponse]]
+"""The responses of each engine in a step, those to a prompt adjacent."""
+
+
 @dataclass
 class GenerationTime:
     seconds: float  # until the slowest engine has finished
@@ -120,10 +124,8 @@ def decode(
     return Decoding(now, iterations, tokens)
 
 
-def simulate(
-    steps: Sequence[Sequence[Sequence[SimulatedResponse]]], speed: DecodingSpeed, use: BubbleUse, most_running: int
-) -> list[GenerationTime]:
-    """Simulate the generation of consecutive steps, with the responses of each engine, those to a prompt adjacent."""
+def simulate(steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse, most_running: int) -> list[GenerationTime]:
+    """Simulate the generation of consecutive steps."""
     times: list[GenerationTime] = []
     stored: dict[tuple[int, int], float] = {}
     for number, shares in enumerate(steps):

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from statistics import fmean
 
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, simulate
+from specrl.projection.simulator.generation import DecodingSpeed, Shares, SimulatedResponse
 from specrl.projection.simulator.hardware import HARDWARE
-from specrl.projection.simulator.step import STEPS, Speculation, StepModel, StepTime
-from specrl.projection.simulator.workload import Drawn, Lengths, Workload, dealt
+from specrl.projection.simulator.step import STEPS, StepModel
+from specrl.projection.simulator.workload import Lengths, Workload, dealt
 
 GPUS = (8, 32, 128)
 RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192))  # lengths as in `published.py`, RL-Zero
@@ -49,14 +48,15 @@ class DraftCounts:
 @cache
 def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: float = 0.0) -> float:
     """The seconds of a step with that many updates of the drafter, whose engines choose between these draft lengths."""
-    model, plain = _model(gpus), _plain_step(gpus)
+    model = _model(gpus)
+    engine, drafted = model.engine, [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in model.drawn]
     if lengths[0].whole_vocabulary:
-        model = replace(model, engine=replace(model.engine, draft_vocab_size=model.engine.shape.vocab_size))
-    choices = tuple(replace(model.engine, k=one.k, passes=one.passes).at for one in lengths)
-    steps = [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in _drawn(model)]
-    times = simulate(steps, DecodingSpeed(choices, replayed_tokens=1.0), "none", model.most_running)
-    generation = fmean(time.seconds for time in times)
-    return plain.total - plain.generation + generation + drafter_updates * _drafter_s(model)
+        engine = replace(engine, draft_vocab_size=engine.shape.vocab_size)
+    choices = tuple(replace(engine, k=one.k, passes=one.passes).at for one in lengths)
+    tokens = sum(response.tokens for step in model.drawn for group in step for response in group) / STEPS
+    flops = drafter_updates * 3 * 2 * engine.drafter_parameters * TTT_STEPS * tokens
+    update_s = flops / (gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)
+    return model.time(drafted, DecodingSpeed(choices, replayed_tokens=1.0)).total + update_s
 
 
 @cache
@@ -64,18 +64,7 @@ def _model(gpus: int) -> StepModel:
     return StepModel(EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["H100"]), gpus, RESPONSES)
 
 
-@cache
-def _plain_step(gpus: int) -> StepTime:
-    return _model(gpus).step(Speculation())
-
-
-def _drawn(model: StepModel) -> list[list[list[Drawn]]]:
-    return model.workload.draw(STEPS, model.seed)
-
-
-def _drafted(
-    shares: Sequence[Sequence[SimulatedResponse]], lengths: Sequence[DraftCounts]
-) -> list[list[SimulatedResponse]]:
+def _drafted(shares: Shares, lengths: Sequence[DraftCounts]) -> Shares:
     by_length = sorted(chain(*shares), key=lambda response: response.length)
     places = {(response.prompt, response.sample): place for place, response in enumerate(by_length)}
 
@@ -84,10 +73,3 @@ def _drafted(
         return replace(response, paces=tuple(one.paces[place * len(one.paces) // len(places)] for one in lengths))
 
     return [[drafted(response) for response in share] for share in shares]
-
-
-def _drafter_s(model: StepModel) -> float:
-    engine = model.engine
-    tokens = sum(response.tokens for step in _drawn(model) for group in step for response in group) / STEPS
-    flops = 3 * 2 * engine.drafter_parameters * TTT_STEPS * tokens
-    return flops / (model.gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)

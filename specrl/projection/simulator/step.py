@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from specrl.config import PolicyConfig
 from specrl.config.rollout import BubbleUse
 from specrl.projection.refit import refit_cost
 from specrl.projection.simulator.engine import EngineModel
-from specrl.projection.simulator.generation import DecodingSpeed, simulate
-from specrl.projection.simulator.workload import Workload, dealt
+from specrl.projection.simulator.generation import DecodingSpeed, Shares, simulate
+from specrl.projection.simulator.workload import Drawn, Workload, dealt
 
 STEPS = 3  # that are simulated
 LONGEST_K = 7
@@ -62,27 +63,31 @@ class StepModel:
     other_s: float = 2.0  # for rewards, data and logging
     seed: int = 0
 
-    def step(self, speculation: Speculation) -> StepTime:
-        generation, idle, used = self.generation(speculation)
-        logprob, update, refit = self._trainer()
-        total = generation + logprob + update + refit + self.other_s
-        return StepTime(generation, idle, used, logprob, update, refit, total)
+    @cached_property
+    def drawn(self) -> list[list[list[Drawn]]]:
+        """The responses of each step, prompt by prompt."""
+        return self.workload.draw(STEPS, self.seed)
 
-    def generation(self, speculation: Speculation) -> tuple[float, float, float]:
-        """Compute the seconds of a step's generation, the share of idle time, and how much of that is used."""
+    def step(self, speculation: Speculation) -> StepTime:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
-        drawn = self.workload.draw(STEPS, self.seed)
+        steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
         speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), max(REPLAYED_TOKENS, pace))
-        steps = [dealt(groups, engines, speculation.k, pace) for groups in drawn]
+        return self.time(steps, speed, speculation.bubbles)
+
+    def time(self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none") -> StepTime:
+        """Compute the mean time of steps from the responses of each engine."""
         # In a circle: the last step comes before the first one, too, and leaves it what was pre-generated.
-        times = simulate([steps[-1], *steps], speed, speculation.bubbles, self.most_running)
+        times = simulate([steps[-1], *steps], speed, use, self.most_running)
         seconds, idle = sum(time.seconds for time in times[1:]), sum(time.idle_s for time in times[1:])
         used, could = sum(time.used_s for time in times[:-1]), sum(time.idle_s for time in times[:-1])
-        return seconds / STEPS, idle / (seconds * engines), used / could if could else 0.0
+        generation, idle_share = seconds / len(steps), idle / (seconds * len(steps[0]))
+        logprob, update, refit = self._trainer()
+        total = generation + logprob + update + refit + self.other_s
+        return StepTime(generation, idle_share, used / could if could else 0.0, logprob, update, refit, total)
 
     def _trainer(self) -> tuple[float, float, float]:
         shape, hardware, efficiency = self.engine.shape, self.engine.hardware, self.engine.efficiency
-        drawn = [item.tokens for step in self.workload.draw(STEPS, self.seed) for group in step for item in group]
+        drawn = [item.tokens for step in self.drawn for group in step for item in group]
         tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
         mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
         forward = 2 * shape.active_parameters * tokens / (self.gpus * hardware.bf16_flops * mfu)
