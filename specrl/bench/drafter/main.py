@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ from specrl.data.prompts import PromptSource
 from specrl.distributed import join, leave
 from specrl.models.checks.folder import check_directory
 from specrl.models.sources import load_tokenizer
-from specrl.rollout.engine import Engine, Request, response_seed
-from specrl.rollout.vllm.engine.arguments import gpu_memory
+from specrl.rollout.engine import Engine, Request, response_seed, start_engine
 
 PROMPT_TOKENS = 1024  # a longer prompt loses its beginning
 HOW = """
@@ -103,9 +101,8 @@ def rounds_of_prompts(
 def start(options: DrafterOptions, candidate: Candidate, gpu_share: float) -> Engine:
     assert options.model is not None
     is_policy = candidate.folder is not None and candidate.folder.resolve() == options.model.resolve()
-    drafter_dir: Path | None = candidate.folder if candidate.kind in ("eagle3", "mtp") and not is_policy else None
-    config = config_of(options, candidate)
-    return Engine(options.model, drafter_dir, config=config, seed=0, alone=True, overrides=gpu_memory(gpu_share))
+    drafter_dir = candidate.folder if candidate.kind in ("eagle3", "mtp") and not is_policy else None
+    return start_engine(config_of(options, candidate), options.model, drafter_dir, gpu_share=gpu_share)
 
 
 def config_of(options: DrafterOptions, candidate: Candidate) -> Config:

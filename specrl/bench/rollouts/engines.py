@@ -22,31 +22,28 @@ KV_CACHE_GIB = 0.5  # at most, on a CPU: all engines exist at once
 
 
 class Engines:
+    """Those of one run; `variants` are to be compared, plain decoding first."""
+
     def __init__(self, subject: Subject, options: RolloutOptions) -> None:
         self.subject, self.options = subject, options
         self.methods = options.methods_of(subject.config)
         self._share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / (2 + len(self.methods)))
-        self.plain = Variant(PLAIN, 0, self._engine(PLAIN))
-        self.drafting: dict[str, Engine] = {}
+        self.variants = [Variant(PLAIN, 0, self._engine(PLAIN))]
 
     def start_stock(self, folder: Path) -> StockEngine:
         return StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods; those with replay draft from `stored` responses, by prompt."""
-        for method in self.methods:
-            self.drafting[method] = self._engine(method)
-            if self.drafting[method].replays:
-                self.drafting[method].set_replay(stored)
+        """Start the engines of the draft methods, each for every k.
 
-    def variants(self) -> list[Variant]:
-        """What is compared with plain decoding: every k for a drafter, and `adaptive` alone for stored text."""
-        only = (ADAPTIVE,) if ADAPTIVE in self.options.ks else self.options.ks
-        return [
-            Variant(method, k, engine)
-            for method, engine in self.drafting.items()
-            for k in (only if METHODS[method].replays else self.options.ks)
-        ]
+        Those with replay draft from `stored` responses, by prompt, with the `adaptive` k alone if that is asked for.
+        """
+        for method in self.methods:
+            engine, ks = self._engine(method), self.options.ks
+            if engine.replays:
+                engine.set_replay(stored)
+                ks = (ADAPTIVE,) if ADAPTIVE in ks else ks
+            self.variants += [Variant(method, k, engine) for k in ks]
 
     def _engine(self, method: str) -> Engine:
         started = time.monotonic()
@@ -66,7 +63,7 @@ class Engines:
         return config.model_copy(update={"speculation": speculation, "engine": engine})
 
     def shutdown(self) -> None:
-        for engine in (self.plain.engine, *self.drafting.values()):
+        for engine in {variant.engine for variant in self.variants}:
             engine.shutdown()
 
 

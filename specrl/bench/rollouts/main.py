@@ -59,7 +59,8 @@ def main(job: BenchJob) -> None:
     engines = Engines(subject, options)
     others = pool(prompts, subject.config, "bench replay")
     natural, stored = (
-        [response.tokens for response in engines.plain.engine.generate(asked).responses] for asked in (requests, others)
+        [response.tokens for response in engines.variants[0].engine.generate(asked).responses]
+        for asked in (requests, others)
     )
     lengths = {request.seed: len(tokens) for request, tokens in zip(requests, natural, strict=True)}
     stock = engines.start_stock(job.folder)
@@ -95,8 +96,7 @@ def measure_batch(
     engines: Engines, stock_engine: StockEngine, rounds: list[list[Request]], batch: int
 ) -> list[dict[str, Any]]:
     """Run all variants in all rounds; return their rows, plain decoding's first."""
-    variants = [engines.plain, *engines.variants()]
-    *measured, stock = measure([*variants, stock_engine], rounds, batch)
+    *measured, stock = measure([*engines.variants, stock_engine], rounds, batch)
     rows = [
         {
             "method": variant.method,
@@ -107,7 +107,7 @@ def measure_batch(
             "stock_tokens_per_s": median(stock.rates),
             "decode_steps": found.stats.decode_steps,
         }
-        for variant, found in zip(variants, measured, strict=True)
+        for variant, found in zip(engines.variants, measured, strict=True)
     ]
     plain, stock_rate = rows[0]["tokens_per_s"], rows[0]["stock_tokens_per_s"]
     words = ", ".join(f"{row['method']} k={row['k']} {row['speedup']:.2f}x" for row in rows[1:])

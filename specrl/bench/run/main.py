@@ -31,15 +31,14 @@ def train_cells(job: BenchJob, options: RunOptions) -> None:
     for number, cells in enumerate(options.groups):
         rest = steps, options.validate_every, len(cells)
         folders = [job.folder / f"group-{number}" / f"cell-{place}" for place in range(len(cells))]
-        made = [make_training(subject, *own, *rest) for own in zip(cells, folders, strict=True)]
-        groups.append({training.cell.label: training for training in made})
+        groups.append([make_training(subject, *own, *rest) for own in zip(cells, folders, strict=True)])
     for group in groups:
-        check_memory([training.context.config for training in group.values()])
+        check_memory([training.context.config for training in group])
     baselines: dict[str, Results] = {}
     for group in groups:
-        if len(group) > 1 or not all(one.was_taken(steps) for one in group.values()):
+        if len(group) > 1 or not all(one.was_taken(steps) for one in group):
             train_in_turn(group, steps)
-        measured = [Results(training, options.warm_up) for training in group.values()]
+        measured = [Results(training, options.warm_up) for training in group]
         baseline = measured[0] if len(group) > 1 else baselines.setdefault(measured[0].training.cell.seed, measured[0])
         machine = {"hardware": hardware(baseline.training.context.config.resources_of("train").cpus_per_rank)}
         known = {(row["cell"], row.get("seed")) for row in rows}

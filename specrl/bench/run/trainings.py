@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,18 +116,18 @@ def make_training(
     return training
 
 
-def train_in_turn(trainings: Mapping[str, Training], steps: int) -> None:
+def train_in_turn(trainings: Sequence[Training], steps: int) -> None:
     """Start trainings one after the other, and have them take a step each in turn.
 
     The baseline, the first of them, starts last: the first to start reads files that are not cached yet, which must not
     count as a gain.
     """
     with ExitStack() as stack:
-        for training in reversed(list(trainings.values())):
+        for training in reversed(trainings):
             training.start(stack)
         for step in range(steps):
             for place in order_of(len(trainings), step):
-                list(trainings.values())[place].step()
-            say(f"step {step}: " + ", ".join(f"{name} {one.walls[-1]:.1f} s" for name, one in trainings.items()))
-        for worker in (worker for training in trainings.values() for worker in training.workers):
+                trainings[place].step()
+            say(f"step {step}: " + ", ".join(f"{one.cell.label} {one.walls[-1]:.1f} s" for one in trainings))
+        for worker in (worker for training in trainings for worker in training.workers):
             worker.end()  # all ranks of a training leave together
