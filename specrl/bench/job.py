@@ -1,7 +1,8 @@
 """The process of a benchmark and its `BenchJob`: `python -m specrl.bench.job JOB.json PARENT`, or a cluster's job.
 
-A benchmark is a package `specrl.bench.NAME` with `main.main(job)`. It has a process of its own, because thread counts
-and devices are read once, when torch is loaded. The command line imports this module, so nothing heavy is imported.
+A benchmark is a package `specrl.bench.NAME` with `main.main(job, options)`. It has a process of its own, because thread
+counts and devices are read once, when torch is loaded. The command line imports this module, so nothing heavy is
+imported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specrl.artifacts import Artifact, write_json, write_result
+from specrl.bench.options import OPTIONS
 from specrl.bench.subject import Subject, find_subject
 from specrl.context import StageContext
 from specrl.processes import OF_RANKS, end_with_parent
@@ -32,7 +34,7 @@ class BenchResult(Artifact):
 @dataclass(frozen=True)
 class BenchJob:
     name: str
-    options: dict[str, Any]  # the fields of a class in `specrl/bench/options.py`
+    options: dict[str, Any]  # the fields of its class in `OPTIONS`
     command: str  # the command line, for the page
     folder: Path  # for what it leaves beside page and rows
     page: Path
@@ -56,7 +58,8 @@ class BenchJob:
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def run(self) -> None:
-        importlib.import_module(f"specrl.bench.{self.name}.main").main(self)
+        options: Any = TypeAdapter(OPTIONS[self.name]).validate_python(self.options)
+        importlib.import_module(f"specrl.bench.{self.name}.main").main(self, options)
 
 
 def main(context: StageContext) -> None:

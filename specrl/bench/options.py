@@ -100,6 +100,10 @@ class GpuOptions:
     short: bool
 
 
+OPTIONS = {"run": RunOptions, "rollouts": RolloutOptions, "drafter": DrafterOptions, "gpu": GpuOptions}
+"""The options of each benchmark, by its name."""
+
+
 def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
     """Split a list at its commas."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from specrl.bench.drafter.candidates import NGRAM_LOOKUP, NO_DRAFTS, Candidate, adopted, read_candidate
 from specrl.bench.drafter.initial import cells_of, make_drafters
@@ -15,7 +14,7 @@ from specrl.bench.options import DrafterOptions, RunOptions
 from specrl.bench.pages import titled
 from specrl.bench.rollouts.engines import GPU_SHARE
 from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, compared, measure, write_rounds
-from specrl.bench.run.main import train_cells
+from specrl.bench.run import main as run
 from specrl.config import Config
 from specrl.data.files import read_requests
 from specrl.data.problems import Prompt
@@ -41,8 +40,7 @@ COLUMNS = titled("drafter", "kind", "layers") | {"trained with": "loss"} | title
 COLUMNS |= RATE | ACCEPTANCE | titled("notes")
 
 
-def main(job: BenchJob) -> None:
-    options = TypeAdapter(DrafterOptions).validate_python(job.options)
+def main(job: BenchJob, options: DrafterOptions) -> None:
     ranks = join()
     if job.run_dir is None:
         measure_file(job, options)
@@ -50,7 +48,7 @@ def main(job: BenchJob) -> None:
     else:
         drafters = make_drafters(job.subject, options, ranks, job.folder / "initial")
         leave()
-        train_cells(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0))
+        run.main(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0))
 
 
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:

@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from specrl.artifacts import write_text
 from specrl.bench.gpu.models import FULL, SHORT
@@ -26,9 +25,8 @@ def measure_of(section: str) -> Any:
     return module.measure_invariance if section == "invariance" else module.measure
 
 
-def main(job: BenchJob) -> None:
+def main(job: BenchJob, options: GpuOptions) -> None:
     """Measure a section, unless an earlier call has, and write rows and page of all so far."""
-    options = TypeAdapter(GpuOptions).validate_python(job.options)
     scale = SHORT if options.short or not torch.cuda.is_available() else FULL
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     folder = job.folder / f"{device}-{scale.name}"

@@ -7,8 +7,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import titled
@@ -44,11 +42,10 @@ COLUMNS = titled("batch", "method", "k") | RATE | {"over stock": "speedup_over_s
 COLUMNS |= {"steps": "decode_steps"}
 
 
-def main(job: BenchJob) -> None:
+def main(job: BenchJob, options: RolloutOptions) -> None:
     """Measure every variant at every batch size, and write the rows and the page after each of these."""
     subject, run = job.subject, job.run_dir and job.run_dir.name
     join()
-    options = TypeAdapter(RolloutOptions).validate_python(job.options)
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
     prompts = source.held_out(min(POOL_SIZE, subject.config.validate_.num_prompts))
     requests = pool(prompts, subject.config)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
 from specrl.bench.pages import hardware, machine_gib
@@ -18,11 +16,7 @@ from specrl.models.shapes import model_shape
 from specrl.projection.budgets import rank_of, stage_budgets
 
 
-def main(job: BenchJob) -> None:
-    train_cells(job, TypeAdapter(RunOptions).validate_python(job.options))
-
-
-def train_cells(job: BenchJob, options: RunOptions) -> None:
+def main(job: BenchJob, options: RunOptions) -> None:
     """Train every cell, group by group, and write the rows and the page after each."""
     rows: list[dict[str, Any]] = []
     subject, steps = job.subject, options.warm_up + options.steps
