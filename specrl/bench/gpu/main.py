@@ -16,7 +16,7 @@ from specrl.artifacts import write_text
 from specrl.bench.gpu.models import FULL, SHORT
 from specrl.bench.job import BenchJob, say
 from specrl.bench.options import GPU_SECTIONS, GpuOptions
-from specrl.bench.pages import hardware, table, titled, write_results
+from specrl.bench.pages import table, titled, write_results
 
 
 def measure_of(section: str) -> Any:
@@ -51,4 +51,4 @@ def main(job: BenchJob, options: GpuOptions) -> None:
         sections.append(f"## {name.capitalize()}\n\n{about.read_text() if about.exists() else ''}\n\n**{status}**")
         sections += [table(found, titled(*columns))] if found else []
         rows += [{"section": name, **row} for row in found] + [{"section": name, "status": status}]
-    write_results(job, rows, "A first look at a GPU", sections, hardware(torch.get_num_threads()))
+    write_results(job, rows, "A first look at a GPU", sections)

@@ -8,10 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from specrl.bench.job import BenchJob, say
-from specrl.bench.pages import hardware, table, titled, write_results
+from specrl.bench.pages import table, titled, write_results
 from specrl.bench.rollouts.engines import by_prompt, speculation_of
 from specrl.bench.subject import Subject
 from specrl.config import Config, ConfigError
@@ -56,7 +55,7 @@ def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens
     agree = sorted(rows[-1]["agree"])
     values: dict[str, Any] = {"run": job.run_dir and job.run_dir.name, "config": config, "tokens": tokens}
     values |= {"count": len(agree), "moved": moved, "median": np.median(agree), "agree": ", ".join(map(str, agree))}
-    write_results(job, rows, TITLE, [HOW.format(**values), table(rows, COLUMNS)], hardware(torch.get_num_threads()))
+    write_results(job, rows, TITLE, [HOW.format(**values), table(rows, COLUMNS)])
 
 
 def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:

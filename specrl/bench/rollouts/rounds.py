@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from specrl.bench.job import BenchJob
-from specrl.bench.pages import Rows, hardware, table, write_results
+from specrl.bench.pages import Rows, table, write_results
 from specrl.bench.spread import order_of, ratios
 from specrl.bench.stock import StockEngine
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -101,5 +99,4 @@ def write_rounds(job: BenchJob, rows: Rows, title: str, how: str, columns: Mappi
     """Write the rows and their page; `how` has the values, the number of responses with drafts, and how many differ."""
     drafted = [row for row in rows if row["k"] != 0]
     total, differing = (sum(row[name] for row in drafted) for name in ("responses", "responses_differing"))
-    sections = [how.format(total=total, differing=differing, **values), table(rows, columns)]
-    write_results(job, rows, title, sections, hardware(torch.get_num_threads()))
+    write_results(job, rows, title, [how.format(total=total, differing=differing, **values), table(rows, columns)])

@@ -65,7 +65,7 @@ class Training:
     def step(self) -> None:
         began = time.monotonic()
         for worker in self.workers:
-            worker.begin_step()
+            worker.answers.send(None)  # it may take its step
         await_all(self.workers)
         self.walls.append(time.monotonic() - began)
 

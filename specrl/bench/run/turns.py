@@ -23,9 +23,6 @@ class Worker(AbstractContextManager["Worker"]):
         with suppress(OSError):  # it has ended already, as whoever waits for it will find
             self.answers.send((context, log))
 
-    def begin_step(self) -> None:
-        self.answers.send(None)
-
     def end(self) -> None:
         """There are no more steps; this does not wait."""
         self.answers.close()
