@@ -37,25 +37,25 @@ class Budget:
 def rank_of(config: Config, stage: StageName, shape: ModelShape) -> Rank:
     asked = config.resources_of(stage)
     shards = config.policy.tensor_parallel * config.policy.pipeline_parallel
-    return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1))
+    return Rank(shape, config, asked.gpus_per_rank, max(asked.ranks // shards, 1), stage)
 
 
-def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
-    asked = rank.config.resources_of(stage)
-    trainer, engine = _trainer_items(stage, rank), _engine_items(stage, rank)
+def stage_budgets(rank: Rank) -> list[Budget]:
+    stage, asked = rank.stage, rank.config.resources_of(rank.stage)
+    trainer, engine = _trainer_items(rank), memory.engine_items(rank)
     if stage == "train" and rank.route_bytes:
-        tokens = max(_kv_given(stage, rank), 0.0) / _kv_per_token(stage, rank)
+        tokens = max(_kv_given(rank), 0.0) / memory.kv_bytes_per_token(rank)
         how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
         trainer.append(MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how))
     host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += memory.copy_items(rank)
     if not rank.gpu:
-        kv = [_kv_item(stage, rank, _kv_given(stage, rank))] if engine else []
+        kv = [_kv_item(rank, _kv_given(rank))] if engine else []
         items = (*trainer, *engine, *kv, *host)
         fix = "raise resources.memory_gib_per_rank, lower policy.tokens_per_micro_batch or engine.kv_cache_gib"
         return [Budget(stage, "host", asked.memory_gib_per_rank, items, fix)]
-    share = _engine_share(stage, rank) if engine else 0.0
+    share = _engine_share(rank) if engine else 0.0
     trainer.append(MemoryItem("CUDA context, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
     if asked.ranks > 1:
         trainer.append(MemoryItem("NCCL's communicators", memory.COMMUNICATORS_GIB, "assumed"))
@@ -77,20 +77,20 @@ def stage_budgets(stage: StageName, rank: Rank) -> list[Budget]:
         Budget(stage, "host", asked.memory_gib_per_rank, tuple(host), "raise resources.memory_gib_per_rank"),
     ]
     if engine:
-        items = (*engine, _kv_item(stage, rank, max(_kv_given(stage, rank), 0.0)))
+        items = (*engine, _kv_item(rank, max(_kv_given(rank), 0.0)))
         budgets.insert(0, Budget(stage, "GPU, engine", share, items, _ENGINE_FIX))
     return budgets
 
 
-def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    config = rank.config
+def _trainer_items(rank: Rank) -> list[MemoryItem]:
+    stage, config = rank.stage, rank.config
     drafts = config.speculation.draft_method.has_weights
     if stage == "prepare":
         return memory.policy_items(rank, trainable=True) if config.warm_start.num_examples else []
     if stage == "pretrain" and drafts:
         prompts = config.drafter.num_prompts + (config.drafter.data_prompts if config.drafter.data else 0)
         responses = prompts * config.drafter.samples_per_prompt
-        drafter = memory.drafter_items(rank, responses=responses, pretraining=True)
+        drafter = memory.drafter_items(rank, responses=responses)
         return memory.policy_items(rank, trainable=False) + drafter
     if stage == "calibrate":
         return memory.calibration_items(rank)
@@ -103,50 +103,39 @@ def _trainer_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
     return []
 
 
-def _engine_items(stage: StageName, rank: Rank) -> list[MemoryItem]:
-    if stage in ("prepare", "calibrate"):
-        return []
-    return memory.engine_items(rank, speculate=stage != "pretrain", calibrated=stage != "pretrain")
-
-
-def _kv_per_token(stage: StageName, rank: Rank) -> float:
-    return memory.kv_bytes_per_token(rank, calibrated=stage != "pretrain")
-
-
-def _kv_given(stage: StageName, rank: Rank) -> float:
+def _kv_given(rank: Rank) -> float:
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
     # Below zero where weights and workspace need more than the engine's share.
-    return _engine_share(stage, rank) - sum(item.gib for item in _engine_items(stage, rank))
+    return _engine_share(rank) - sum(item.gib for item in memory.engine_items(rank))
 
 
-def _engine_share(stage: StageName, rank: Rank) -> float:
+def _engine_share(rank: Rank) -> float:
     fraction = rank.config.engine.gpu_memory_fraction
-    if stage != "train":
+    if rank.stage != "train":
         fraction = max(fraction, ALONE_FRACTION)
-    return rank.config.resources_of(stage).gpu_memory_gib * fraction
+    return rank.config.resources_of(rank.stage).gpu_memory_gib * fraction
 
 
-def _kv_item(stage: StageName, rank: Rank, given_gib: float) -> MemoryItem:
-    per_token = _kv_per_token(stage, rank)
+def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
+    per_token = memory.kv_bytes_per_token(rank)
     wanted = rank.config.engine.max_num_seqs * rank.config.model.max_length * per_token / memory.GIB
     sequences = f"{rank.config.engine.max_num_seqs} x {rank.config.model.max_length} tokens"
     return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
 
 
-def check_kv(stage: StageName, rank: Rank) -> tuple[list[str], list[str]]:
+def check_kv(rank: Rank) -> tuple[list[str], list[str]]:
     """Find problems of the KV cache, in which one sequence must fit; note where the expected ones do not."""
-    if not _engine_items(stage, rank):
+    if not memory.engine_items(rank):
         return [], []
-    config = rank.config
-    longest = config.model.max_length * _kv_per_token(stage, rank) / memory.GIB
-    given = _kv_given(stage, rank)
+    config, given = rank.config, _kv_given(rank)
+    longest = config.model.max_length * memory.kv_bytes_per_token(rank) / memory.GIB
     key = "engine.gpu_memory_fraction" if rank.gpu else "engine.kv_cache_gib"
     if given < longest:
         line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.3g} GiB"
-        return [f"{stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}"], []
+        return [f"{rank.stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}"], []
     # One note is enough, for the stage that generates most.
-    if stage == "train" and given < MEAN_FILL * longest * config.engine.max_num_seqs:
+    if rank.stage == "train" and given < MEAN_FILL * longest * config.engine.max_num_seqs:
         fits = int(given / longest)
         name = f"engine.max_num_seqs = {config.engine.max_num_seqs}"
         return [], [

@@ -27,8 +27,8 @@ class Fit:
         fit = cls([], list(layout_problems(config, shape)), [], [])
         for stage in STAGES if not fit.problems else ():
             rank = rank_of(config, stage, shape)
-            fit.budgets.extend(stage_budgets(stage, rank))
-            small_caches, notes = check_kv(stage, rank)
+            fit.budgets.extend(stage_budgets(rank))
+            small_caches, notes = check_kv(rank)
             fit.small_caches.extend(small_caches)
             fit.notes.extend(notes)
         return fit

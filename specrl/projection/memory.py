@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from specrl.config import Config
+from specrl.config import Config, StageName
 from specrl.config.rollout import batched_tokens
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
@@ -65,6 +65,12 @@ class Rank:
     config: Config
     gpu: int  # 1 where the rank has a GPU, otherwise 0
     data_parallel: int
+    stage: StageName = "train"
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether the drafter is pretrained: the engine does not draft, and is not calibrated for FP8 yet."""
+        return self.stage == "pretrain"
 
     @property
     def dtype_bytes(self) -> int:
@@ -279,10 +285,10 @@ def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
     return _item("logits", most * size + beside + 2 * tokens * hidden * size, how, "policy")
 
 
-def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> list[MemoryItem]:
+def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
     """Count the drafter, whole on every rank, and the features it learns from.
 
-    `responses` are those of all data-parallel ranks together. In `pretraining` it learns in windows.
+    `responses` are those of all data-parallel ranks together. In pretraining it learns in windows.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
@@ -292,10 +298,10 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
     features = shape.hidden_size if policy_layer else drafter.num_features * shape.hidden_size + targets
     copies = shape.embedding_parameters * (2 if policy_layer else 1)
     longest = -(-responses // rank.data_parallel) * rank.config.model.max_length
-    budget = drafter.max_tokens_per_window if pretraining else drafter.max_tokens_per_step
+    budget = drafter.max_tokens_per_window if rank.pretrains else drafter.max_tokens_per_step
     shared = "the policy's, whole, and its head" if policy_layer else "the policy's, whole"
     tokens = rank.longest_micro_batch
-    if pretraining:
+    if rank.pretrains:
         tokens = max(drafter.tokens_per_micro_batch, rank.config.model.max_length)
     elif rank.config.bubbles.trains_drafter:  # idle ranks choose the size of a micro-batch by its time
         tokens = max(tokens, budget)
@@ -304,7 +310,7 @@ def drafter_items(rank: Rank, *, responses: int, pretraining: bool = False) -> l
         _item("drafter and its Adam", count * 4 * FP32, f"{count / 1e6:.1f} M parameters x 16 B, not sharded"),
         _item("drafter's embeddings", copies * rank.dtype_bytes, shared),
         drafter_activations(rank, tokens),
-        *_feature_items(rank, min(max(budget, tokens), longest), features, targets, pretraining=pretraining),
+        *_feature_items(rank, min(max(budget, tokens), longest), features, targets),
     ]
 
 
@@ -350,13 +356,13 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     )
 
 
-def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretraining: bool) -> list[MemoryItem]:
+def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[MemoryItem]:
     # The targets among them exist twice, as they leave the policy's head packed and are then padded; where they are
     # hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
     # time keep the features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the
     # policy divide the rows, of which one may be as long as the longest sequence; the targets leave its head undivided.
     config, size = rank.config, numbers * rank.dtype_bytes
-    copies = 3 if config.bubbles.trains_drafter and not pretraining else 1
+    copies = 3 if config.bubbles.trains_drafter and not rank.pretrains else 1
     parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
     held = tokens if parallel == 1 else min(tokens, tokens / parallel + config.model.max_length)
     how = f"{held:.0f} tokens x {size / 1024:.1f} KiB"
@@ -371,23 +377,25 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int, *, pretr
     return [*items, _item("drafter's targets", tokens * targets * rank.dtype_bytes, how, "policy")]
 
 
-def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> list[MemoryItem]:
-    """Count what vLLM needs without its KV cache; before the stage that calibrates it, it computes in no FP8."""
+def engine_items(rank: Rank) -> list[MemoryItem]:
+    """Count what vLLM needs without its KV cache."""
+    if rank.stage in ("prepare", "calibrate"):
+        return []
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
     linear = shape.num_layers * shape.linear_parameters_per_layer / parallel
     # Tied or not, its head is a matrix of its own.
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
-    fp8 = rank.gpu and calibrated and config.precision.generation == "fp8"
+    fp8 = rank.gpu and not rank.pretrains and config.precision.generation == "fp8"
     saved = (size - 1) * linear if fp8 else 0.0
     how = f"{count / 1e9:.2f} G parameters (TP {parallel}) x {size} B{', linear layers x 1 B (FP8)' if fp8 else ''}"
     items = [_item("engine weights", count * size - saved, how)]
-    if speculate and config.speculation.draft_method.has_weights:
+    if config.speculation.draft_method.has_weights and not rank.pretrains:
         drafter = rank.drafter_parameters / parallel
         items.append(_item("engine's drafter", drafter * size, f"{drafter / 1e6:.1f} M parameters x {size} B"))
     if rank.gpu and config.engine.compile:
         items.append(_item(GRAPHS, GRAPHS_GIB * GIB, "assumed"))
-    longest = max(config.speculation.draft_lengths) if speculate else 0
+    longest = 0 if rank.pretrains else max(config.speculation.draft_lengths)
     batched = batched_tokens(config.engine.max_num_seqs, longest)
     verified = config.engine.max_num_seqs * (longest + 1)
     hidden = batched * (4 * shape.hidden_size + 3 * shape.active_mlp_size / parallel) * size
@@ -396,9 +404,9 @@ def engine_items(rank: Rank, *, speculate: bool, calibrated: bool = True) -> lis
     return [*items, _item("engine workspace", hidden + scores, how, "generation")]
 
 
-def kv_bytes_per_token(rank: Rank, *, calibrated: bool = True) -> float:
+def kv_bytes_per_token(rank: Rank) -> float:
     """Count the keys and values of one token on one rank, the drafter's, which are never in FP8, included."""
-    size = 1 if calibrated and rank.config.precision.kv_cache == "fp8" else rank.dtype_bytes
+    size = 1 if rank.config.precision.kv_cache == "fp8" and not rank.pretrains else rank.dtype_bytes
     method = rank.config.speculation.draft_method
     layers = rank.config.drafter.num_layers if not method.is_policy_layer else 1
     drafter = layers * rank.dtype_bytes if method.has_weights else 0

@@ -95,7 +95,7 @@ def device_bytes(config: Config, stage: StageName) -> int:
         shape = model_shape(config.model)
     except ConfigError:
         return 0
-    budgets = stage_budgets(stage, rank_of(config, stage, shape))
+    budgets = stage_budgets(rank_of(config, stage, shape))
     return sum(round(budget.needed_gib * GIB) for budget in budgets if budget.place == "GPU, trainer")
 
 

@@ -45,7 +45,7 @@ def check_memory(configs: Sequence[Config]) -> None:
     """Check that trainings which are in memory at the same time fit into that of this machine."""
     needed, present = 0.0, machine_gib()
     for config in configs:
-        budgets = stage_budgets("train", rank_of(config, "train", model_shape(config.model)))
+        budgets = stage_budgets(rank_of(config, "train", model_shape(config.model)))
         own = sum(budget.needed_gib for budget in budgets if budget.place == "host")
         needed += config.resources_of("train").ranks * own
     if needed > present:
