@@ -161,8 +161,13 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
         ]
         if config.train.kl_coef:
             items.append(_item("reference weights", trained * size, "train.kl_coef > 0 keeps a reference"))
-        if rank.adapter_parameters:
-            items += adapter_items(rank)
+        if count := rank.adapter_parameters:
+            layers = 1 if policy.recompute else rank.layers
+            # The largest sum of weights and adapters has a gradient.
+            merged = layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size
+            how = f"linear layers with adapters, {layers} of them"
+            items.append(_item("adapters", count * size, f"{count / 1e6:.1f} M parameters x {size} B"))
+            items.append(_item("merged weights", merged / policy.tensor_parallel * size, how, "policy"))
     if fp8 and rank.gpu:
         others = shape.linear_parameters_per_layer - shape.expert_parameters_per_layer
         linear = rank.layers * others / config.policy.tensor_parallel + rank.expert_parameters
@@ -177,18 +182,6 @@ def teacher_items(rank: Rank) -> list[MemoryItem]:
     return [
         replace(item, name=f"teacher's {item.name.removeprefix('policy ')}", phase=item.phase and "teacher")
         for item in items
-    ]
-
-
-def adapter_items(rank: Rank) -> list[MemoryItem]:
-    """Count adapters and the sums with them, of one layer or all, and what the largest sum and its gradient take."""
-    shape, count, size = rank.shape, rank.adapter_parameters, rank.dtype_bytes
-    parts = rank.config.policy.tensor_parallel
-    layers = 1 if rank.config.policy.recompute else rank.layers
-    merged = (layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size) / parts
-    return [
-        _item("adapters", count * size, f"{count / 1e6:.1f} M parameters x {size} B"),
-        _item("merged weights", merged * size, f"linear layers with adapters, {layers} of them", "policy"),
     ]
 
 

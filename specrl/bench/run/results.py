@@ -166,7 +166,8 @@ class Results:
         found: dict[str, float] = {}
         for name, seconds in (("generation", itemgetter("timing/generation_s")), ("step", step_s)):
             found |= ratios(baseline.per_token(seconds), self.per_token(seconds)).columns(f"{name}_ratio")
-        own, before = (one.tokens.total() / one.training.end_to_end_s for one in (self, baseline))
+        trainings = ((one.tokens.total(), one.training) for one in (self, baseline))
+        own, before = (tokens / (training.start_s + sum(training.walls)) for tokens, training in trainings)
         return found | {"end_to_end_ratio": own / before}
 
     def projected(self) -> dict[str, Any]:

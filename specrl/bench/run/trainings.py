@@ -42,10 +42,6 @@ class Training:
     def folder(self) -> Path:
         return self.context.stage_dir
 
-    @property
-    def end_to_end_s(self) -> float:
-        return self.start_s + sum(self.walls)
-
     def metrics(self) -> list[dict[str, float]]:
         files = sorted((self.folder / "steps").glob("step=*.json"))
         return [json.loads(path.read_text())["metrics"] for path in files]

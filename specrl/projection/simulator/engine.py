@@ -36,7 +36,8 @@ class EngineModel:
         rows = running * (self.k + 1)
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
-        attention = running * context * self._kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
+        kv_bytes = 2 * self.shape.kv_size * self.shape.num_layers * self._weight_size
+        attention = running * context * kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
         exchange = 2 * self.shape.num_layers * self.efficiency.message_s if self.gpus > 1 else 0.0
         passes = self.k if self.passes is None else self.passes
         drafting = self._drafting_s(running, context, passes) if passes else 0.0
@@ -53,10 +54,6 @@ class EngineModel:
     @cached_property
     def _weight_size(self) -> int:
         return 1 if self.is_fp8 else BF16
-
-    @cached_property
-    def _kv_bytes(self) -> float:
-        return 2 * self.shape.kv_size * self.shape.num_layers * self._weight_size
 
     @cached_property
     def _dense(self) -> float:

@@ -23,8 +23,6 @@ from specrl.projection.simulator.hardware import HARDWARE
 from specrl.projection.simulator.step import Speculation, StepModel
 from specrl.projection.simulator.workload import Lengths, Workload
 
-LOGPROB_PASSES = 2  # beside the update: of the policy and of the reference
-
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -43,24 +41,16 @@ class PublishedRow:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def qwen3_8b(lengths: Lengths) -> StepModel:
-    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["GB200"])
-    return StepModel(engine, 32, Workload(512, 16, lengths), logprob_passes=LOGPROB_PASSES)
-
-
-def qwen3_235b() -> StepModel:
-    engine = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
-    workload = Workload(256, 16, Lengths(3000, 0.8, 32768))
-    policy = PolicyConfig(tensor_parallel=4, pipeline_parallel=2, expert_parallel=32)
-    return StepModel(engine, 512, workload, logprob_passes=LOGPROB_PASSES, policy=policy)
-
-
 ZERO, THINK, LARGE = "Qwen3-8B, RL-Zero", "Qwen3-8B, RL-Think", "Qwen3-235B-A22B, 512 GB200"
+OF_8B = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["GB200"])
+OF_235B = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-235B-A22B"], HARDWARE["GB200"], gpus=64, is_fp8=True)
+SHARDS = PolicyConfig(tensor_parallel=4, pipeline_parallel=2, expert_parallel=32)
 MODELS = {
-    ZERO: qwen3_8b(Lengths(1950, 0.8, 8192)),
-    THINK: qwen3_8b(Lengths(1750, 0.9, 12288)),
-    LARGE: qwen3_235b(),
+    ZERO: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1950, 0.8, 8192)), logprob_passes=2),
+    THINK: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1750, 0.9, 12288)), logprob_passes=2),
+    LARGE: StepModel(OF_235B, 512, Workload(256, 16, Lengths(3000, 0.8, 32768)), logprob_passes=2, policy=SHARDS),
 }
+"""Log-probs are computed by the policy and the reference, beside the update."""
 PLAIN = {
     ZERO: {"generation, s": 100.0, "logprob, s": 17.8, "update, s": 31.3},
     THINK: {"generation, s": 133.6, "logprob, s": 17.9, "update, s": 31.4},
