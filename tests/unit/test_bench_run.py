@@ -15,9 +15,8 @@ from specrl.artifacts import write_scores
 from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
-from specrl.bench.run.gains import by_batch
 from specrl.bench.run.main import check_memory
-from specrl.bench.run.page import write_run_page
+from specrl.bench.run.page import by_batch, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
 from specrl.config import Config, ConfigError, parse_config

@@ -8,17 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specrl.bench.gpu.models import Row, Scale
-from specrl.bench.gpu.text_drafts import FollowedTexts
 from specrl.models.checks.config import MOST_STOP_TOKENS
-from specrl.rollout.drafts.device_drafts import DeviceDrafts
+from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.text_index import ANY_PROMPT, END, NOTHING, Text, TextIndex
 from specrl.rollout.sampling.inverse_cdf import pick_at
 from specrl.rollout.sampling.verification import Sampling, verify
 
 K = 3
+PROMPT_TOKENS = 8  # before the text that a request follows
+LONGEST, PASSES = 15, 3  # the longest draft, and the drafter's part of it
+NEW = 3  # the tokens of each iteration: every request has accepted two drafts
+ITERATIONS = 3
 CALLS = 20  # timed together, as a GPU is at work on a call while the host prepares the next one
 SETTINGS = (  # what is picked by: the type of the logits, top-k and top-p
     ("pick", torch.bfloat16, 0, 1.0),
@@ -103,10 +108,52 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
 
 
 def _drafting(own: type[DeviceDrafts], rows: int, scale: Scale, device: torch.device) -> Iterator[Case]:
-    texts = FollowedTexts(rows, scale.length, scale.served.vocab_size, device)
-    (found, works), (expected, references) = texts.follow(own), texts.follow(DeviceDrafts)
+    follow = _followed_texts(rows, scale.length, scale.served.vocab_size, device)
+    (found, works), (expected, references) = follow(own), follow(DeviceDrafts)
     for what, work in works.items():
         yield Case(what, rows, found, expected, work, references[what])
+
+
+def _followed_texts(
+    rows: int, length: int, vocab_size: int, device: torch.device
+) -> Callable[[type[DeviceDrafts]], tuple[list[Tensor], dict[str, Callable[[], object]]]]:
+    """Make up a text of `length` tokens for each request, and return what has drafts of a kind chosen and compared.
+
+    A third of the requests each follow text of their own seed, other text of their prompt, and text of any prompt. What
+    is returned gives all drafts and what is kept in the end, and calls that compare and choose the last ones again.
+    """
+    random = np.random.default_rng(rows)
+    texts = random.integers(3, vocab_size, (rows, length), dtype=np.int32)
+    drafter = random.integers(3, vocab_size, (rows, PASSES))
+    drafter[::2, 1:] = END  # where it was not sure
+    owners = [(ANY_PROMPT if row % 3 == 2 else row, None if row % 3 else row) for row in range(rows)]
+    index = TextIndex([Text(text, *owner) for text, owner in zip(texts, owners, strict=True)], device)
+    spans = [index.spans.get((row, row), (0, 0)) for row in range(rows)]
+    facts = torch.tensor([(row, row + 1, PROMPT_TOKENS + length, *span) for row, span in enumerate(spans)])
+    tokens = torch.from_numpy(np.pad(texts, ((0, 0), (PROMPT_TOKENS, 0)))).to(device)
+    prompts = torch.full((rows,), PROMPT_TOKENS, dtype=torch.int32, device=device)
+    *iterations, last = [
+        Requests(facts.to(device), prompts, prompts + length // 2 + NEW * iteration, tokens)
+        for iteration in range(ITERATIONS + 1)
+    ]
+    slots = torch.from_numpy(random.permutation(rows)).int().to(device)
+    batch, drafted = Batch(slots, torch.full_like(slots, NEW)), torch.from_numpy(drafter).to(device)
+
+    def follow(kind: type[DeviceDrafts]) -> tuple[list[Tensor], dict[str, Callable[[], object]]]:
+        made = kind(rows, LONGEST, device)
+        made.index, made.has_drafter = index, True
+        made.begin([2])
+        made.expect(np.random.default_rng(0).random((LONGEST + 1, NOTHING)), recalls=True)
+        chosen = []
+        for requests in iterations:
+            made.observe(requests, batch)
+            chosen.append(made.choose(requests, batch, drafted, LONGEST))
+        kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
+        again: dict[str, Callable[[], object]] = {"compare text": partial(made.observe, last, batch)}
+        again["draft from text"] = partial(made.choose, iterations[-1], batch, drafted, LONGEST)
+        return [*chosen, *(values.clone() for values in kept)], again
+
+    return follow
 
 
 def _different(found: Tensor, expected: Tensor) -> int:

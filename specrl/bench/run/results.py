@@ -14,8 +14,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from specrl.artifacts import SetScore, read_curve
-from specrl.bench.run.gains import on_gpus
-from specrl.bench.run.page import SECONDS
+from specrl.bench.run.page import SECONDS, on_gpus
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import ratios
 from specrl.projection.simulator.measured import DraftCounts

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from specrl.processes import start_helper
 
@@ -48,9 +49,7 @@ def await_all(workers: Sequence[Worker]) -> None:
 
     They may wait for each other, so that without one that has ended the others would never answer.
     """
-    waiting = list(workers)
+    waiting: dict[Any, Worker] = {worker.answers: worker for worker in workers}
     while waiting:
-        ready = wait([worker.answers for worker in waiting])
-        for worker in [one for one in waiting if one.answers in ready]:
-            worker.await_answer()
-            waiting.remove(worker)
+        for answers in wait(list(waiting)):
+            waiting.pop(answers).await_answer()
