@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from specrl.config import STAGES, Config, ConfigError, change_config
@@ -18,14 +19,16 @@ GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))  # values of `engine.g
 @dataclass(frozen=True)
 class Fit:
     budgets: list[Budget]
-    problems: list[str]  # of the layout, which memory cannot mend
     small_caches: list[str]  # KV caches that do not hold a single sequence
     notes: list[str]
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Fit:
-        fit = cls([], list(layout_problems(config, shape)), [], [])
-        for stage in STAGES if not fit.problems else ():
+        """Count what the ranks need; ConfigError for a layout that the model does not allow, with whatever memory."""
+        if problems := list(layout_problems(config, shape)):
+            raise ConfigError("\n".join(problems))
+        fit = cls([], [], [])
+        for stage in STAGES:
             rank = rank_of(config, stage, shape)
             fit.budgets.extend(stage_budgets(rank))
             small_caches, notes = check_kv(rank)
@@ -39,39 +42,33 @@ class Fit:
 
     @property
     def misfits(self) -> list[str]:
-        return [*self.problems, *self.small_caches, *map(overflow, self.lacking)]
+        return [*self.small_caches, *map(overflow, self.lacking)]
 
     @property
     def excess(self) -> float:
         missing = sum(budget.needed_gib / max(budget.available_gib, 1e-9) - 1 for budget in self.lacking)
-        return math.inf if self.problems else len(self.small_caches) + missing
+        return len(self.small_caches) + missing
 
 
-def what_fits(config: Config, shape: ModelShape) -> str:
+def what_fits(config: Config, shape: ModelShape, fit: Fit) -> str:
     """Name changes under which the run would fit, in a line; empty if none were found.
 
     The change that leaves least missing is taken first, then the next one, up to `MOST_CHANGES`.
     """
     chosen: dict[str, str] = {}
-    fit = Fit.of(config, shape)
-    while 0 < fit.excess < math.inf and len(chosen) < MOST_CHANGES:
+    while fit.excess and len(chosen) < MOST_CHANGES:
         tried = []
         for key, value in _changes(config, fit):
-            if key not in chosen and (changed := _changed(config, key, value)):
-                tried.append((key, value, changed, Fit.of(changed, shape)))
+            with suppress(ConfigError):
+                if key not in chosen:
+                    changed = change_config(config, [f"{key}={value}"])
+                    tried.append((key, value, changed, Fit.of(changed, shape)))
         best = min(tried, key=lambda found: found[-1].excess, default=None)
         if best is None or best[-1].excess >= fit.excess:
             return ""
         key, value, config, fit = best
         chosen[key] = value
     return "" if fit.excess else "this would fit: " + " ".join(f"--set {key}={value}" for key, value in chosen.items())
-
-
-def _changed(config: Config, key: str, value: str) -> Config | None:
-    try:
-        return change_config(config, [f"{key}={value}"])
-    except ConfigError:
-        return None
 
 
 def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:

@@ -109,10 +109,6 @@ class Rank:
         return 0 if lora is None else self.layers * self.shape.adapter_parameters_per_layer(lora.rank, parts)
 
     @property
-    def policy_parameters(self) -> float:
-        return self.shared_parameters + self.expert_parameters
-
-    @property
     def expert_data_parallel(self) -> int:
         policy = self.config.policy
         return max(self.data_parallel * policy.tensor_parallel // policy.expert_parallel, 1)
@@ -146,7 +142,7 @@ class Rank:
 
 def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[MemoryItem]:
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
-    count, policy = rank.policy_parameters, config.policy
+    count, policy = rank.shared_parameters + rank.expert_parameters, config.policy
     experts = f", EP {policy.expert_parallel}" if policy.expert_parallel > 1 else ""
     shard = f"(TP {policy.tensor_parallel}, PP {policy.pipeline_parallel}{experts})"
     items = [_item("policy weights", count * size, f"{count / 1e9:.2f} G parameters {shard} x {size} B")]

@@ -60,7 +60,7 @@ def plan(config: Config) -> Plan:
     shape = model_shape(config.model)
     fit = Fit.of(config, shape)
     if fit.misfits:
-        advice = what_fits(config, shape)
+        advice = what_fits(config, shape, fit)
         raise ConfigError("\n".join([*fit.misfits, *([advice] if advice else [])]))
     trainer = rank_of(config, "train", shape)
     return Plan(

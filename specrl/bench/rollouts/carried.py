@@ -76,10 +76,8 @@ def compared(requests: Sequence[Request], before: Generation, after: Generation)
 
     The number is the mean difference of log-probs, in nats, before the first difference.
     """
-    (old, old_logprobs), (new, logprobs) = (
-        (np.array([one.tokens for one in side.responses]), np.array([one.logprobs for one in side.responses]))
-        for side in (before, after)
-    )
+    old, new = (np.array([one.tokens for one in side.responses]) for side in (before, after))
+    old_logprobs, logprobs = (np.array([one.logprobs for one in side.responses]) for side in (before, after))
     same = np.logical_and.accumulate(old == new, axis=1)
     drafted, accepted = np.zeros_like(new), np.zeros_like(new)
     for place, (request, response) in enumerate(zip(requests, after.responses, strict=True)):

@@ -61,12 +61,11 @@ class StepModel:
     logprob_passes: float = 0  # of the trainer, forward, beside the update; one of a larger teacher is several
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
     other_s: float = 2.0  # for rewards, data and logging
-    seed: int = 0
 
     @cached_property
     def drawn(self) -> list[list[list[Drawn]]]:
         """The responses of each step, prompt by prompt."""
-        return self.workload.draw(STEPS, self.seed)
+        return self.workload.draw(STEPS, seed=0)
 
     def step(self, speculation: Speculation) -> StepTime:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
