@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specrl.config import ConfigError
 from specrl.models.directory import read_model_config
@@ -22,6 +23,11 @@ class Candidate:
     loss: str | None = None  # trained with, if its folder says so
     folder: Path | None = None
     notes: tuple[str, ...] = ()  # what was found in the folder, as lines for the page
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its columns."""
+        return {name: getattr(self, name) for name in ("kind", "layers", "loss", "notes")} | {"drafter": self.name}
 
 
 NGRAM_LOOKUP, NO_DRAFTS = Candidate("ngram", "ngram"), Candidate("plain", "plain")

@@ -13,7 +13,7 @@ from specrl.bench.job import BenchJob, say
 from specrl.bench.options import DrafterOptions, RunOptions
 from specrl.bench.pages import titled
 from specrl.bench.rollouts.engines import GPU_SHARE
-from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, compared, measure, write_rounds
+from specrl.bench.rollouts.rounds import ACCEPTANCE, RATE, Variant, measure, rows_of, write_rounds
 from specrl.bench.run import main as run
 from specrl.config import Config
 from specrl.data.files import read_requests
@@ -27,13 +27,9 @@ from specrl.rollout.engine import Engine, Request, response_seed, start_engine
 PROMPT_TOKENS = 1024  # a longer prompt loses its beginning
 HOW = """
 Policy `{options.model}`, {prompts} prompts of `{options.data}`, each answered to its natural end or to
-{options.max_tokens} tokens. Every round runs every variant once on the same requests (same prompts, weights and seeds;
-the order changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in
-that round, shown as the median of {options.repeats} rounds with the least and the greatest; n-gram lookup takes part in
-the same rounds. Plain decoding is specrl's engine without drafts. The acceptance length is 1 + accepted tokens per
-draft; rates by position are shares of the drafts that reach it. Drafts have full length whether they pay or not.
-{differing} of {total} responses with drafts differ from those of plain decoding; near-ties aside, which rounding
-decides, nothing may change a token.
+{options.max_tokens} tokens. N-gram lookup takes part in the same rounds. Plain decoding is specrl's engine without
+drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of the drafts that reach
+it. Drafts have full length whether they pay or not.
 """
 TITLE = "Drafters on a file of prompts"
 COLUMNS = titled("drafter", "kind", "layers") | {"trained with": "loss"} | titled("k", "temperature", "batch")
@@ -54,31 +50,23 @@ def main(job: BenchJob, options: DrafterOptions) -> None:
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:
     """Run all drafters at all temperatures and batch sizes; write rows and page after each of these."""
     assert options.model is not None and options.data is not None
-    found = [read_candidate(drafter, options.model) for drafter in options.drafters]
-    drafters = [adopted(one, options.model, job.folder / str(index)) for index, one in enumerate(found)]
+    given = [read_candidate(drafter, options.model) for drafter in options.drafters]
+    drafters = [adopted(one, options.model, job.folder / str(index)) for index, one in enumerate(given)]
     config = config_of(options, NGRAM_LOOKUP)
     count = min(options.prompts, len(read_requests(options.data)))  # none is asked twice
     prompts = PromptSource(config, load_tokenizer(options.model)).drafter_data(count)
     engines = {one: start(options, one, GPU_SHARE / (1 + len(drafters))) for one in (NGRAM_LOOKUP, *drafters)}
-    variants = [
-        (NO_DRAFTS, Variant(NO_DRAFTS.kind, 0, engines[NGRAM_LOOKUP])),
-        *((one, Variant(one.kind, k, engine)) for one, engine in engines.items() for k in options.ks),
-    ]
+    variants = [Variant(NO_DRAFTS.facts, 0, engines[NGRAM_LOOKUP])]
+    variants += [Variant(one.facts, k, engine) for one, engine in engines.items() for k in options.ks]
+    how = HOW.format(options=options, prompts=len(prompts))
     rows: list[dict[str, Any]] = []
     for batch in options.batches:
         for temperature in options.temperatures:
             rounds = rounds_of_prompts(options, prompts, batch, temperature)
-            plain, *others = measure([variant for _, variant in variants], rounds, batch)
-            rows += [
-                {
-                    **{name: getattr(one, name) for name in ("kind", "layers", "loss", "notes")},
-                    **{"drafter": one.name, "k": variant.k, "temperature": temperature, "batch": batch},
-                    **compared(own, plain),
-                }
-                for (one, variant), own in zip(variants, (plain, *others), strict=True)
-            ]
-            write_rounds(job, rows, TITLE, HOW, COLUMNS, options=options, prompts=len(prompts))
-            words = ", ".join(f"{row['drafter']} k={row['k']} {row['speedup']:.2f}x" for row in rows[-len(others) :])
+            found = rows_of(variants, measure(variants, rounds, batch), batch)
+            rows += [row | {"temperature": temperature} for row in found]
+            write_rounds(job, rows, TITLE, how, COLUMNS, options.repeats)
+            words = ", ".join(f"{row['drafter']} k={row['k']} {row['speedup']:.2f}x" for row in found[1:])
             say(f"batch {batch}, temperature {temperature:g}: {words}")
     for engine in engines.values():
         engine.shutdown()

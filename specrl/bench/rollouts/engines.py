@@ -28,7 +28,7 @@ class Engines:
         self.subject, self.options = subject, options
         self.methods = options.methods_of(subject.config)
         self._share = min(subject.config.engine.gpu_memory_fraction, GPU_SHARE / (2 + len(self.methods)))
-        self.variants = [Variant(PLAIN, 0, self._engine(PLAIN))]
+        self.variants = [Variant({"method": PLAIN}, 0, self._engine(PLAIN))]
 
     def start_stock(self, folder: Path) -> StockEngine:
         return StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
@@ -43,7 +43,7 @@ class Engines:
             if engine.replays:
                 engine.set_replay(stored)
                 ks = (ADAPTIVE,) if ADAPTIVE in ks else ks
-            self.variants += [Variant(method, k, engine) for k in ks]
+            self.variants += [Variant({"method": method}, k, engine) for k in ks]
 
     def _engine(self, method: str) -> Engine:
         started = time.monotonic()

@@ -12,7 +12,7 @@ from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import titled
 from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.engines import Engines, by_prompt
-from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, compared, measure, rounds_of, write_rounds
+from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, measure, rounds_of, rows_of, write_rounds
 from specrl.bench.spread import ratios
 from specrl.bench.stock import StockEngine
 from specrl.config import Config
@@ -25,18 +25,14 @@ from specrl.rollout.engine import Request
 
 POOL_SIZE = 64
 HOW = """
-Run `{run}`. Every round runs every variant once on the same requests (same prompts, weights and seeds; the order
-changes by round). The speedup of a round is the ratio of its tokens per second to those of plain decoding in that
-round, shown as the median of {options.repeats} rounds with the least and the greatest. Plain decoding has an engine of
-its own without a drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler
-and limits, asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the
-row of plain decoding (k = 0) this is the ratio of the two baselines. {differing} of {total} speculative responses
-differ from those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a
-near-tie differently. The requests are held-out prompts whose responses have at least {options.max_tokens} tokens (or
-the longest there are) and are cut there, so that the batch keeps its size; each round has other prompts, and below
-batch 8 there are eight of them, one batch after another. Prefill is part of the time. k is the longest draft;
-`adaptive` leaves it to the engine, after uncounted runs in which it learned its times. Replay has one stored response
-per prompt, sampled from the same policy with other seeds.
+Run `{run}`. The requests are held-out prompts whose responses have at least {max_tokens} tokens (or the longest there
+are) and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are
+eight of them, one batch after another. Prefill is part of the time. Plain decoding has an engine of its own without a
+drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler and limits,
+asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the row of plain
+decoding (k = 0) this is the ratio of the two baselines. k is the longest draft; `adaptive` leaves it to the engine,
+after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the same
+policy with other seeds.
 """
 COLUMNS = titled("batch", "method", "k") | RATE | {"over stock": "speedup_over_stock"} | ACCEPTANCE
 COLUMNS |= {"steps": "decode_steps"}
@@ -44,7 +40,7 @@ COLUMNS |= {"steps": "decode_steps"}
 
 def main(job: BenchJob, options: RolloutOptions) -> None:
     """Measure every variant at every batch size, and write the rows and the page after each of these."""
-    subject, run = job.subject, job.run_dir and job.run_dir.name
+    subject = job.subject
     join()
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
     prompts = source.held_out(min(POOL_SIZE, subject.config.validate_.num_prompts))
@@ -63,10 +59,11 @@ def main(job: BenchJob, options: RolloutOptions) -> None:
     stock = engines.start_stock(job.folder)
     engines.add_methods(by_prompt(others, stored))
     rows: list[dict[str, Any]] = []
+    how = HOW.format(run=job.run_dir and job.run_dir.name, max_tokens=options.max_tokens)
     for batch in options.batches:
         lasting = longest(requests, lengths, max(batch, LEAST_REQUESTS), options.max_tokens)
         rows += measure_batch(engines, stock, rounds_of(lasting, batch, options.repeats), batch)
-        write_rounds(job, rows, "Speculative against plain rollouts", HOW, COLUMNS, run=run, options=options)
+        write_rounds(job, rows, "Speculative against plain rollouts", how, COLUMNS, options.repeats)
     engines.shutdown()
     stock.shutdown()
     leave()
@@ -94,19 +91,11 @@ def measure_batch(
 ) -> list[dict[str, Any]]:
     """Run all variants in all rounds; return their rows, plain decoding's first."""
     *measured, stock = measure([*engines.variants, stock_engine], rounds, batch)
-    rows = [
-        {
-            "method": variant.method,
-            "k": variant.k,
-            "batch": batch,
-            **compared(found, measured[0]),
-            "speedup_over_stock": ratios(found.rates, stock.rates).median,
-            "stock_tokens_per_s": median(stock.rates),
-            "decode_steps": found.stats.decode_steps,
-        }
-        for variant, found in zip(engines.variants, measured, strict=True)
-    ]
-    plain, stock_rate = rows[0]["tokens_per_s"], rows[0]["stock_tokens_per_s"]
+    rows, stock_rate = rows_of(engines.variants, measured, batch), median(stock.rates)
+    for row, found in zip(rows, measured, strict=True):
+        row["speedup_over_stock"] = ratios(found.rates, stock.rates).median
+        row |= {"stock_tokens_per_s": stock_rate, "decode_steps": found.stats.decode_steps}
+    plain = rows[0]["tokens_per_s"]
     words = ", ".join(f"{row['method']} k={row['k']} {row['speedup']:.2f}x" for row in rows[1:])
     say(f"batch {batch}: plain {plain:.0f} tokens/s, stock vLLM {stock_rate:.0f}; {words}")
     return rows

@@ -17,13 +17,19 @@ from specrl.rollout.engine import Engine, Generation, Request
 LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
 RATE = {"tokens/s": "tokens_per_s", "speedup": "speedup"}  # columns of `compared`, by title
 ACCEPTANCE = {"acceptance length": "acceptance_length", "by position": "acceptance_rate_per_pos"}
+ROUNDS = """
+Every round runs every variant once on the same requests (same prompts, weights and seeds; the order changes by round).
+The speedup of a round is the ratio of its tokens per second to those of plain decoding in that round, shown as the
+median of {rounds} rounds with the least and the greatest. {differing} of {total} responses with drafts differ from
+those of plain decoding in the same round; only rounding, which depends on the batch shape, may decide a near-tie.
+"""
 
 
 @dataclass(frozen=True)
 class Variant:
     """An engine and the length of its drafts, of which `k = 0` is plain decoding."""
 
-    method: str
+    facts: Mapping[str, Any]  # what drafts, as columns
     k: int | str
     engine: Engine
 
@@ -82,6 +88,12 @@ def measure(
     return measured
 
 
+def rows_of(variants: Sequence[Variant], measured: Sequence[Measurement], batch: int) -> list[dict[str, Any]]:
+    """The rows of variants, of which the first one is plain decoding."""
+    pairs = zip(variants, measured, strict=True)
+    return [{**one.facts, "k": one.k, "batch": batch, **compared(own, measured[0])} for one, own in pairs]
+
+
 def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
     """The columns of acceptance, equal tokens, and speed beside plain decoding in the same rounds."""
     stats = own.stats
@@ -95,8 +107,9 @@ def compared(own: Measurement, plain: Measurement) -> dict[str, Any]:
     }
 
 
-def write_rounds(job: BenchJob, rows: Rows, title: str, how: str, columns: Mapping[str, str], **values: object) -> None:
-    """Write the rows and their page; `how` has the values, the number of responses with drafts, and how many differ."""
+def write_rounds(job: BenchJob, rows: Rows, title: str, how: str, columns: Mapping[str, str], rounds: int) -> None:
+    """Write the rows and their page, on which `how` says what is special about these rounds."""
     drafted = [row for row in rows if row["k"] != 0]
     total, differing = (sum(row[name] for row in drafted) for name in ("responses", "responses_differing"))
-    write_results(job, rows, title, [how.format(total=total, differing=differing, **values), table(rows, columns)])
+    common = ROUNDS.format(rounds=rounds, total=total, differing=differing)
+    write_results(job, rows, title, [how, common, table(rows, columns)])
