@@ -18,6 +18,7 @@ from specrl.bench.run.page import SECONDS, on_gpus
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import ratios
 from specrl.projection.simulator.measured import DraftCounts
+from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.schemas import Rollout, read_folder
 
 ResponseKey = tuple[int, int, int]  # step, prompt, number of the response to it
@@ -27,8 +28,6 @@ MEANS = {
     "acceptance_length": "spec/acceptance_length",
 }
 """Columns that are means over all steps that have the metric."""
-TEXTS = ("replay", "recent")
-"""The sources of drafts from text, as `spec/SOURCE_draft_tokens` names them."""
 Metrics = Mapping[str, float]
 
 
@@ -127,7 +126,7 @@ class Results:
             "iterations_per_token": iterations_per_token,
             "drafted_per_token": drafts.k / drafts.pace,
             "passes_per_token": drafts.passes * iterations_per_token,
-            **{f"{name}_accepted": self.accepted(name) for name in TEXTS},
+            **{f"{name}_accepted": self.accepted(name) for name in (REPLAY, RECENT)},
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
             "start_s": self.training.start_s or None,  # of one that was trained by an earlier command

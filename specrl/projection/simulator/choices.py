@@ -11,20 +11,14 @@ from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape, teacher_shape
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
-from specrl.projection.simulator.step import (
-    LONGEST_K,
-    REPLAYED_TOKENS,
-    Speculation,
-    StepModel,
-    StepTime,
-    acceptance_length,
-)
+from specrl.projection.simulator.step import REPLAYED_TOKENS, Speculation, StepModel, StepTime, acceptance_length
 from specrl.projection.simulator.workload import Lengths, Responses, Workload
 
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,
 as published for an EAGLE-3 drafter that was trained on the task."""
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9  # of response lengths: the median as a share of the limit; of the logarithm
+LONGEST_K = 7  # the most drafts that are simulated
 MEASURED_K = 3
 """The most drafts at which the simulator agrees with measurements: beyond, it predicts gains where losses were
 published (`published.py`), so that no advice is built on them."""

@@ -33,10 +33,10 @@ class EngineModel:
 
     def at(self, running: float, generated: float) -> float:
         """Compute the seconds of an iteration of `running` requests with that mean of generated tokens."""
-        rows = running * (self.k + 1)
+        rows, size = running * (self.k + 1), 1 if self.is_fp8 else BF16
         context = self.prompt_tokens + generated
-        weights, products = self._weight_bytes(rows) / self._bandwidth, rows * self._row_s
-        kv_bytes = 2 * self.shape.kv_size * self.shape.num_layers * self._weight_size
+        weights, products = self._weight_bytes(rows, size) / self._bandwidth, rows * self._row_s
+        kv_bytes = 2 * self.shape.kv_size * self.shape.num_layers * size
         attention = running * context * kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
         exchange = 2 * self.shape.num_layers * self.efficiency.message_s if self.gpus > 1 else 0.0
         passes = self.k if self.passes is None else self.passes
@@ -52,20 +52,16 @@ class EngineModel:
         return self.gpus * self.hardware.bf16_flops * self.efficiency.flops
 
     @cached_property
-    def _weight_size(self) -> int:
-        return 1 if self.is_fp8 else BF16
-
-    @cached_property
     def _dense(self) -> float:
         shape = self.shape
         return shape.num_layers * (shape.linear_parameters_per_layer - shape.expert_parameters_per_layer)
 
-    def _weight_bytes(self, rows: float) -> float:
+    def _weight_bytes(self, rows: float, size: int) -> float:
         shape, experts = self.shape, 0.0
         if shape.num_experts:
             reached = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
             experts = reached * shape.num_layers * shape.expert_parameters_per_layer
-        return (self._dense + experts) * self._weight_size + shape.embedding_parameters * BF16
+        return (self._dense + experts) * size + shape.embedding_parameters * BF16
 
     @cached_property
     def _row_s(self) -> float:

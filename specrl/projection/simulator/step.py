@@ -14,7 +14,6 @@ from specrl.projection.simulator.generation import DecodingSpeed, Shares, simula
 from specrl.projection.simulator.workload import Drawn, Workload, dealt
 
 STEPS = 3  # that are simulated
-LONGEST_K = 7
 REPLAYED_TOKENS = 6.0  # an iteration along pre-generated text: 0.17 decoding steps per token, measured at k = 7
 
 
