@@ -11,7 +11,6 @@ from specrl.projection import memory
 from specrl.projection.memory import MemoryItem, Rank
 from specrl.projection.traffic import MEAN_FILL
 
-LIBRARIES = "Python and libraries"  # the item that is not made of tensors
 _TRAINER_FIX = (
     "raise policy.tensor_parallel, lower policy.tokens_per_micro_batch or model.max_length, "
     "set policy.recompute=true, lower engine.gpu_memory_fraction or drafter.max_tokens_per_window (pretrain)"
@@ -47,7 +46,7 @@ def stage_budgets(rank: Rank) -> list[Budget]:
         tokens = max(_kv_given(rank), 0.0) / memory.kv_bytes_per_token(rank)
         how = f"{tokens * memory.GIB:.0f} tokens of the KV cache x {rank.route_bytes} B"
         trainer.append(MemoryItem("experts of cached tokens", tokens * rank.route_bytes, how))
-    host = [MemoryItem(LIBRARIES, memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
+    host = [MemoryItem("Python and libraries", memory.HOST_RUNTIME_GIB[rank.gpu], "one process")]
     if stage == "train":
         host += memory.copy_items(rank)
     if not rank.gpu:

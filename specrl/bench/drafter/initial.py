@@ -51,10 +51,7 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     for name, rollouts in answers.items():
         made = new_drafter(config, policy_dir, rollouts, ranks)
         if name != "none":
-            sequences = [
-                TokenSequence.of(rollout.prompt_tokens, rollout.response_tokens, index)
-                for index, rollout in enumerate(rollouts)
-            ]
+            sequences = [TokenSequence.of(one.prompt_tokens, one.response_tokens, i) for i, one in enumerate(rollouts)]
             size, multiple = settings.tokens_per_micro_batch, policy.pad_multiple
             pretrain(policy, made, pack(sequences, size, multiple, counts_repeated=True), settings)
         found[name] = folder / name

@@ -18,7 +18,7 @@ from specrl.projection.budgets import rank_of, stage_budgets
 
 def main(job: BenchJob, options: RunOptions) -> None:
     """Train every cell, group by group, and write the rows and the page after each."""
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}  # by the label of the cell; that of a baseline is measured with each group
     subject, steps = job.subject, options.warm_up + options.steps
     # All trainings are prepared before the first one starts, so that what cannot work is refused at once.
     groups = []
@@ -35,10 +35,10 @@ def main(job: BenchJob, options: RunOptions) -> None:
         measured = [Results(training, options.warm_up) for training in group]
         baseline = measured[0] if len(group) > 1 else baselines.setdefault(measured[0].training.cell.seed, measured[0])
         machine = {"hardware": hardware(baseline.training.context.config.resources_of("train").cpus_per_rank)}
-        known = {(row["cell"], row.get("seed")) for row in rows}
-        found = [{**results.row(baseline, in_turn=len(group) > 1), **machine} for results in measured]
-        rows += [row for row in found if (row["cell"], row.get("seed")) not in known]
-        write_run_page(job, rows)  # what is measured stays if the next group fails
+        for results in measured:
+            row = results.row(baseline, in_turn=len(group) > 1) | machine
+            rows.setdefault(results.training.cell.label, row)
+        write_run_page(job, list(rows.values()))  # what is measured stays if the next group fails
 
 
 def check_memory(configs: Sequence[Config]) -> None:
