@@ -73,6 +73,8 @@ class State:
     """Whether the scheduler has suspended the job, whose time limit then does not come nearer."""
     is_leaving: bool = False
     """Whether the job has ended but for the last of its processes."""
+    never: str = ""
+    """Why a pending job can never start, in a few words."""
 
 
 @dataclass(frozen=True)

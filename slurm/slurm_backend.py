@@ -61,6 +61,8 @@ SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 """The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
+NEVER = {"DependencyNeverSatisfied": "a job that cluster.sbatch.dependency names has not ended as it says"}
+"""The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
     "CANCELLED": "cancelled",
@@ -121,7 +123,7 @@ class SlurmJob:
         found = next((job for job in jobs if job.job_id == self.job_id), None)
         word, reason = (found.word, found.reason) if found is not None else self._asked_alone()
         if word in PENDING:
-            return State("pending", f"{word}, {reason}")
+            return State("pending", f"{word}, {reason}", never=NEVER.get(reason, ""))
         if word in RUNNING:
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=word == "COMPLETING")
         if word not in SUCCEEDED | FAILED:

@@ -170,6 +170,9 @@ class _Watch:
         if self.state.phase == "pending" and stop_asked(self.context.run_dir):
             said = self._cancel()
             raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
+        if self.state.never:
+            said = self._cancel()
+            raise JobError(f"{self._name()} can never start ({self.state.detail}: {self.state.never}), and {said}")
         if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
             said, limit = self._cancel(), f"cluster.queue_minutes = {self.cluster.queue_minutes}"
             raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and {said}")

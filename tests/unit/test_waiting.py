@@ -90,6 +90,43 @@ def test_time_in_which_a_job_is_suspended_is_no_running_time(
     assert job.now / MINUTE == pytest.approx(minutes, abs=1)
 
 
+class Waiting(LongJob):
+    """A job that Slurm never starts, as squeue of Slurm itself says it; `programs` has one in its place."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(range(0))
+        self.slurm = SlurmJob(self.job_id, folder, attached=False)
+
+    def state(self) -> State:
+        return self.slurm.state()
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            "DependencyNeverSatisfied",
+            r"can never start \(PENDING, DependencyNeverSatisfied: a job that cluster\.sbatch",
+        ),
+        ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
+    ],
+)
+def test_a_job_whose_dependency_has_failed_is_not_waited_for_as_one_that_somebody_holds_is(
+    reason: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PATH", f"{tmp_path}:/usr/bin:/bin"), ("SLURM_TMPDIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '12|PENDING|{reason}|prepare-0'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    cluster = {"backend": "slurm", "queue_minutes": 3, "sbatch": {"dependency": "afterok:7"}}
+    config = parse_config({"name": "demo", "runs_dir": str(tmp_path), "model": {"source": "tiny"}, "cluster": cluster})
+    job = Waiting(tmp_path)
+    with pytest.raises(JobError, match=f"{words}.*, and was cancelled$"):
+        wait(job, context(config), job.pass_time, job.clock)
+    assert job.cancelled and (job.now <= MINUTE) == (reason != "JobHeldUser")
+
+
 class Leaving(LongJob):
     """A job that a flow finds in its last moments."""
 
