@@ -16,7 +16,7 @@ from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from specrl.config import ConfigError
-from specrl.processes import name_user, reach_loopback
+from specrl.processes import allow_warnings, name_user, reach_loopback
 from specrl.report.tables import printable
 from tasks.detached import EXIT_STOPPED
 
@@ -72,6 +72,7 @@ def invoke(arguments: list[str]) -> int:
     """Run a command line, the words after `specrl`, and return its exit code; without any words, print the help."""
     reach_loopback()
     name_user()
+    allow_warnings()
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
         code = int(app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0)

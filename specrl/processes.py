@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -199,6 +200,14 @@ def name_user() -> None:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
+
+
+def allow_warnings() -> None:
+    """Let no library's warning be an error, as PYTHONWARNINGS=error has it, here or in processes started from here."""
+    if "error" in os.environ.get("PYTHONWARNINGS", ""):
+        del os.environ["PYTHONWARNINGS"]
+        sys.warnoptions.clear()  # which processes of multiprocessing get, too
+        warnings.simplefilter("ignore")
 
 
 def node_folder() -> Path:

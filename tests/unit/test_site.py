@@ -143,6 +143,18 @@ def test_words_for_states_that_nobody_knows_are_asked_about_again(programs: Path
         job.state()
 
 
+def test_warnings_that_a_user_has_made_errors_end_neither_a_command_nor_what_it_starts() -> None:
+    text = (
+        "import subprocess, sys; from flows.cli import invoke; invoke(['--version'])\n"
+        "warn = 'import warnings; warnings.warn(str(3))'; exec(warn)\n"
+        "subprocess.run([sys.executable, '-c', warn], check=True)"
+    )
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm() -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
