@@ -105,6 +105,8 @@ def import_mlflow() -> None:
         importlib.import_module(module)
     # A database that is away is one line of the sender's, and not a traceback at every attempt.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    for name in ("mlflow.utils.databricks_utils", "databricks.sdk"):  # the same for credentials
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check_server(config: Config) -> None:
@@ -114,8 +116,10 @@ def check_server(config: Config) -> None:
         key = URI_VARIABLE if uri_of_environment() == uri else key
     if not uri.startswith(("http://", "https://")):
         own = Path(own_uri(config).removeprefix("sqlite:///"))
-        if (uri != own_uri(config) or own.exists()) and (lack := _lack_of_database(uri)) is not None:
+        if (uri != own_uri(config) or own.exists()) and (lack := lack_of_store(uri)) is not None:
             raise ConfigError(f"{key} = {uri}: {lack}")
+        if uri.startswith("databricks") and not (name := config.tracking.experiment).startswith("/"):
+            raise ConfigError(f"tracking.experiment = {name}: Databricks takes paths, such as /Users/NAME/{name}")
         return
     if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
         raise ConfigError(
@@ -124,13 +128,16 @@ def check_server(config: Config) -> None:
         )
 
 
-def _lack_of_database(uri: str) -> str | None:
+def lack_of_store(uri: str) -> str | None:
+    """Why a store that is no server of MLflow's cannot be used from here, as far as that shows within seconds."""
     from sqlalchemy import create_engine
     from sqlalchemy.exc import ArgumentError
 
     scheme, _, file = uri.partition(":///")
     if scheme.startswith("sqlite"):
         return _lack_of_file(Path(file))
+    if uri.startswith("databricks"):
+        return _lack_of_databricks(uri.partition("://")[2] or None)
     if uri.startswith(("file:", "/")):
         import_mlflow()
         from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
@@ -145,6 +152,19 @@ def _lack_of_database(uri: str) -> str | None:
     except ArgumentError as error:
         return " ".join(str(error).split())
     return None
+
+
+def _lack_of_databricks(profile: str | None) -> str | None:
+    import_mlflow()
+    from databricks.sdk.config import Config as Credentials
+
+    try:  # MLflow itself would wait for minutes where the host does not answer
+        host = Credentials(profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1).host
+    except ValueError as error:
+        said = str(error).partition(", please")[0]
+        return f"no credentials ({said}); set DATABRICKS_HOST and DATABRICKS_TOKEN, or write them to ~/.databrickscfg"
+    silent = why_silent(host, SERVER_SECONDS)
+    return f"{host} does not answer ({silent}); check DATABRICKS_HOST or ~/.databrickscfg" if silent else None
 
 
 def _lack_of_file(path: Path) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import logging
 import math
+import os
 import shutil
 import sqlite3
 import ssl
@@ -20,6 +21,7 @@ import pytest
 from flows.cli import invoke
 from flows.folder import anchor, write_config
 from specrl.config import Config, ConfigError, parse_config
+from specrl.report.doctor import services
 from specrl.tracking import runs
 from specrl.tracking.log import Log
 from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
@@ -260,6 +262,35 @@ def test_a_database_that_cannot_be_opened_from_here_is_said_before_anything_star
     config = config_of(tmp_path, **({"uri": uri.replace("FOLDER", str(tmp_path))} if uri else {}))
     with pytest.raises(ConfigError, match=f"^tracking.uri = .*: .*{words.replace('FOLDER', str(tmp_path))}"):
         check_server(config)
+
+
+def test_databricks_without_credentials_or_without_its_host_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DATABRICKS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for uri in ("databricks", "databricks://mine"):
+        with pytest.raises(
+            ConfigError, match=rf"^tracking\.uri = {uri}: no credentials \(.*\); set DATABRICKS_HOST and"
+        ):
+            check_server(config_of(tmp_path, uri=uri))
+        assert services.check_mlflow(tmp_path, uri).status == "fail"
+    handler = http.server.SimpleHTTPRequestHandler
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hosts = {"mine": f"http://127.0.0.1:{server.server_port}", "away": "http://127.0.0.1:9"}
+        profiles = [f"[{name}]\nhost = {host}\ntoken = t\n" for name, host in hosts.items()]
+        (tmp_path / ".databrickscfg").write_text("".join(profiles))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        check_server(config_of(tmp_path, uri="databricks://mine", experiment="/Users/me/x"))
+        assert services.check_mlflow(tmp_path, "databricks://mine").status == "ok"
+        with pytest.raises(
+            ConfigError, match=r"^tracking\.experiment = specrl: Databricks takes paths, such as /Users/"
+        ):
+            check_server(config_of(tmp_path, uri="databricks://mine"))
+        server.shutdown()
+    with pytest.raises(ConfigError, match=r"^tracking\.uri = databricks://away: http://127\.0\.0\.1:9 does not answer"):
+        check_server(config_of(tmp_path, uri="databricks://away"))
 
 
 @pytest.mark.parametrize("uri", ["sqlite://x.db", "mlruns", "http://user:secret@host"])

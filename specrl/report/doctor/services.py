@@ -12,7 +12,7 @@ from pathlib import Path
 from specrl.checks import Check
 from specrl.checks.file_systems import existing, file_system, is_shared, prefect_home, shared_database
 from specrl.processes import slurm_environment
-from specrl.tracking.store import why_silent
+from specrl.tracking.store import lack_of_store, why_silent
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -79,6 +79,8 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
         fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
         return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
+        if (lack := lack_of_store(tracking_uri)) is not None:
+            return Check("MLflow", "fail", f"{tracking_uri}: {lack}", "the first run needs it; or unset tracking.uri")
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
