@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
 import sys
 import sysconfig
 from collections import defaultdict
-from importlib.metadata import distributions
+from collections.abc import Iterator, Sequence
+from email import message_from_string
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 NEVER_IMPORTED = {"build_backend.py"}  # flashinfer-python and torch-c-dlpack-ext ship the script that built them
+
+
+def whole_packages(places: Sequence[str]) -> Iterator[tuple[str, str, Distribution]]:
+    """The packages in some folders, with their names and versions.
+
+    A pip that broke off leaves folders whose metadata are missing, cut short or no text: these are passed over.
+    """
+    for package in distributions(path=list(places)):
+        with contextlib.suppress(ValueError):
+            known = message_from_string(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
+            if known["Name"] and known["Version"]:
+                yield known["Name"], known["Version"], package
 
 
 def collisions(site_packages: Path) -> dict[tuple[str, ...], list[str]]:
@@ -22,11 +37,10 @@ def collisions(site_packages: Path) -> dict[tuple[str, ...], list[str]]:
     The one installed last decides what runs. Equal copies do no harm: mlflow and mlflow-skinny share theirs.
     """
     hashes: dict[str, dict[str, str]] = defaultdict(dict)
-    for package in distributions(path=[str(site_packages)]):
-        name = f"{package.metadata['Name']} {package.version}"
+    for name, version, package in whole_packages([str(site_packages)]):
         for path, content_hash, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):
             if content_hash and path not in NEVER_IMPORTED:
-                hashes[path][name] = content_hash
+                hashes[path][f"{name} {version}"] = content_hash
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path, owners in sorted(hashes.items()):
         if len(set(owners.values())) > 1:
@@ -36,7 +50,7 @@ def collisions(site_packages: Path) -> dict[tuple[str, ...], list[str]]:
 
 def wrong_torch(site_packages: Path) -> str | None:
     """A line if torch's build is not for the CUDA version of `cuda-toolkit`, which only the GPU lock names."""
-    installed = {package.metadata["Name"]: package for package in distributions(path=[str(site_packages)])}
+    installed = {name: package for name, _, package in whole_packages([str(site_packages)])}
     if "torch" not in installed or "cuda-toolkit" not in installed:
         return None
     wanted = ".".join(installed["cuda-toolkit"].version.split(".")[:2])

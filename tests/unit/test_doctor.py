@@ -70,11 +70,17 @@ def test_developers_packages_may_be_missing_and_broken_or_hidden_ones_are_passed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("importlib_metadata")  # once imported it answers instead of Python's own, and raises earlier
-    for folder, version in (("first", "1.0"), ("second", "2.0")):
-        own = tmp_path / folder / f"needed-{version}.dist-info"
+    for place, version in (("first", "1.0"), ("second", "2.0")):
+        own = tmp_path / place / f"needed-{version}.dist-info"
         own.mkdir(parents=True)
         (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: needed\nVersion: {version}\n")
-    (tmp_path / "first" / "broken-1.0.dist-info").mkdir()
+    broken = {"empty": b"", "nameless": b"Metadata-Version: 2.1\nVersion: 1\n", "binary": b"\xff\xfe\0"}
+    for name, metadata in broken.items():
+        folder = tmp_path / "first" / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "RECORD").touch()
+        if metadata:
+            (folder / "METADATA").write_bytes(metadata)
     monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second")])
     lock = tmp_path / "cpu.lock"
     lock.write_text("needed==1.0\n")
@@ -82,6 +88,7 @@ def test_developers_packages_may_be_missing_and_broken_or_hidden_ones_are_passed
     lock.write_text("needed==1.0\nruff==0.1\n")
     without = packages.check_packages(lock)
     assert without.status == "warn" and without.found.endswith("others are installed: ruff (missing), locked is 0.1")
+    assert packages.check_files(tmp_path / "first").status == "ok"
 
 
 def test_all_that_developers_install_is_known_to_the_doctor() -> None:

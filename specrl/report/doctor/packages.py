@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -39,10 +38,8 @@ def read_pins(lock: Path) -> dict[str, str]:
 def check_packages(lock: Path) -> Check:
     """Compare the installed packages with their locked versions; local parts of versions (`+cpu`) do not count."""
     pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    # Of two, Python imports the first; and a pip that broke off leaves folders without metadata.
-    whole = [one for one in distributions() if one.read_text("METADATA") or one.read_text("PKG-INFO")]
-    found = [(package.metadata["Name"], package.version) for package in whole]
-    installed = {str(canonicalize_name(name)): version for name, version in reversed(found) if name and version}
+    found = reversed(list(package_files.whole_packages(sys.path)))  # of two, Python imports the first
+    installed = {str(canonicalize_name(name)): version for name, version, _ in found}
     if missing := [name for name in pins if name not in installed and name not in DEVELOPERS]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
     other = [name for name, pin in pins.items() if installed.get(name, "").partition("+")[0] != pin.partition("+")[0]]
