@@ -121,7 +121,7 @@ def bench_run(
     if len(options.cells) < 2:
         raise ConfigError("bench run: nothing to compare; give --vary or --cell, such as --vary speculation.k=1,3,5")
     config = job.subject.config
-    configs = [config_of(config, one, warm_up + steps, validate_every) for one in options.cells]
+    configs = [config_of(config, one, warm_up + steps, validate_every, given=job.changes) for one in options.cells]
     if cluster is None:
         measure(job, options)
     else:

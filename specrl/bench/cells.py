@@ -88,16 +88,19 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def config_of(config: Config, cell: Cell, steps: int, validate_every: int, sharers: int = 1) -> Config:
+def config_of(
+    config: Config, cell: Cell, steps: int, validate_every: int, sharers: int = 1, given: Sequence[str] = ()
+) -> Config:
     """The configuration of a cell's training, of which `sharers` use a GPU together.
 
+    No preset of the cell's may replace the changes that are `given` for all cells, which `config` has already.
     A step more is configured than is taken, since the last step of a run writes a checkpoint.
     """
     for key in cell.values:
         if key.split(".")[0] not in SECTIONS_OF_TRAINING:
             allowed = ", ".join(dict.fromkeys(SECTIONS_OF_TRAINING))
             raise ConfigError(f"{key}: bench run varies what trainings read; sections that are allowed: {allowed}")
-    asked = change_config(config, list(cell.changes))
+    asked = change_config(config, [*given, *cell.changes])
     if asked.resources_of("train").nodes > 1:
         raise ConfigError("bench run trains on one node: add --set stage_resources.train.nodes=1 (and ranks_per_node)")
     data: dict[str, Any] = json.loads(asked.model_dump_json(by_alias=True))

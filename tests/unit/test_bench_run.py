@@ -19,7 +19,7 @@ from specrl.bench.run.main import check_memory
 from specrl.bench.run.page import by_batch, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
-from specrl.config import Config, ConfigError, parse_config
+from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.context import StageContext
 from specrl.metrics import find_metric
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -214,6 +214,16 @@ def test_a_cell_is_the_runs_configuration_with_its_changes_and_without_checkpoin
     ):
         with pytest.raises(ConfigError, match=words):
             config_of(run, Cell("x", (change,)), 4, 0)
+
+
+def test_a_preset_of_a_cell_that_contradicts_what_set_asks_for_is_refused() -> None:
+    preset, given = Cell("x", ("train.algorithm=dr-grpo",)), ["train.loss_mean=response"]
+    run = change_config(Config(name="r"), given)
+    with pytest.raises(ConfigError, match=r'^train\.algorithm = "dr-grpo" sets train\.loss_mean, too'):
+        config_of(run, preset, 4, 0, given=given)
+    made = config_of(run, Cell("x", ("train.loss_mean=token",)), 4, 0, given=given)
+    assert made.train.loss_mean == "token"  # a cell has the last word about a setting
+    assert config_of(run, preset, 4, 0).train.loss_mean == "constant"  # as where the run was configured with it
 
 
 def test_the_speedups_in_mlflow_are_those_of_the_run_itself_over_plain_decoding() -> None:
