@@ -115,6 +115,12 @@ def _table(head: str, rows: list[str]) -> str:
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows, ""]) if rows else ""
 
 
+def learner(config: Config) -> str:
+    """The model that was trained and, where there is one, its teacher."""
+    teacher = f" with the teacher `{config.train.teacher}`" if config.train.teacher is not None else ""
+    return f"`{config.model.source}`{teacher}"
+
+
 def data_name(config: Config) -> str:
     """The names of the files or generators that problems come from."""
     path = config.data.path
@@ -129,11 +135,11 @@ def _title(config: Config, trained: TrainResult) -> str:
     if trained.drafter_dir == trained.policy_dir:
         return f"""Policy of run {config.name}, with its multi-token-prediction layer
 
-`{config.model.source}` after {trained.policy_step} steps of reinforcement learning by specrl. Its
+{learner(config)} after {trained.policy_step} steps of reinforcement learning by specrl. Its
 multi-token-prediction layer was trained with it, on the policy's own hidden states and without a gradient to the
 policy. Drafts never change what is sampled, only how fast."""
     return f"""EAGLE-3 drafter of run {config.name}
 
-Trained together with its policy (`{config.model.source}`, version {trained.policy_step}) by specrl. It belongs to that
+Trained together with its policy ({learner(config)}, version {trained.policy_step}) by specrl. It belongs to that
 policy version alone: another version accepts fewer of its drafts. Drafts never change what is sampled, only how
 fast."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specrl.config import Config
-from specrl.export.card import data_name
+from specrl.export.card import data_name, learner
 from specrl.report.results import read_config
 from specrl.report.summary import Results, exported, result_rows
 
@@ -34,7 +34,7 @@ def describe(run_dir: Path) -> str:
 def headline(config: Config) -> str:
     """One sentence about what is trained on what."""
     return (
-        f"RL post-training of `{config.model.source}` on `{data_name(config)}`, {config.train.num_steps} steps of "
+        f"RL post-training of {learner(config)} on `{data_name(config)}`, {config.train.num_steps} steps of "
         f"{config.train.prompts_per_step} prompts x {config.train.samples_per_prompt} responses, drafts by "
         f"`{config.speculation.method}`."
     )

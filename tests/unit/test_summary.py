@@ -35,7 +35,7 @@ from specrl.events import record_event
 from specrl.lifetime.segments import add_to_segment, begin_segment
 from specrl.report.description import describe
 from specrl.report.html import read_columns, write_report
-from specrl.report.results import find_stages
+from specrl.report.results import find_stages, read_config
 from specrl.report.summary import render_summary, write_summary
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.validation.scores import SetResponses, score_set
@@ -227,6 +227,11 @@ def test_a_description_has_the_results_as_a_table_and_leads_to_the_models(tmp_pa
     assert "| accuracy, held out | 30.0% -> 50.0% (128 prompts) |" in text
     assert "[demo-policy](#/models/demo-policy), [demo-drafter](#/models/demo-drafter)" in text
     assert "vllm serve" in text
+    assert "teacher" not in text
+    config = read_config(run_dir)
+    taught = config.model_copy(update={"train": config.train.model_copy(update={"teacher": Path("large/model")})})
+    write_text(run_dir / "config.json", dump_config(taught))
+    assert f"RL post-training of `{config.model.source}` with the teacher `large/model` on" in describe(run_dir)
 
 
 def test_the_accuracy_on_every_set_is_shown(tmp_path: Path) -> None:
