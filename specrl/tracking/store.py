@@ -103,6 +103,9 @@ def import_mlflow() -> None:
         os.environ.setdefault(name, value)
     for module in PARTS:
         importlib.import_module(module)
+    from mlflow.store.db import utils
+
+    utils.MAX_RETRY_COUNT = 1  # `sync` does these, too: MLflow's own would take minutes without a word
     # A database that is away is one line of the sender's, and not a traceback at every attempt.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     for name in ("mlflow.utils.databricks_utils", "databricks.sdk"):  # the same for credentials
@@ -116,7 +119,7 @@ def check_server(config: Config) -> None:
         key = URI_VARIABLE if uri_of_environment() == uri else key
     if not uri.startswith(("http://", "https://")):
         own = Path(own_uri(config).removeprefix("sqlite:///"))
-        if (uri != own_uri(config) or own.exists()) and (lack := lack_of_store(uri)) is not None:
+        if (uri != own_uri(config) or os.path.lexists(own)) and (lack := lack_of_store(uri)) is not None:
             raise ConfigError(f"{key} = {uri}: {lack}")
         if uri.startswith("databricks") and not (name := config.tracking.experiment).startswith("/"):
             raise ConfigError(f"tracking.experiment = {name}: Databricks takes paths, such as /Users/NAME/{name}")
@@ -135,7 +138,7 @@ def lack_of_store(uri: str) -> str | None:
 
     scheme, _, file = uri.partition(":///")
     if scheme.startswith("sqlite"):
-        return _lack_of_file(Path(file))
+        return _lack_of_file(Path(file).resolve())
     if uri.startswith("databricks"):
         return _lack_of_databricks(uri.partition("://")[2] or None)
     if uri.startswith(("file:", "/")):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from flows.cli import invoke
 from flows.folder import anchor, write_config
@@ -249,6 +250,7 @@ def test_the_file_of_sqlite_is_looked_for_where_the_command_runs(
         ("mssql+pymssql://host/db", r"driver is not installed here \(No module named 'pymssql'\): pip install pymssql"),
         ("sqlite:///FOLDER/garbage.db", r"SQLite cannot use it \(file is not a database\); name another file"),
         ("file:///FOLDER/mlruns", "MLflow no longer records in a folder; give a file of SQLite, sqlite:///FILE"),
+        ("sqlite:///FOLDER/link.db", "there is no folder FOLDER/gone; create it"),
         ("", r"SQLite cannot use it \(file is not a database\)"),
     ],
 )
@@ -259,6 +261,7 @@ def test_a_database_that_cannot_be_opened_from_here_is_said_before_anything_star
     (tmp_path / "runs").mkdir()
     for file in ("garbage.db", "runs/mlflow.db"):
         (tmp_path / file).write_text("no database " * 100)
+    (tmp_path / "link.db").symlink_to(tmp_path / "gone" / "x.db")
     config = config_of(tmp_path, **({"uri": uri.replace("FOLDER", str(tmp_path))} if uri else {}))
     with pytest.raises(ConfigError, match=f"^tracking.uri = .*: .*{words.replace('FOLDER', str(tmp_path))}"):
         check_server(config)
@@ -323,6 +326,17 @@ def test_a_database_that_fails_is_away_and_no_traceback(tmp_path: Path, caplog: 
         assert sync_run(config, 0.1) != []
     assert "file is not a database" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_a_database_that_cannot_be_reached_is_tried_once_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("mlflow.store.db.utils.time.sleep", pauses.append)
+    (tmp_path / "x.db").mkdir()
+    with pytest.raises(OperationalError, match="unable to open database file"):
+        connect(config_of(tmp_path, uri=f"sqlite:///{tmp_path}/x.db")).search_experiments()
+    assert pauses == []
 
 
 def test_a_database_whose_writer_was_killed_is_usable(tmp_path: Path) -> None:
