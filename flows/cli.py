@@ -73,6 +73,8 @@ def invoke(arguments: list[str]) -> int:
     reach_loopback()
     name_user()
     allow_warnings()
+    if os.environ.get("COLUMNS") == "0":  # of a terminal that does not say how wide it is: nothing would be printed
+        del os.environ["COLUMNS"]
     os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
     try:
         code = int(app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0)
@@ -102,6 +104,8 @@ def invoke(arguments: list[str]) -> int:
 
 def _said(error: OSError, arguments: list[str]) -> str:
     where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOENT and not where:  # of `os.getcwd`, which names none
+        return "the current folder has been removed; change to another one"
     if error.errno not in FULL_DISK:
         return f"{where}{error.strerror or error}"
     then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"

@@ -94,7 +94,7 @@ TRANSIENT = (
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
-NAMED = ("account", "partition", "qos")  # the options whose values are repeated where sbatch speaks of them
+NAMED = ("account", "partition", "qos", "time", "mem")  # what is repeated of them where sbatch speaks of it
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended

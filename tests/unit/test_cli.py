@@ -703,3 +703,23 @@ def test_a_prefect_server_that_ends_under_a_flow_is_one_line(tmp_path: Path, mon
     monkeypatch.setenv("PREFECT_API_URL", url)
     with pytest.raises(ServerError, match=r"does not answer any more .*specrl resume"), PrefectServer(tmp_path):
         httpx.get(url)
+
+
+def test_a_terminal_without_a_width_and_a_folder_that_is_gone_are_no_silence(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    command = f"rmdir ../here; {sys.executable} -m flows.cli"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "0"}
+
+    def called(words: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "here").mkdir(exist_ok=True)
+        shell = ["sh", "-c", f"{command} {words}"]
+        return subprocess.run(
+            shell, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=False
+        )
+
+    assert called(f"ls --runs-dir {tmp_path}").stdout.startswith(f"no runs in {tmp_path}")
+    gone = called(f"run {ROOT}/configs/smoke.toml --dry-run")
+    assert (gone.returncode, gone.stderr) == (
+        1,
+        "specrl: the current folder has been removed; change to another one\n",
+    )

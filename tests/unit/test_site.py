@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import http.server
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -225,10 +226,19 @@ def test_a_job_is_known_by_its_number_whatever_a_site_prints_beside_it(
     assert job is not None and job.job_id == job_id
 
 
-def test_a_refusal_repeats_the_settings_that_it_is_about(programs: Path, tmp_path: Path) -> None:
-    said = "Batch job submission failed: Invalid account or account/partition combination specified"
+@pytest.mark.parametrize(
+    ("said", "repeated"),
+    [
+        ("Invalid account or account/partition combination specified", "; --account not given; --partition=gpu"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "; --time=60"),
+        ("Memory specification can not be satisfied", "; --mem=10240M"),
+    ],
+)
+def test_a_refusal_repeats_the_settings_that_it_is_about(
+    said: str, repeated: str, programs: Path, tmp_path: Path
+) -> None:
     program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
-    with pytest.raises(JobError, match=f"{said}; --account not given; --partition=gpu$"):
+    with pytest.raises(JobError, match=re.escape(f"{said}{repeated}") + "$"):
         attach_or_submit(context_of(configured(tmp_path, partition="gpu")), "m:f", Path("/code"))
 
 
