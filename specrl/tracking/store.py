@@ -105,7 +105,7 @@ def import_mlflow() -> None:
         importlib.import_module(module)
     from mlflow.store.db import utils
 
-    utils.MAX_RETRY_COUNT = 1  # `sync` does these, too: MLflow's own would take minutes without a word
+    vars(utils)["MAX_RETRY_COUNT"] = 1  # `sync` does these, too: MLflow's own would take minutes without a word
     # A database that is away is one line of the sender's, and not a traceback at every attempt.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     for name in ("mlflow.utils.databricks_utils", "databricks.sdk"):  # the same for credentials
