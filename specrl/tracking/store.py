@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sqlite3
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,10 @@ def import_mlflow() -> None:
         os.environ.setdefault(name, value)
     for module in PARTS:
         importlib.import_module(module)
-    from mlflow.store.db import utils
-
-    vars(utils)["MAX_RETRY_COUNT"] = 1  # `sync` does these, too: MLflow's own would take minutes without a word
-    # A database that is away is one line of the sender's, and not a traceback at every attempt.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    for name in ("mlflow.utils.databricks_utils", "databricks.sdk"):  # the same for credentials
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # A store that is away is one line of the sender's, at once, and not a traceback at every attempt.
+    vars(sys.modules["mlflow.store.db.utils"])["MAX_RETRY_COUNT"] = 1
+    for name in ("mlflow.store.db.utils", "mlflow.utils.databricks_utils", "databricks.sdk"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def check_server(config: Config) -> None:
