@@ -257,7 +257,7 @@ def test_the_command_writes_a_format_with_a_card(
     assert "| 4 | 2.00 | 1.50 - 2.50 |" in card
     command = "python -m sglang.launch_server --model-path someone/policy --speculative-algorithm EAGLE3"
     assert command in card and command in shown and str(to) in shown
-    assert "Trained together with its policy (`Qwen/Qwen3-0.6B`, version" in card
+    assert "Trained together with its policy (`smollm2-135m`, version" in card
     teacher = {"name": "run", "train": {"teacher": "large/model"}}
     (run_dir / "config.json").write_text(dump_config(Config.model_validate(teacher)))
     for form in ("eagle3", "speculators"):
@@ -265,7 +265,7 @@ def test_the_command_writes_a_format_with_a_card(
         assert (tmp_path / form / "config.json").is_file() and "vllm serve" in (
             tmp_path / form / "README.md"
         ).read_text()
-    assert "policy (`Qwen/Qwen3-0.6B` with the teacher `large/model`, v" in (tmp_path / "eagle3/README.md").read_text()
+    assert "policy (`smollm2-135m` with the teacher `large/model`, v" in (tmp_path / "eagle3/README.md").read_text()
     export_command.export("run", "eagle3", tmp_path / "int8", None, run_dir.parent, "int8")
     assert "have INT8 weights" in (tmp_path / "int8" / "README.md").read_text()
     assert (
