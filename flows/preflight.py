@@ -31,7 +31,7 @@ from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
-from specrl.tracking import RUN_ID_FILE
+from specrl.tracking import run_id_of
 from specrl.tracking.store import check_server
 from specrl.tracking.weights_biases import check_wandb
 
@@ -48,8 +48,10 @@ def check(config: Config, *, dry_run: bool = False) -> None:
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    warnings = [*doubts(config), *_teacher_doubts(config), *_shared_databases(config), *_options_of_plugins(config)]
-    for line in [*warnings, *(_reward_doubts(config) if dry_run else [])]:
+    source = _source_folder(config)
+    warnings = [*doubts(config), *(teacher_doubts(config, source) if source is not None else [])]
+    warnings += [*_shared_databases(config), *_options_of_plugins(config), *(_reward_doubts(config) if dry_run else [])]
+    for line in warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
 
@@ -62,11 +64,6 @@ def doubts(config: Config) -> list[str]:
         f"drafter.online_lr = {rate:g} is constant and far from the default, 1e-4: above {high:g} the drafter has been "
         f"accepted less than without training, and below {low:g} it hardly learns; 0 freezes it"
     ]
-
-
-def _teacher_doubts(config: Config) -> list[str]:
-    policy = Path(config.model.source).expanduser()
-    return teacher_doubts(config, policy) if policy.is_dir() else []
 
 
 def _shared_databases(config: Config) -> list[str]:
@@ -137,14 +134,14 @@ def check_model(config: Config) -> list[str]:
 def _chat_problems(config: Config) -> list[str]:
     from specrl.data.rendering import check_chat_template  # imports jinja2
 
-    source = Path(config.model.source).expanduser()
-    if not source.is_dir() and config.model.source != "tiny":
+    source = _source_folder(config)
+    if source is None and config.model.source != "tiny":
         return []  # not here yet
-    template = chat_template(source) if source.is_dir() else None
+    template = None if source is None else chat_template(source)
     if template is None:
         return [
-            f'data.template = "chat": the tokenizer in {source} has no chat template; put one there as '
-            "chat_template.jinja, or give a format string such as {prompt}"
+            f'data.template = "chat": the tokenizer in {source or config.model.source} has no chat template; put one '
+            "there as chat_template.jinja, or give a format string such as {prompt}"
         ]
     try:
         check_chat_template(template, config.data.chat_template_kwargs)
@@ -165,8 +162,8 @@ def check_draft_model(config: Config) -> list[str]:
     if not _shape_is_known(config):
         return []
     own, wanted = hf_config["vocab_size"], model_shape(config.model).vocab_size
-    source = Path(config.model.source).expanduser()
-    if own != wanted or (source.is_dir() and _vocabulary(source) != _vocabulary(directory)):
+    source = _source_folder(config)
+    if own != wanted or (source is not None and _vocabulary(source) != _vocabulary(directory)):
         return [
             f"speculation.draft_model = {directory}: its vocabulary ({own} tokens) is not the policy's ({wanted}); "
             "take a smaller model of the same family"
@@ -176,8 +173,7 @@ def check_draft_model(config: Config) -> list[str]:
 
 def check_teacher_model(config: Config) -> list[str]:
     """Check that `train.teacher` can score the policy's tokens, as far as the policy is here."""
-    policy = Path(config.model.source).expanduser()
-    return _refusals(lambda: check_teacher(config, policy if policy.is_dir() else None))
+    return _refusals(lambda: check_teacher(config, _source_folder(config)))
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
@@ -187,8 +183,7 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 def check_drafter(config: Config) -> list[str]:
     """Check that the drafter of `drafter.source`, unless it is on the hub, can be used as far as its config tells."""
-    policy = Path(config.model.source).expanduser()
-    return _refusals(lambda: check_source_drafter(config, policy if policy.is_dir() else None))
+    return _refusals(lambda: check_source_drafter(config, _source_folder(config)))
 
 
 def check_data(config: Config) -> list[str]:
@@ -243,9 +238,9 @@ def check_tracking(config: Config) -> list[str]:
 
     A run that MLflow knows already goes on without it: what the run logs waits on disk.
     """
-    file, is_known = config.cluster.environment_file, (config.run_dir / RUN_ID_FILE).exists()
+    file, is_new = config.cluster.environment_file, run_id_of(config.run_dir) is None
     return _refusals(
-        lambda: None if is_known else check_server(config),
+        lambda: check_server(config) if is_new else None,
         lambda: check_wandb(config, {} if file is None else read_environment_file(file)),
     )
 
@@ -317,5 +312,10 @@ CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 
 
 def _shape_is_known(config: Config) -> bool:
-    source = config.model.source
-    return source == "tiny" or source in KNOWN_SHAPES or Path(source).expanduser().is_dir()
+    return config.model.source in ("tiny", *KNOWN_SHAPES) or _source_folder(config) is not None
+
+
+def _source_folder(config: Config) -> Path | None:
+    """The folder of the policy before training, where it is here already."""
+    folder = Path(config.model.source).expanduser()
+    return folder if folder.is_dir() else None

@@ -22,7 +22,7 @@ from specrl.lifetime.segments import end_segment, last_recorded_step, read_segme
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.projection.plan import device_bytes
 from specrl.report.results import read_config, readable_config
-from specrl.tracking import RUN_ID_FILE
+from specrl.tracking import run_id_of
 from tasks.display import Reporter
 
 
@@ -41,11 +41,10 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir))
-    run_id = run_dir / RUN_ID_FILE
     for key, job in live_jobs(config).items():
         if key not in (FLOW_KEY, *record.stage_keys.values()):
             reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
-    return Run(config, record, run_id.read_text().strip() if run_id.exists() else "", reporter)
+    return Run(config, record, run_id_of(run_dir) or "", reporter)
 
 
 def begin(config: Config, origin: Continuation | None = None) -> RunRecord:

@@ -7,17 +7,17 @@ it import it.
 
 from specrl.tracking.runs import finish_parent_run, log_cell, log_to_run, stage_run, start_parent_run, sync_run
 from specrl.tracking.sender import SCORE_TAG, registered_version
-from specrl.tracking.store import RUN_ID_FILE, table_address, tracking_uri
+from specrl.tracking.store import run_id_of, table_address, tracking_uri
 from specrl.tracking.tracker import Tracker
 
 __all__ = [
-    "RUN_ID_FILE",
     "SCORE_TAG",
     "Tracker",
     "finish_parent_run",
     "log_cell",
     "log_to_run",
     "registered_version",
+    "run_id_of",
     "stage_run",
     "start_parent_run",
     "sync_run",

@@ -7,8 +7,8 @@ from typing import Any
 
 from specrl.artifacts import read_json
 
-TOKENIZER = "components/tokenizer"  # where, below a model, MLflow looks for it
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TOKENIZER = "components/tokenizer"  # where, below a model, MLflow looks for what `AutoTokenizer` may read
+WEIGHTS = "*.safetensors"
 
 
 def is_policy(folder: Path) -> bool:
@@ -37,10 +37,3 @@ def mlmodel(folder: Path, weights_at: Path | None) -> str:
         **place,
     )
     return str(model.to_yaml())
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """What `AutoTokenizer` may read: all files but the weights."""
-    return [
-        path for path in sorted(folder.iterdir()) if path.is_file() and not any(path.match(name) for name in WEIGHTS)
-    ]

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from specrl.artifacts import append_line, read_file, write_text
 
 FOLDER = "tracking"
-ENTRIES_FILE, FILES_FOLDER = "log.jsonl", "files"
+ENTRIES_FILE, FILES_FOLDER = "log.jsonl", "files"  # the folder has artifacts that lie nowhere else
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,6 @@ class Log:
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
-
-    def new_file(self, name: str) -> Path:
-        """Name the file of an artifact that lies nowhere else, for the caller to write."""
-        path = self.folder / FILES_FOLDER / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
 
 class Arrived(BaseModel):

@@ -21,15 +21,15 @@ from specrl.lineage.source import read_source, source_tags, write_source
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import (
     BENCHMARKS,
-    RUN_ID_FILE,
     DeletedError,
     check_server,
     connect,
     exists,
     experiment_id,
     import_mlflow,
+    run_id_of,
 )
-from specrl.tracking.sync import Syncing, refusals, send
+from specrl.tracking.sync import Syncing, send
 from specrl.tracking.system import LoadMonitor, leave_load, log_load
 from specrl.tracking.tracker import Tracker, relative
 from specrl.tracking.weights_biases import PATIENCE_SECONDS, WandbSending, send_to_wandb
@@ -58,14 +58,14 @@ def start_parent_run(config: Config, description: str = "") -> str:
     Parameters are those of the first call. A run that has an id goes on although its store is away; a new one does not
     begin, as its address is probably wrong. `description` is Markdown.
     """
-    path = config.run_dir / RUN_ID_FILE
+    is_new = run_id_of(config.run_dir) is None
     import_mlflow()
-    if not path.exists():
+    if is_new:
         check_server(config)
     _replace_deleted(config)
     write_source(config.run_dir, source_tags(config))
     tracker = Tracker(Log(config.run_dir))
-    note = {} if path.exists() else {NOTE_TAG: description}  # a run that goes on has a description with results
+    note = {NOTE_TAG: description} if is_new else {}  # a run that goes on has a description with results
     tracker.start(config.name, {**read_source(config.run_dir), **note})
     tracker.log_params(flatten(json.loads(dump_config(config))))
     for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
@@ -73,9 +73,9 @@ def start_parent_run(config: Config, description: str = "") -> str:
             tracker.log_rollouts(file, file.name, context)
     tracker.log_text(dump_config(config), "config.json")
     send(config, [config.run_dir], RESUME_PATIENCE_SECONDS)
-    if not path.exists():
+    if (run_id := run_id_of(config.run_dir)) is None:
         raise ConfigError(f"MLflow does not create a run of {config.name}; the log says why")
-    return path.read_text().strip()
+    return run_id
 
 
 def _replace_deleted(config: Config) -> None:
@@ -87,7 +87,7 @@ def _replace_deleted(config: Config) -> None:
         client = connect(config)
         experiment_id(client, config)
         for folder in [config.run_dir, *stage_folders(config.run_dir)]:
-            if (run_id := _run_id(folder)) is not None and not exists(client, run_id):
+            if (run_id := run_id_of(folder)) is not None and not exists(client, run_id):
                 logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
                 Sent(Log(folder)).forget()
     except (MlflowException, SQLAlchemyError) as error:  # it is away: whoever sends something says so
@@ -108,10 +108,10 @@ def finish_parent_run(
     sent = {entry.values["path"]: entry.time_ms for entry in log.entries() if entry.kind == "artifact"}
     tracker = Tracker(log)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
-    for folder, paths in (files or {}).items():
+    for folder, path in [(folder, path) for folder, paths in (files or {}).items() for path in paths]:
         # What has not changed since it was logged is not logged, and sent, again each time that the run is resumed.
-        old = {path for path in paths if sent.get(relative(path, log.owner), 0) > 1000 * path.stat().st_mtime}
-        log_artifacts(tracker, {folder: [path for path in paths if path not in old]})
+        if sent.get(relative(path, log.owner), 0) <= 1000 * path.stat().st_mtime:
+            tracker.log_artifact(path, folder or None)
     if responses:
         tracker.log_table(responses, RESPONSES_FILE)
     tracker.end(status)
@@ -134,7 +134,7 @@ def sync_run(config: Config, patience_s: float, limit_s: float | None = None) ->
     if unsent := send(config, folders, patience_s, limit_s):
         names = ", ".join(folder.name for folder in unsent)
         lines.append(f"MLflow does not answer; what {names} logged still waits on disk")
-    if refused := refusals(folders):
+    if refused := [reason for folder in folders for reason in Sent(Log(folder)).now.missing.values() if reason]:
         lines.append(f"MLflow refuses {len(refused)} entries of {config.name}, the first because: {refused[0]}")
     return lines if limit_s is not None or config.tracking.wandb == "off" else lines + send_to_wandb(config, folders)
 
@@ -152,7 +152,7 @@ def log_to_run(
     config: Config, metrics: Mapping[str, float], texts: Mapping[str, str], tags: Mapping[str, str] | None = None
 ) -> None:
     """Add metrics, tags, and texts by the artifacts' names to a run, ended or not; to none without an MLflow run."""
-    if not (config.run_dir / RUN_ID_FILE).exists():
+    if run_id_of(config.run_dir) is None:
         return
     tracker = Tracker(Log(config.run_dir))
     if metrics:
@@ -161,12 +161,6 @@ def log_to_run(
         tracker.log_text(text, name)
     tracker.log_tags(tags or {})
     _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
-
-
-def log_artifacts(tracker: Tracker, files: Files) -> None:
-    for folder, paths in files.items():
-        for path in paths:
-            tracker.log_artifact(path, folder or None)
 
 
 def log_cell(
@@ -190,7 +184,8 @@ def log_cell(
         tracker.log_params(params)
         for number, row in enumerate(rows):
             tracker.log_metrics(row_metrics(row), number)
-        log_artifacts(tracker, {"": files})
+        for path in files:
+            tracker.log_artifact(path)
         tracker.end("FINISHED" if error is None else "FAILED")
     if send(config, [folder], FLOW_PATIENCE_SECONDS):
         logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", name)
@@ -214,14 +209,9 @@ def unended(run_dir: Path) -> list[Log]:
     """
     record = read_record(run_dir)
     present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()
-    goes_on = {_run_id(folder) for folder in present} - {None}
-    folders = [folder for folder in stage_folders(run_dir) if folder in present or _run_id(folder) not in goes_on]
+    goes_on = {run_id_of(folder) for folder in present} - {None}
+    folders = [folder for folder in stage_folders(run_dir) if folder in present or run_id_of(folder) not in goes_on]
     return [log for log in map(Log, folders) if (last := last_of(log)) is not None and last.kind == "start"]
-
-
-def _run_id(folder: Path) -> str | None:
-    path = folder / RUN_ID_FILE
-    return path.read_text().strip() if path.exists() else None
 
 
 def last_of(log: Log) -> Entry | None:

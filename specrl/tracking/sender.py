@@ -16,9 +16,9 @@ from specrl.artifacts import write_text
 from specrl.config import Config
 from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
-from specrl.tracking.flavour import TOKENIZER, is_policy, mlmodel, tokenizer_files
+from specrl.tracking.flavour import TOKENIZER, WEIGHTS, is_policy, mlmodel
 from specrl.tracking.log import Entry, Log, Sent
-from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id
+from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id, run_id_of
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
@@ -33,12 +33,12 @@ class RefusedError(Exception):
 class MlflowSender:
     """Sends the entries of one log to the MLflow run of the log's owner, a run or a stage."""
 
-    def __init__(self, client: Any, config: Config, log: Log) -> None:
-        self._client, self._config, self._log = client, config, log
-        self._id_path = log.owner / RUN_ID_FILE
+    def __init__(self, client: Any, config: Config, sent: Sent) -> None:
+        self._client, self._config, self._sent, self._log = client, config, sent, sent.log
+        self._id_path = sent.log.owner / RUN_ID_FILE
 
-    def send(self, entries: Sequence[Entry], versions: dict[str, str]) -> None:
-        """Send one entry, or several metrics of one run; add the numbers of new model versions to `versions`.
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Send one entry, or several metrics of one run.
 
         Raises RefusedError where MLflow does not take them, FileNotFoundError where what was to be sent has been
         removed, and whatever the clients raise where MLflow or its artifact store is away.
@@ -48,8 +48,6 @@ class MlflowSender:
         try:
             if entries[0].kind == "metrics":
                 self._send_metrics(entries)
-            elif entries[0].kind == "model":
-                versions |= self._register(entries[0])
             else:
                 SENDERS[entries[0].kind](self, entries[0])
         except MlflowException as error:
@@ -65,8 +63,7 @@ class MlflowSender:
     def _parent(self) -> str | None:
         """The pipeline's run: the one in whose folder the log's first entry names it, or what was made in its place."""
         named: str | None = next(self._log.entries()).values.get("parent")
-        path = self._config.run_dir / RUN_ID_FILE
-        return path.read_text().strip() if named and path.exists() else named
+        return named and (run_id_of(self._config.run_dir) or named)
 
     def _send_metrics(self, entries: Sequence[Entry]) -> None:
         from mlflow.entities import Metric
@@ -93,8 +90,7 @@ class MlflowSender:
         write_text(self._id_path, run_id + "\n")
 
     def _find(self, entry: Entry) -> str | None:
-        noted = self._id_path.read_text().strip() if self._id_path.exists() else None
-        if noted is not None:
+        if (noted := run_id_of(self._log.owner)) is not None:
             return noted if exists(self._client, noted) else None
         asked = f"attributes.start_time = {entry.time_ms} and attributes.run_name = '{entry.values['name']}'"
         found = self._client.search_runs([self._experiment(self._parent)], asked, max_results=1)
@@ -174,10 +170,14 @@ class MlflowSender:
         tags = [InputTag("mlflow.data.context", entry.values["context"])]
         self._client.log_inputs(self._run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
-    def _register(self, entry: Entry) -> dict[str, str]:
+    def model(self, entry: Entry) -> None:
+        """Upload and register a model, and note the number of its version."""
         name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id
-        self._upload(entry, folder, entry.values["without"])
-        self._upload_flavour(entry, folder)
+        without, path = entry.values["without"], self._find_file(entry.values["path"])
+        self._upload(entry, folder, without)
+        if is_policy(path):
+            self._upload(entry, f"{folder}/{TOKENIZER}", WEIGHTS)
+            self._client.log_text(run_id, mlmodel(path, path if without else None), f"{folder}/MLmodel")
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name)
         source = f"{self._client.get_run(run_id).info.artifact_uri}/{folder}"
@@ -188,15 +188,7 @@ class MlflowSender:
             created = self._client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0)
             numbers = [str(created.version)]
         self._set_best(name, numbers[0], entry.values["tags"])
-        return {name: numbers[0]}
-
-    def _upload_flavour(self, entry: Entry, folder: str) -> None:
-        path, run_id = self._find_file(entry.values["path"]), self._run_id
-        if not is_policy(path):
-            return
-        for file in tokenizer_files(path):
-            self._client.log_artifact(run_id, str(file), f"{folder}/{TOKENIZER}")
-        self._client.log_text(run_id, mlmodel(path, path if entry.values["without"] else None), f"{folder}/MLmodel")
+        self._sent.now.versions[name] = numbers[0]
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """The alias `latest` is MLflow's own, and always the newest version."""
@@ -215,8 +207,9 @@ SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
     "tags": MlflowSender.tags,
     "artifact": MlflowSender.artifact,
     "dataset": MlflowSender.dataset,
+    "model": MlflowSender.model,
 }
-"""All but metrics, which are sent together, and models, which get a number."""
+"""All but metrics, which are sent together."""
 
 
 def registered_version(stage_dir: Path, name: str) -> str | None:

@@ -59,6 +59,12 @@ class DeletedError(ConfigError):
     """MLflow has what is needed as deleted, and takes nothing for it until it is restored."""
 
 
+def run_id_of(folder: Path) -> str | None:
+    """The id of the MLflow run of a run's or a stage's folder; None where nothing has been sent yet."""
+    path = folder / RUN_ID_FILE
+    return path.read_text().strip() if path.exists() else None
+
+
 def tracking_uri(config: Config) -> str:
     """Where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
 

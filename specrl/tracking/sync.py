@@ -126,9 +126,9 @@ class Syncing:
 
     def _send(self, entries: Sequence[Entry]) -> None:
         self._sent.log.flush()
-        self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent.log)
+        self._sender = self._sender or MlflowSender(connect(self._config), self._config, self._sent)
         try:
-            self._sender.send(entries, self._sent.now.versions)
+            self._sender.send(entries)
         except RefusedError as error:
             if entries[0].kind == "start":  # without its run, nothing else can be sent
                 raise
@@ -205,8 +205,3 @@ def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: fl
             return [*late, *waiting[number:]]  # the others would wait for the same store
         late += [folder] if Sent(Log(folder)).waits() else []
     return late
-
-
-def refusals(folders: Sequence[Path]) -> list[str]:
-    """Why MLflow refuses entries of these folders, a reason for each."""
-    return [reason for folder in folders for reason in Sent(Log(folder)).now.missing.values() if reason]

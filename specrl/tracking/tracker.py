@@ -12,13 +12,13 @@ from typing import Any
 
 from specrl.artifacts import write_text
 from specrl.metrics import find_metric
-from specrl.tracking.log import Log
+from specrl.tracking.flavour import WEIGHTS
+from specrl.tracking.log import FILES_FOLDER, Log
 from specrl.tracking.tensorboard import EventFile
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-WEIGHTS = "*.safetensors"
 TABLES_TAG = "mlflow.loggedArtifacts"
 
 
@@ -91,8 +91,9 @@ class Tracker:
         """Save a text as the artifact `name`, such as `config.json`."""
 
         def write(log: Log) -> None:
-            write_text(log.new_file(name), text)
-            log.append("artifact", path=relative(log.new_file(name), log.owner), folder=name.rpartition("/")[0] or None)
+            path = log.folder / FILES_FOLDER / name
+            write_text(path, text)
+            log.append("artifact", path=relative(path, log.owner), folder=name.rpartition("/")[0] or None)
 
         self._write(write)
 
