@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 from urllib.request import ProxyHandler, build_opener
@@ -18,7 +19,7 @@ from filelock import FileLock
 
 from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
-from specrl.processes import end_with_parent, free_port, reach_loopback
+from specrl.processes import end_helper, end_with_parent, free_port, reach_loopback, start_helper
 
 IDLE_SECONDS = 180  # how long the server may do nothing before it answers, for less than `WORK_SECONDS` of CPU time
 WORK_SECONDS = 1
@@ -77,16 +78,10 @@ class PrefectServer:
         password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
         environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the flow, which needs the server to say that it was cancelled
-                umask=PRIVATE,  # its database has the configurations of all runs, whoever may read this one
-            )
+        with self.log.open("a") as log:
+            self.process, command = start_helper("flows.server", environment, log)
+        with contextlib.suppress(OSError):  # it has ended already, as `wait` will find
+            command.send(port)
         return self
 
     def wait(self) -> None:
@@ -113,11 +108,7 @@ class PrefectServer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.process is not None:
             self._lock.release()
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            self.process.kill()
-            self.process.wait()
+            end_helper(self.process)
             del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
         from httpx import HTTPError, TransportError  # by Prefect's client, which is slow to import
 
@@ -137,29 +128,27 @@ def mark_crashed_flows(run_dir: Path) -> None:
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import State, StateType
+    from prefect.client.schemas.objects import State
     from prefect.states import Crashed
 
-    running = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+    running = {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
+    flows = filters.FlowRunFilter.model_validate({"name": {"any_": [str(run_dir)]}, **running})
+    tasks = filters.TaskRunFilter.model_validate(running)
     crashed: State[None] = Crashed(message="its process was killed")
     with get_client(sync_client=True) as client:
-        flows = filters.FlowRunFilter(
-            name=filters.FlowRunFilterName(any_=[str(run_dir)]),
-            state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=running)),
-        )
-        of_type = filters.TaskRunFilterStateType(any_=running)
-        tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=of_type, name=None))
         for task in client.read_task_runs(flow_run_filter=flows, task_run_filter=tasks):
             client.set_task_run_state(task.id, crashed, force=True)
         for flow in client.read_flow_runs(flow_run_filter=flows):
             client.set_flow_run_state(flow.id, crashed, force=True)
 
 
-def serve(port: int, parent: int) -> None:
-    """Serve Prefect's API on the loopback interface until the parent process ends in any way."""
+def main(command: Connection) -> None:
+    """Serve Prefect's API on the loopback interface until the process of the command ends in any way."""
     import uvicorn
 
-    end_with_parent(parent, signal.SIGTERM)
+    end_with_parent(command.recv(), signal.SIGTERM)
+    os.umask(PRIVATE)  # its database has the configurations of all runs, whoever may read this one
+    port = command.recv()
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 
@@ -169,7 +158,3 @@ def _answers(url: str) -> bool:
     with contextlib.suppress(OSError), direct.open(url, timeout=2) as response:
         return bool(response.status == 200)
     return False
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]))

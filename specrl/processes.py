@@ -26,6 +26,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(15_000, 32_000)
@@ -50,12 +51,13 @@ OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 
 def start_helper(
-    module: str, environment: Mapping[str, str] | None = None
+    module: str, environment: Mapping[str, str] | None = None, output: IO[str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `main` of a module, and return it with this end of a connection to it.
 
     `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
-    the two. The process ends with the thread that has started it. It imports what `module` imports, and no more.
+    the two. The process ends with the thread that has started it. It imports what `module` imports, and no more. What
+    it prints goes to `output`, by default where this process prints.
     """
     connection, remote = Pipe()
     with remote:
@@ -63,6 +65,8 @@ def start_helper(
             [sys.executable, "-c", HELPER, module, str(remote.fileno())],
             env={"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)},
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             pass_fds=[remote.fileno()],
             start_new_session=True,  # a terminal's Ctrl-C does not reach it, and `end_helper` ends all it has started
         )

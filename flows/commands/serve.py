@@ -1,7 +1,7 @@
 """`specrl serve` and `specrl deploy`: run a configuration on a schedule.
 
-`python -m flows.commands.serve PARENT` is the process that `specrl serve` starts: it waits for the scheduled times and
-starts a flow at each. Signals to `specrl serve` reach neither it nor its flows unless they are passed on.
+A helper process of `specrl serve`, whose `main` is here, waits for the scheduled times and starts a flow at each.
+Signals to `specrl serve` reach neither it nor its flows unless they are passed on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from zoneinfo import available_timezones
 
 from rich.console import Console
@@ -28,7 +28,7 @@ from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
-from specrl.processes import end_with_parent
+from specrl.processes import end_with_parent, start_helper
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
 
@@ -54,13 +54,20 @@ def serve(
         noted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: noted.append(number))
-        with _started_runner(config, cron, zone) as runner:
+        runner, connection = start_helper(__name__)
+        try:
+            with contextlib.suppress(OSError):  # it ended at once; its own lines say why
+                connection.send((config.name, cron, zone, json.loads(dump_config(config))))
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
                 time.sleep(LOOK_SECONDS)
             for line in _end_flows(runner, config.runs_dir, noted):
                 print_line(console, line)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(runner.pid, signal.SIGKILL)  # and the flows in its session
+            runner.wait()
 
 
 def deploy(
@@ -84,17 +91,6 @@ def deploy(
 
 
 def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overrides: list[str] | None) -> Config:
-    check_cron(cron)
-    if zone not in available_timezones():
-        raise ConfigError(f"--time-zone {zone!r}: allowed: a name such as UTC or Europe/Berlin")
-    config = load(config_path, cluster, overrides)
-    restrict(config.cluster)
-    check(config)
-    return config
-
-
-def check_cron(cron: str) -> None:
-    """Raise a ConfigError unless `cron` is a schedule of five cron fields."""
     allowed = 'five cron fields (minute hour day month weekday), such as "0 2 * * *"'
     if len(cron.split()) != 5:  # Prefect also accepts names such as @daily, and a sixth field, of seconds
         raise ConfigError(f"--cron {cron!r}: {len(cron.split())} fields; allowed: {allowed}")
@@ -105,31 +101,15 @@ def check_cron(cron: str) -> None:
         CronSchedule(cron=cron)
     except ValueError as error:
         raise ConfigError(f"--cron {cron!r}: Prefect cannot read it; allowed: {allowed}") from error
+    if zone not in available_timezones():
+        raise ConfigError(f"--time-zone {zone!r}: allowed: a name such as UTC or Europe/Berlin")
+    config = load(config_path, cluster, overrides)
+    restrict(config.cluster)
+    check(config)
+    return config
 
 
-@contextlib.contextmanager
-def _started_runner(config: Config, cron: str, zone: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process that starts scheduled runs, in a session with its flows; at the end all of them are gone."""
-    runner = subprocess.Popen(
-        [sys.executable, "-m", "flows.commands.serve", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert runner.stdin is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it ended at once; its own lines say why
-            schedule = {"name": config.name, "cron": cron, "zone": zone, "config": json.loads(dump_config(config))}
-            runner.stdin.write(json.dumps(schedule))
-            runner.stdin.close()
-        yield runner
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(runner.pid, signal.SIGKILL)
-        runner.wait()
-
-
-def _flows_of(runner: subprocess.Popen[str], runs_dir: Path) -> Iterator[tuple[Path, int]]:
+def _flows_of(runner: subprocess.Popen[bytes], runs_dir: Path) -> Iterator[tuple[Path, int]]:
     """The runs that flows of the runner work on, and the process of each flow."""
     for run_dir in list_runs(runs_dir):
         flow = holder_of(run_dir)
@@ -138,7 +118,7 @@ def _flows_of(runner: subprocess.Popen[str], runs_dir: Path) -> Iterator[tuple[P
                 yield run_dir, flow
 
 
-def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[int]) -> Iterator[str]:
+def _end_flows(runner: subprocess.Popen[bytes], runs_dir: Path, noted: list[int]) -> Iterator[str]:
     """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
 
     SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
@@ -160,23 +140,20 @@ def _end_flows(runner: subprocess.Popen[str], runs_dir: Path, noted: list[int]) 
         yield f"run {run_dir.name}: {words or 'no job of it was running'}; specrl resume {run_dir} continues the run"
 
 
-def _run_schedule(parent: int, schedule: dict[str, Any]) -> None:
-    """Start a flow at each scheduled time, until this process or its `parent` ends."""
-    end_with_parent(parent, signal.SIGTERM)
+def main(command: Connection) -> None:
+    """Start a flow at each scheduled time, until this process or that of the command ends."""
+    end_with_parent(command.recv(), signal.SIGTERM)
+    name, cron, zone, config = command.recv()
     from prefect.schedules import Cron
     from prefect.types.entrypoint import EntrypointType
 
     from flows.scheduled import scheduled
 
     scheduled.serve(
-        name=schedule["name"],
-        schedule=Cron(schedule["cron"], timezone=schedule["zone"]),
-        parameters={"config": schedule["config"]},
+        name=name,
+        schedule=Cron(cron, timezone=zone),
+        parameters={"config": config},
         limit=1,  # one run has the machine, or the allocation, to itself
         print_starting_message=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-
-
-if __name__ == "__main__":
-    _run_schedule(int(sys.argv[1]), json.load(sys.stdin))

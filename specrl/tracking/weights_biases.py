@@ -1,7 +1,8 @@
 """Weights & Biases: a run for each log, in the group of the pipeline's run, with its configuration and metrics.
 
 A process of its own sends the log, from disk as all trackers do: the library changes how its process ends, and waits
-there for servers that are away. It ends once its standard input does, so that nothing is left of a job that was killed.
+there for servers that are away. It ends once its connection to the stage does, so that nothing is left of a job that
+was killed.
 
 The step of W&B is the position of an entry in the log, so that a run that is resumed says from where on it lacks
 something; charts are drawn over `step`. A file of offline mode cannot be appended to: it is written when the job ends,
@@ -19,10 +20,10 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ from filelock import FileLock
 
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import Config, ConfigError, dump_config
-from specrl.processes import OTHERS_SIGNALS, is_locked
+from specrl.processes import OTHERS_SIGNALS, is_locked, start_helper
 from specrl.tracking.log import Entry, Log, Sent
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class WandbSending:
     """Sends a log from now on until `close`; nothing where `tracking.wandb` is off. It never raises."""
 
     def __init__(self, config: Config, log: Log) -> None:
-        self._log, self._process = log, None
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
         if config.tracking.wandb == "off":
             return
         folder = config.run_dir / FOLDER
@@ -63,40 +65,25 @@ class WandbSending:
             "run_group": config.name,
             "run_job_type": "run" if log.owner == config.run_dir else log.owner.name.rpartition("-")[0],
         }
-        asked = [str(log.owner), str(folder), json.loads(dump_config(config)), settings]
         try:
             for path in (folder, log.folder, log.folder / FOLDER):  # the run may be somebody else's
                 if path.is_symlink():
                     raise OSError(f"{path} is a link")
-            self._process = self._start(json.dumps(asked))
+            log.folder.mkdir(parents=True, exist_ok=True)
+            output_file = log.folder / OUTPUT_FILE
+            output_file.unlink(missing_ok=True)
+            environment = {**ENVIRONMENT, "WANDB_CACHE_DIR": str(log.folder / FOLDER), **os.environ}
+            with output_file.open("x") as output:
+                self._process, self._connection = start_helper(__name__, environment, output)
+            self._connection.send((log.owner, folder, json.loads(dump_config(config)), settings))
         except OSError as error:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
 
-    def _start(self, asked: str) -> subprocess.Popen[str]:
-        self._log.folder.mkdir(parents=True, exist_ok=True)
-        output_file = self._log.folder / OUTPUT_FILE
-        output_file.unlink(missing_ok=True)
-        with output_file.open("x") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
-                env={**ENVIRONMENT, "WANDB_CACHE_DIR": str(self._log.folder / FOLDER), **os.environ},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # what interrupts a flow must not keep the end of it from being sent
-            )
-        assert process.stdin is not None
-        process.stdin.write(asked + "\n")
-        process.stdin.flush()
-        return process
-
     def close(self, patience_s: float = PATIENCE_SECONDS) -> str | None:
         """Send what waits and end; return why that was not everything."""
-        if self._process is None or self._process.stdin is None:
+        if self._process is None:
             return None
-        with contextlib.suppress(OSError):  # it has ended, and its exit status says how
-            self._process.stdin.close()
+        self._connection.close()
         try:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -138,15 +125,17 @@ def _last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def main() -> None:
-    """Send the log that a line of JSON on standard input names, until that ends."""
+def main(stage: Connection) -> None:
+    """Send the log that the stage names, until the connection to it ends."""
     for number in OTHERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # before W&B starts a process of its own
-    owner, files, config, settings = json.loads(sys.stdin.readline())
-    log, ended = Log(Path(owner)), threading.Event()
+    stage.recv()  # the stage's process, whose end this one survives until all is sent
+    owner, files, config, settings = stage.recv()
+    log, ended = Log(owner), threading.Event()
 
     def watch() -> None:
-        sys.stdin.read()
+        with contextlib.suppress(EOFError, OSError):
+            stage.recv()
         ended.set()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -154,7 +143,7 @@ def main() -> None:
         if settings["mode"] == "offline":
             ended.wait()
         if not ended.is_set() or not Sent(log, TRACKER).is_complete():
-            send(log, start_run(log, config, settings, ended), ended, Path(files))
+            send(log, start_run(log, config, settings, ended), ended, files)
         shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
 
 
