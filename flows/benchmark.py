@@ -32,7 +32,7 @@ from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import file_digest, model_fingerprint
 from specrl.report.results import find_stages
-from specrl.tracking import log_cell
+from specrl.tracking.runs import log_cell
 from tasks.display import Reporter
 from tasks.run import end_jobs, forget_stop, work
 

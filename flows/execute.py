@@ -28,8 +28,7 @@ from specrl.report.description import describe, headline
 from specrl.report.results import readable_config
 from specrl.report.summary import SUMMARY_FILE, render_summary
 from specrl.report.tables import print_line
-from specrl.tracking import finish_parent_run, start_parent_run
-from specrl.tracking.runs import Status
+from specrl.tracking.runs import Status, finish_parent_run, start_parent_run
 from tasks.detached import IN_JOB, submit_flow
 from tasks.run import begin, forget_stop
 

@@ -17,7 +17,7 @@ from prefect.flows import Flow
 from flows.server import PASSWORD, USER
 from specrl.report.html import write_report
 from specrl.report.summary import SUMMARY_FILE, write_summary
-from specrl.tracking import log_to_run
+from specrl.tracking.runs import log_to_run
 from tasks.display import make_reporter
 from tasks.run import cancel_jobs, open_run
 from tasks.stages import calibrate, export, prepare, pretrain, train, validate

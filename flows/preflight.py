@@ -31,8 +31,7 @@ from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
-from specrl.tracking import run_id_of
-from specrl.tracking.store import check_server
+from specrl.tracking.store import check_server, run_id_of
 from specrl.tracking.weights_biases import check_wandb
 
 GIB = 2**30

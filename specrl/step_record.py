@@ -24,7 +24,7 @@ from specrl.rollout.bubbles.generator import StepRollouts
 from specrl.rollout.drafts.acceptance import DRAFTER, SpeculationStats
 from specrl.schemas import MERGED, Rollout, merge_ranks, rollout_path, write_rollouts
 from specrl.timeline import RankTimeline, Timer, bubble_metrics, rank_spans
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 

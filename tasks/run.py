@@ -22,7 +22,7 @@ from specrl.lifetime.segments import end_segment, last_recorded_step, read_segme
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.projection.plan import device_bytes
 from specrl.report.results import read_config, readable_config
-from specrl.tracking import run_id_of
+from specrl.tracking.store import run_id_of
 from tasks.display import Reporter
 
 

@@ -33,7 +33,7 @@ from specrl.config import ConfigError
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
-from specrl.tracking import log_to_run
+from specrl.tracking.runs import log_to_run
 
 OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that change a benchmark's jobs alone
 SECTION_MINUTES = 20  # the longest that a section of `bench gpu` may take

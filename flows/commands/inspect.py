@@ -183,7 +183,7 @@ def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     table of the runs and holds a token, without which other users of the machine see nothing.
     """
     from flows.mlflow_ui import TOKEN  # imports starlette
-    from specrl.tracking import table_address, tracking_uri
+    from specrl.tracking.store import table_address, tracking_uri
 
     if not runs_dir.is_dir():
         raise ConfigError(f"no runs in {runs_dir.absolute()}, which is no folder")

@@ -30,7 +30,7 @@ from specrl.lineage.history import CHANGES
 from specrl.report.curve import curve_rows
 from specrl.report.results import find_stages, finished_steps, job_id_of, readable, readable_config, seconds_of
 from specrl.report.tables import print_line, print_table
-from specrl.tracking import registered_version
+from specrl.tracking.sender import registered_version
 
 SUMMARY_FILE = "summary.json"
 SOURCES = {

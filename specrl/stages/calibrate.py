@@ -10,7 +10,7 @@ from specrl.context import StageContext
 from specrl.precision.recipe import edge_layers, write_recipe
 from specrl.schemas import read_folder
 from specrl.stages.rank import stage_rank
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.calibration.calibration import (
     Calibration,
     calibrate,

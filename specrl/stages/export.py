@@ -29,7 +29,8 @@ from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.engine import start_engine
 from specrl.stages.rank import stage_rank
-from specrl.tracking import SCORE_TAG, Tracker
+from specrl.tracking.sender import SCORE_TAG
+from specrl.tracking.tracker import Tracker
 from specrl.training import lora
 from specrl.validation.answering import held_out_sets, measure_acceptance
 

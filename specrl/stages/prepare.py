@@ -24,7 +24,7 @@ from specrl.models.layout import check_teacher
 from specrl.models.sources import check_model_fits_method, load_tokenizer, materialise_model
 from specrl.progress import Progress
 from specrl.stages.rank import stage_rank
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.checkpoint.policy_folder import write_policy_folder
 
 logger = logging.getLogger(__name__)

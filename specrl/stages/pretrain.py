@@ -23,7 +23,7 @@ from specrl.rollout.conversations import open_conversations
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout, read_rollouts, rollout_path, write_rollouts
 from specrl.stages.rank import stage_rank
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.batches import pack
 from specrl.training.checkpoint.load import load_drafter_state
 from specrl.training.drafter.drafters import load_drafter, new_drafter, pretrain, save_drafter

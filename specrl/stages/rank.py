@@ -9,7 +9,8 @@ from specrl import logs
 from specrl.context import StageContext
 from specrl.distributed import Ranks, join, leave
 from specrl.progress import Progress
-from specrl.tracking import Tracker, stage_run
+from specrl.tracking.runs import stage_run
+from specrl.tracking.tracker import Tracker
 
 
 @contextmanager

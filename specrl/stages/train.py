@@ -52,7 +52,7 @@ from specrl.step_record import (
     read_steps,
     timing_share,
 )
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training import lora
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import load

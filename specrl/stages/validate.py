@@ -31,7 +31,7 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
 from specrl.stages.rank import stage_rank
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.validation.answering import HeldOutSet, answer, held_out_sets
 from specrl.validation.exactness import check, exactness_metrics, measure_exactness
 from specrl.validation.speed import NextStep, matched_pair

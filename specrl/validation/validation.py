@@ -11,7 +11,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import RewardPool
 from specrl.distributed import Ranks
 from specrl.rollout.engine import Engine
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.validation.answering import FOLDER, LastAnswers, answer, held_out_sets
 from specrl.validation.stopping import best_of
 

@@ -25,7 +25,7 @@ from specrl.rollout.refit.load import Refit
 from specrl.rollout.vllm.weights.comparison import Expected
 from specrl.schemas import Rollout, read_rollouts, write_rollouts
 from specrl.stages.train import build
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.drafter.drafters import new_drafter, save_drafter
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch

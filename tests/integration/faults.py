@@ -27,7 +27,7 @@ from specrl.loop import Trainer
 from specrl.progress import Progress
 from specrl.stages import train
 from specrl.stages.validate import check_exactness
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.drafter.io import MAPPINGS
 
 SHORT_POSITIONS = 16

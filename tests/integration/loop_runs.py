@@ -45,8 +45,9 @@ from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages import train
 from specrl.stages.train import finish
 from specrl.stages.validate import measure_speed
-from specrl.tracking import Tracker, stage_run, start_parent_run
+from specrl.tracking.runs import stage_run, start_parent_run
 from specrl.tracking.store import RUN_ID_FILE
+from specrl.tracking.tracker import Tracker
 from specrl.training.drafter.trainer import Drafter
 from specrl.validation.speed import NextStep
 from tests.exactness.toy import LAYERS, likely_tokens, policy_weights, write_policy

@@ -13,7 +13,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small kernel takes long
 from specrl.config import STAGES, Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS
-from specrl.tracking import start_parent_run
+from specrl.tracking.runs import start_parent_run
 from tests.forks import fork, import_engine, wait
 
 Sections = Mapping[str, Mapping[str, Any]]

@@ -16,7 +16,8 @@ from mlflow import MlflowClient
 from specrl.artifacts import PrepareResult, write_result, write_text
 from specrl.config import Config, dump_config
 from specrl.report.results import read_config
-from specrl.tracking import start_parent_run, tracking_uri
+from specrl.tracking.runs import start_parent_run
+from specrl.tracking.store import tracking_uri
 from tests.exactness.toy import policy_weights, write_policy
 from tests.integration.finished_run import write_finished_run
 from tests.integration.pipeline_runs import finish, kill, specrl

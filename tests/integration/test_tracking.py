@@ -28,19 +28,13 @@ from specrl.models.tiny import write_tiny_model
 from specrl.report.samples import response_rows
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.export import lineage_tags, register
-from specrl.tracking import (
-    Tracker,
-    finish_parent_run,
-    log_to_run,
-    registered_version,
-    runs,
-    stage_run,
-    start_parent_run,
-    sync,
-    tracking_uri,
-)
+from specrl.tracking import runs, sync
 from specrl.tracking.log import Log, Sent
+from specrl.tracking.runs import finish_parent_run, log_to_run, stage_run, start_parent_run
+from specrl.tracking.sender import registered_version
+from specrl.tracking.store import tracking_uri
 from specrl.tracking.sync import Syncing
+from specrl.tracking.tracker import Tracker
 from tests.mlflow_server import MlflowServer, Mode, Proxy
 
 TAGS = {"policy_version": "8", "specrl.score": "0.5"}

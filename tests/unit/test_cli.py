@@ -483,7 +483,7 @@ def test_the_last_error_of_a_traceback_is_one_line() -> None:
 
 def test_importing_the_flows_imports_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys, flows.cli, flows.pipeline, flows.commands.run, slurm.entry, specrl.tracking\n"
+        "import sys, flows.cli, flows.pipeline, flows.commands.run, slurm.entry, specrl.tracking.runs\n"
         "print([name for name in ('torch', 'vllm', 'mlflow', 'transformers', 'megatron') if name in sys.modules])"
     )
     root = Path(__file__).parents[2]

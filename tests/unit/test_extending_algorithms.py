@@ -21,7 +21,7 @@ from specrl.data.rewards import functions as rewards
 from specrl.data.rewards.environments import Turn, make_environment, play
 from specrl.data.rewards.functions import make_rewards
 from specrl.keys import run_keys
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from tests.contributing import write_files
 
 

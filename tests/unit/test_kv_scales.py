@@ -25,7 +25,7 @@ from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.step_record import StepRecorder
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.manifest import read_manifest

@@ -21,8 +21,8 @@ from specrl.rollout.refit.drafter_guard import GuardReport
 from specrl.stages.train import load_best, precision_report
 from specrl.step_record import StepRecord, StepRecorder, read_steps
 from specrl.timeline import Bubble, RankTimeline, Timer, rank_spans
-from specrl.tracking import Tracker
 from specrl.tracking.log import Log
+from specrl.tracking.tracker import Tracker
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention
 from specrl.training.checkpoint.load import TrainState
 from tests.unit.test_checkpoint import ToyPolicy, flip

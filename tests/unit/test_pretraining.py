@@ -27,7 +27,7 @@ from specrl.processes import free_port
 from specrl.progress import Progress
 from specrl.schemas import Rollout, rollout_path, write_rollouts
 from specrl.stages.pretrain import answer_prompts, pretrain_drafter
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.drafter.drafters import pretrain, windows
 from specrl.training.drafter.resume import TrainingCheckpoints

@@ -15,7 +15,7 @@ from specrl.distributed import Ranks
 from specrl.events import read_events
 from specrl.loop import Trainer
 from specrl.step_record import StepRecorder
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.validation.stopping import lost_signals
 from tests.unit.test_loop import record_of
 

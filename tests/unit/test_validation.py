@@ -34,7 +34,7 @@ from specrl.lineage.record import Continuation, saved_steps
 from specrl.metrics import find_metric
 from specrl.models.tiny import character_tokenizer
 from specrl.stages.validate import step_speedup
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 from specrl.validation.answering import held_out_sets
 from specrl.validation.scores import SetResponses, bootstrap, pass_at, score_set, wilson
 from specrl.validation.stopping import EarlyStop

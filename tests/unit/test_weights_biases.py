@@ -22,8 +22,8 @@ from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.distributed import Ranks
 from specrl.processes import is_locked
-from specrl.tracking import finish_parent_run, stage_run, start_parent_run
 from specrl.tracking.log import Log, Sent
+from specrl.tracking.runs import finish_parent_run, stage_run, start_parent_run
 from specrl.tracking.tracker import Tracker
 from specrl.tracking.weights_biases import ID_FILE, LOCK_FILE, WandbSending, check_wandb, send_to_wandb
 

@@ -10,7 +10,7 @@ from specrl.context import StageContext
 from specrl.distributed import join, leave
 from specrl.processes import end_with_parent
 from specrl.progress import Progress
-from specrl.tracking import Tracker
+from specrl.tracking.tracker import Tracker
 
 
 def main(parent: Connection) -> None:
