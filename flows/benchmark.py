@@ -38,22 +38,6 @@ from tasks.run import end_jobs, forget_stop, work
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a job asks for beyond a rank of the run."""
-
-    cores: int
-    processes: int  # the number of processes with a model at once, each of which needs a rank's memory
-    gpus: int  # the number of GPUs; 0 on CPUs
-
-    @classmethod
-    def of_two(cls, trainings: Sequence[Resources]) -> Size:
-        """Make room for two trainings that take their steps in turn."""
-        ranks = max(one.ranks for one in trainings)
-        cores = max(one.ranks * one.cpus_per_rank for one in trainings)
-        return cls(cores, 2 * ranks, ranks * max(one.gpus_per_rank for one in trainings))
-
-
-@dataclass(frozen=True)
 class CellJob:
     """A measurement that is a job of its own."""
 
@@ -77,9 +61,11 @@ class CellJob:
         return rows
 
 
-def make_cell(label: str, job: BenchJob, folder: Path, config: Config, size: Size, overrides: Sequence[str]) -> CellJob:
+def make_cell(
+    label: str, job: BenchJob, folder: Path, config: Config, trainings: Sequence[Resources], overrides: Sequence[str]
+) -> CellJob:
     """Make a benchmark a job with a folder of its own; `overrides` are of cluster and resources."""
-    made = job_config(config, size, folder, overrides)
+    made = job_config(config, trainings, folder, overrides)
     key = cell_key(job, place_of(made))
     own = folder / "stages" / key
     context = StageContext(config=made, stage="bench", key=key, stage_dir=own, inputs={}, mlflow_run_id="")
@@ -110,20 +96,21 @@ def place_of(config: Config) -> dict[str, Any]:
     return {**own, "sbatch": gpus, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_rank}
 
 
-def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str]) -> Config:
-    """Make the configuration of a benchmark's job: one task, with the cores and the memory of all its processes."""
+def job_config(config: Config, trainings: Sequence[Resources], folder: Path, overrides: Sequence[str]) -> Config:
+    """Make the configuration of a benchmark's job: one task, with room for any two trainings that take turns."""
     config = change_config(config, list(overrides))  # before the job's own resources are made of the run's
-    rank = config.resources_of("train")
+    rank, ranks = config.resources_of("train"), max(one.ranks for one in trainings)
+    gpus = ranks * max(one.gpus_per_rank for one in trainings)
     own: dict[str, Any] = {
         "nodes": 1,
         "ranks_per_node": 1,
-        "gpus_per_rank": min(size.gpus, 1),
-        "cpus_per_rank": size.cores,
-        "memory_gib_per_rank": rank.memory_gib_per_rank * size.processes,
+        "gpus_per_rank": min(gpus, 1),
+        "cpus_per_rank": max(one.ranks * one.cpus_per_rank for one in trainings),
+        "memory_gib_per_rank": rank.memory_gib_per_rank * 2 * ranks,
         "minutes": rank.minutes,
     }
-    if size.gpus > 1:
-        own["sbatch"] = {"gpus-per-node": size.gpus}
+    if gpus > 1:
+        own["sbatch"] = {"gpus-per-node": gpus}
     data = json.loads(dump_config(config))
     asked = data["stage_resources"].get("bench", {})
     data["stage_resources"]["bench"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
@@ -133,8 +120,9 @@ def job_config(config: Config, size: Size, folder: Path, overrides: Sequence[str
     return parse_config(data)
 
 
-def run_here(job: BenchJob, resources: Resources | None, label: str, minutes: int | None = None) -> None:
+def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
     """Run a benchmark in a process with the cores of a rank, or all devices, and wait; a JobError if it failed."""
+    resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
     count = os.environ.get("OMP_NUM_THREADS", str(cores))
     if resources is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.benchmark import Size, join_rows, make_cell, measure_cells, run_here
+from flows.benchmark import join_rows, make_cell, measure_cells, run_here
 from flows.commands.options import RunsDir, option
 from flows.folder import find_own_run
 from slurm.backend import JobError
@@ -29,7 +29,7 @@ from specrl.bench.options import (
     numbers,
     whole_numbers,
 )
-from specrl.config import ConfigError
+from specrl.config import ConfigError, Resources
 from specrl.config.methods import METHODS
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
@@ -79,8 +79,7 @@ def describe(name: str, run: str | None, runs_dir: Path, page: Path | None, sets
 
 def measure(job: BenchJob, options: Any, label: str = "job", minutes: int | None = None) -> None:
     """Run the benchmark here, wait for it, `minutes` at most, and report; a JobError if it failed."""
-    resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
-    run_here(replace(job, options=asdict(options)), resources, label, minutes)
+    run_here(replace(job, options=asdict(options)), label, minutes)
     report(job)
 
 
@@ -125,20 +124,23 @@ def bench_run(
     if cluster is None:
         measure(job, options)
     else:
-        size = Size.of_two([one.resources_of("train") for one in configs])
+        trainings = [one.resources_of("train") for one in configs]
         overrides = [f'stage_resources.bench.backend="{cluster}"', *of_jobs]
-        measure_apart(job, options, size, overrides, 1 if cluster == "local" else at_once)
+        measure_apart(job, options, trainings, overrides, 1 if cluster == "local" else at_once)
     if not job.changes:  # or else the speedups are not those of the run
         log_to_run(config, speedups(json.loads(job.json_path.read_text()), options.cells, config), {})
 
 
-def measure_apart(job: BenchJob, options: RunOptions, size: Size, overrides: Sequence[str], at_once: int) -> None:
+def measure_apart(
+    job: BenchJob, options: RunOptions, trainings: Sequence[Resources], overrides: Sequence[str], at_once: int
+) -> None:
     """Measure each cell beside its baseline in a job of its own, and write one page; a JobError if some failed."""
     from specrl.bench.run.page import write_run_page  # imports Arrow, which the command line does without
 
     folder, config = job.folder.parent / "cells", job.subject.config
     pairs = {pair[-1].label: asdict(replace(options, cells=pair)) for pair in replace(options, together=2).groups}
-    cells = [make_cell(name, replace(job, options=of), folder, config, size, overrides) for name, of in pairs.items()]
+    jobs = {name: replace(job, options=of) for name, of in pairs.items()}
+    cells = [make_cell(name, own, folder, config, trainings, overrides) for name, own in jobs.items()]
     failed = measure_cells(cells, config, at_once)
     if rows := join_rows(cells):
         write_run_page(replace(job, options=asdict(options)), rows, failed)

@@ -6,18 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.benchmark import CellJob, Size, cell_key, job_config, join_rows, make_cell
+from flows.benchmark import CellJob, cell_key, job_config, join_rows, make_cell
 from specrl.artifacts import write_json
 from specrl.bench.job import BenchJob
-from specrl.config import Config
+from specrl.config import Config, Resources
 from specrl.tracking.runs import row_metrics
 
 CONFIG = Config(name="r", resources={"memory_gib_per_rank": 2.0, "minutes": 7}, cluster={"partition": "cpu"})
+TRAININGS = [Resources(ranks_per_node=3, cpus_per_rank=2), Resources(cpus_per_rank=1)]
 JOB = BenchJob("run", {}, "specrl bench run", Path(), Path("a.md"))
 
 
 def cell(folder: Path, *overrides: str, job: BenchJob = JOB, label: str = "one") -> CellJob:
-    return make_cell(label, job, folder / "cells", CONFIG, Size(6, 6, 0), overrides)
+    return make_cell(label, job, folder / "cells", CONFIG, TRAININGS, overrides)
 
 
 def test_a_cells_key_changes_with_all_that_its_rows_depend_on(tmp_path: Path) -> None:
@@ -61,14 +62,14 @@ def test_a_cell_is_measured_again_where_the_machine_is_another_one_and_not_for_m
 
 def test_a_job_is_one_task_with_room_for_all_processes_of_the_benchmark(tmp_path: Path) -> None:
     folder = tmp_path / "cells"
-    config = job_config(CONFIG, Size(6, 6, 0), folder, ['stage_resources.bench.partition="short"'])
+    config = job_config(CONFIG, TRAININGS, folder, ['stage_resources.bench.partition="short"'])
     resources = config.resources_of("bench")
     assert (resources.ranks, resources.cpus_per_rank, resources.minutes) == (1, 6, 7)
-    assert resources.memory_gib_per_rank == 12.0  # three trainings with two ranks each
+    assert resources.memory_gib_per_rank == 12.0  # two trainings with three ranks each
     assert config.cluster_of("bench").partition == "short" and config.run_dir == folder
-    on_gpus = job_config(CONFIG, Size(6, 6, 2), folder, [])
+    on_gpus = job_config(CONFIG, [Resources(ranks_per_node=2, gpus_per_rank=1)], folder, [])
     assert on_gpus.cluster_of("bench").sbatch == {"gpus-per-node": 2}
-    longer = job_config(CONFIG, Size(6, 6, 0), folder, ["resources.minutes=99", "resources.memory_gib_per_rank=3.0"])
+    longer = job_config(CONFIG, TRAININGS, folder, ["resources.minutes=99", "resources.memory_gib_per_rank=3.0"])
     assert (longer.resources_of("bench").minutes, longer.resources_of("bench").memory_gib_per_rank) == (99, 18.0)
 
 
