@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -50,13 +51,16 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     check(config)
     if origin is not None:
         config = own_source(config)
-    if detached:
-        _submit(config, origin, resumed=resumed)
-        return
-    with only_flow(config.run_dir, config.cluster), PrefectServer(config.runs_dir) as server:
+    starting: AbstractContextManager[PrefectServer | None]
+    starting = nullcontext() if detached else PrefectServer(config.runs_dir)
+    with only_flow(config.run_dir, config.cluster), starting as server:
         if IN_JOB not in os.environ:  # or else the flow has begun when its job was submitted
             forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
-        _open(config, origin, resumed=resumed)
+        record = _open(config, origin, resumed=resumed)
+        if server is None:
+            job = submit_flow(config, record.code_dir(config.run_dir))
+            print(f"{job.backend} job {job.job_id} is the flow of run {config.name}: specrl watch {config.name}")
+            return
         print(f"run {config.name} in {config.run_dir}", file=sys.stderr)
         take_wandb_variables(config)
         # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
@@ -78,14 +82,6 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             raise
         finish(config, "FINISHED")
     render_summary(config.run_dir, Console(soft_wrap=True))
-
-
-def _submit(config: Config, origin: Origin | None, *, resumed: bool) -> None:
-    with only_flow(config.run_dir, config.cluster):
-        forget_stop(config.run_dir)
-        code = _open(config, origin, resumed=resumed).code_dir(config.run_dir)
-        job = submit_flow(config, code)
-    print(f"{job.backend} job {job.job_id} is the flow of run {config.name}: specrl watch {config.name}")
 
 
 def _open(config: Config, origin: Origin | None, *, resumed: bool) -> RunRecord:
