@@ -15,6 +15,7 @@ from flows.commands import bench, export, inspect, project, remove, reward, run,
 from flows.server import ServerError
 from slurm.access import PRIVATE
 from slurm.backend import JobError, SilentSchedulerError, StoppedError
+from slurm.trust import DistrustError
 from specrl.config import ConfigError
 from specrl.processes import allow_warnings, name_user, reach_loopback
 from specrl.report.tables import printable
@@ -81,11 +82,8 @@ def invoke(arguments: list[str]) -> int:
         if code == EXIT_INTERRUPTED:  # which typer makes of an interrupt, without a word
             raise KeyboardInterrupt
         return code
-    except typer.TyperException as error:  # such as an unknown option or a missing argument
+    except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's is such as for a missing argument
         _complain(getattr(error, "format_message", error.__str__)())
-        return EXIT_USAGE
-    except ConfigError as error:
-        _complain(str(error))
         return EXIT_USAGE
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))

@@ -16,10 +16,11 @@ from flows.folder import OUTCOME_FILE, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source
 from flows.preflight import check, take_wandb_variables
 from flows.server import PrefectServer, mark_crashed_flows
-from slurm.access import check_access, check_code, restrict
+from slurm.access import check_access, restrict
 from slurm.backend import JobError, StoppedError, UnseenError, stop_asked
 from slurm.environment import ROOT, job_environment, present_code
 from slurm.failures import telling_logs
+from slurm.trust import check_code
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError
 from specrl.events import EVENTS_FILE
@@ -137,7 +138,7 @@ def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
     folder = run_dir / CODE_DIR / code
     if folder.resolve() == ROOT.resolve() or code == present_code():
         return
-    check_code(folder)
+    check_code(folder, code)
     if os.environ.get(GUARD) == code:
         raise ConfigError(f"run {run_dir.name}: Python imports {ROOT} in place of {folder}; look at PYTHONPATH")
     sys.stdout.flush()

@@ -35,14 +35,6 @@ def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
         raise ConfigError(str(error)) from error
 
 
-def check_code(code: Path) -> None:
-    """Refuse (ConfigError) a copy of the code that is not what its name says."""
-    try:
-        trust.check_code(code, code.name)
-    except trust.DistrustError as error:
-        raise ConfigError(str(error)) from error
-
-
 def trusted_groups(cluster: ClusterConfig) -> list[int]:
     """The ids of the groups in `cluster.trusted_groups`; a ConfigError for one that this machine does not know."""
     found = []

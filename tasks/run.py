@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm.access import check_code
 from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
+from slurm.trust import check_code
 from slurm.watch import stopped_line, wait
 from specrl.artifacts import RESULT_FILE, point_to, write_text
 from specrl.config import Config, StageName, dump_config
@@ -37,10 +37,10 @@ class Run:
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder; a run without a record begins with the present code. A ConfigError if its code changed."""
+    """Read a run's folder; a run without a record begins with the present code. A DistrustError if its code changed."""
     config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
-    check_code(record.code_dir(run_dir))
+    check_code(record.code_dir(run_dir), record.code)
     for key, job in live_jobs(config).items():
         if key not in (FLOW_KEY, *record.stage_keys.values()):
             reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
