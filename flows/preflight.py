@@ -233,28 +233,22 @@ def check_disk(config: Config) -> list[str]:
 
 
 def check_tracking(config: Config) -> list[str]:
-    """Check that an MLflow server answers, and that W&B has a key. Other stores are left to MLflow.
+    """Check that an MLflow server answers, that the file with the jobs' secrets can be read, and that W&B has a key.
 
-    A run that MLflow knows already goes on without it: what the run logs waits on disk.
+    Other stores are left to MLflow. A run that MLflow knows already goes on without it: what it logs waits on disk.
     """
-    file, is_new = config.cluster.environment_file, run_id_of(config.run_dir) is None
+    is_new = run_id_of(config.run_dir) is None
     return _refusals(
         lambda: check_server(config) if is_new else None,
-        lambda: check_wandb(config, {} if file is None else read_environment_file(file)),
+        lambda: check_wandb(config, read_environment_file(config.cluster.environment_file)),
     )
 
 
 def take_wandb_variables(config: Config) -> None:
     """Set the variables of W&B that jobs read from their file: the flow sends what the run itself has logged."""
-    if config.tracking.wandb != "off" and (file := config.cluster.environment_file) is not None:
-        found = read_environment_file(file)
+    if config.tracking.wandb != "off":
+        found = read_environment_file(config.cluster.environment_file)
         os.environ.update({name: value for name, value in found.items() if name.startswith("WANDB_")})
-
-
-def check_environment_file(config: Config) -> list[str]:
-    """Check that the file with the jobs' secrets can be read, by nobody else, and has nothing but variables."""
-    file = config.cluster.environment_file
-    return [] if file is None else _refusals(lambda: read_environment_file(file))
 
 
 def check_gpu_packages(config: Config) -> list[str]:
@@ -304,7 +298,6 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_algorithms,
     check_disk,
     check_tracking,
-    check_environment_file,
     check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)

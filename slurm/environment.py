@@ -12,7 +12,6 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from slurm.backend import Backend, StageRequest
@@ -45,14 +44,14 @@ which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's att
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
 OF_JOBS = (*SLURMS, "SLURMD_", "SUBMITIT_", "PREFECT_")  # how the variables of a job and of a flow begin
-ENVIRONMENT_FILE = "cluster.environment_file"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST_BYTES = 2**20
 
 
 def present_code() -> str:
     """The digest of the sources that this process imports, by which a snapshot of them is called."""
-    return sources_digest(ROOT, _files(ROOT))
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
+    return sources_digest(ROOT, (str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts))
 
 
 def snapshot_code(run_dir: Path) -> Path:
@@ -74,13 +73,6 @@ def snapshot_code(run_dir: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _files(root: Path) -> Iterator[str]:
-    for package in PACKAGES:
-        for path in (root / package).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield str(path.relative_to(root))
 
 
 def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
@@ -109,8 +101,7 @@ def inherited() -> dict[str, str]:
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
     """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either."""
     resources, cluster = request.resources, request.key.cluster
-    if cluster.environment_file is not None:
-        os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
+    os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
     os.environ.update(
         dict.fromkeys(THREAD_VARIABLES, str(resources.cpus_per_rank)), **WAITING, TOKENIZERS_PARALLELISM="false"
     )
@@ -169,50 +160,47 @@ def log_path(folder: Path, job_id: str, rank: int) -> Path:
     return folder / f"{job_id}_{rank}_log.out"
 
 
-def read_environment_file(path: Path) -> dict[str, str]:
-    """The variables that a file of `NAME=VALUE` lines sets; blank lines and those that begin with # set none.
+def read_environment_file(path: Path | None) -> dict[str, str]:
+    """The variables that a file of `NAME=VALUE` lines sets, if there is one.
 
+    Blank lines and those that begin with # set none.
     A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it. No error shows it.
     """
-    lines = _private_text(path).split("\n")
     variables: dict[str, str] = {}
+    if path is None:
+        return variables
+    lines = _private_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, separator, value = line.partition("=")
         if not separator or not VARIABLE.fullmatch(name) or any(is_control(character) for character in value):
-            raise ConfigError(
-                f"{ENVIRONMENT_FILE} = {str(path)!r}: line {number} must be NAME=VALUE, without export or "
-                "control characters"
-            )
+            raise _refusal(path, f": line {number} must be NAME=VALUE, without export or control characters")
         variables[name] = value
     return variables
 
 
 def _private_text(path: Path) -> str:
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        # Without waiting for the other end of a pipe.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             _check_private(path, os.fstat(file.fileno()))  # of the open file: one that takes its place is not read
             return file.read(MOST_BYTES).decode()
     except OSError as error:
-        raise ConfigError(
-            f"{ENVIRONMENT_FILE} = {str(path)!r} cannot be read on {os.uname().nodename}: {error.strerror}"
-        ) from error
+        raise _refusal(path, f" cannot be read on {os.uname().nodename}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} must be UTF-8 text") from error
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # for the other end of a pipe
+        raise _refusal(path, " must be UTF-8 text") from error
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} must be a file")
+        raise _refusal(path, " must be a file")
     if status.st_uid != os.geteuid():
-        raise ConfigError(f"{ENVIRONMENT_FILE} = {str(path)!r} belongs to user {status.st_uid}: it must be your own")
+        raise _refusal(path, f" belongs to user {status.st_uid}: it must be your own")
     if status.st_mode & 0o077:
-        raise ConfigError(
-            f"{ENVIRONMENT_FILE} = {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): "
-            f"run chmod 600 {shlex.quote(str(path))}, and replace the secrets in it"
-        )
+        mode, command = stat.S_IMODE(status.st_mode), f"chmod 600 {shlex.quote(str(path))}"
+        raise _refusal(path, f" is open to others (mode {mode:o}): run {command}, and replace the secrets in it")
+
+
+def _refusal(path: Path, words: str) -> ConfigError:
+    return ConfigError(f"cluster.environment_file = {str(path)!r}{words}")
