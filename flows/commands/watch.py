@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -97,7 +98,7 @@ class Watcher:
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self.run_dir, self.config = run_dir, config
-        self._ask = _ask if is_trusted(run_dir) else _ask_about_recorded
+        self._is_trusted = is_trusted(run_dir)
         self._asked: dict[str, tuple[float, tuple[str, bool]]] = {}
 
     def look(self) -> RunView:
@@ -152,41 +153,32 @@ class Watcher:
         job_key = JobKey(self.config, key)
         pause = job_key.cluster.ask_seconds if job_key.cluster.backend == SlurmJob.backend else ASK_SECONDS
         if time.monotonic() - asked_at >= pause:
-            answer = self._ask(job_key)
+            answer = _ask(job_key, is_trusted=self._is_trusted)
             self._asked[key] = time.monotonic(), answer
         return answer
 
 
-def _ask(key: JobKey) -> tuple[str, bool]:
+def _ask(key: JobKey, *, is_trusted: bool) -> tuple[str, bool]:
     try:
-        job = find_now(key)
+        job = find_now(key) if is_trusted else _recorded(key)
         if job is None:
             return "no job", False
         state = job.state()
     except (JobError, SilentSchedulerError) as error:  # such as a local job on another host
-        return f"{UNKNOWN}: {error}", True
+        return f"{UNKNOWN}: {error}", is_trusted
     where = f"{job.backend} job {job.job_id}"
     if state.phase == "pending":
         return f"in the queue ({state.detail}), {where}", True
     return f"{'runs' if state.phase == 'running' else 'ended'}, {where}", state.phase == "running"
 
 
-def _ask_about_recorded(key: JobKey) -> tuple[str, bool]:
-    """Say what is known of a job of somebody else: what names a scheduler of the user's own is not imported for it."""
-    try:
+def _recorded(key: JobKey) -> SlurmJob | None:
+    """The job on Slurm that a run of somebody else names; no scheduler of the user's own is imported for such a run."""
+    with suppress(ValueError):
         record = Record.read(key.record_path)
-    except ValueError:
-        record = None
-    if record is None or not record.job_id.isdecimal():
-        return "no job", False
-    where = f"{record.backend} job {record.job_id}"
-    if record.backend != SlurmJob.backend:
-        return where, False
-    try:
-        state = SlurmJob(record.job_id, key.folder, attached=True).state()
-    except (JobError, SilentSchedulerError):
-        return where, False
-    return f"{state.detail}, {where}", state.phase != "ended"
+        if record is not None and record.backend == SlurmJob.backend and record.job_id.isdecimal():
+            return SlurmJob(record.job_id, key.folder, attached=True)
+    return None
 
 
 def earlier_jobs(stage_dir: Path) -> str:
