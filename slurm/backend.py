@@ -149,8 +149,6 @@ class Record:
     started: int | None
     """When a local job's controller started, in clock ticks since boot. None for jobs of other backends."""
     host: str
-    submitted_at: float
-    """Unix time in seconds."""
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> None:
         if request.result_path.exists():
             return
         started = start_ticks(os.getpid())
-        Record("local", str(os.getpid()), started, os.uname().nodename, time.time()).write(record_path)
+        Record("local", str(os.getpid()), started, os.uname().nodename).write(record_path)
         controller = Controller(request)
         try:
             controller.run()

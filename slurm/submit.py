@@ -72,7 +72,7 @@ def _named(key: JobKey, job: Job | None) -> Job | None:
     """The job, which the run's folder names from now on; the controller of a local one has done that itself."""
     record = Record.read(key.record_path)
     if job is not None and (record is None or record.job_id != job.job_id):
-        Record(job.backend, job.job_id, None, "", time.time()).write(key.record_path)
+        Record(job.backend, job.job_id, None, "").write(key.record_path)
     return job
 
 

@@ -380,12 +380,8 @@ MEGATRON_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "t
 ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
 
 
-class PreflightError(RuntimeError):
-    """This machine's GPU cannot do what the stage asks of it; the message has a line for each reason."""
-
-
 def check_rank(request: StageRequest) -> None:
-    """Check the GPU of this rank, if its stage has one; a PreflightError says that the stage would fail later."""
+    """Check the GPU of this rank, if its stage has one; a ValueError has a line for each reason to fail later."""
     config, stage = request.context.config, request.context.stage
     if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith("specrl.stages."):
         return  # what another function needs is not known
@@ -395,7 +391,7 @@ def check_rank(request: StageRequest) -> None:
             logger.warning("%s", line_of(check))
     failed = [line_of(check) for check in found if check.status == "fail"]
     if failed:
-        raise PreflightError("\n".join(failed))
+        raise ValueError("\n".join(failed))
 
 
 def line_of(check: Check) -> str:

@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5  # between two looks at a job's files; its scheduler is asked every `job.ask_seconds`
 SOON_SECONDS = 2.0  # between two questions to the scheduler while the job is about to change
 LEAVE_SECONDS = 60  # for the ranks to end after the stage's result is written, before the job is cancelled
-FILES_SECONDS = 30  # how long a result may take to become visible on a shared file system after its job has ended
+RETURN_SECONDS = 30
+"""How long it may take, once a job has ended, for its result to become visible on a shared file system, and for a
+scheduler that took the job away to queue it again."""
 OVERTIME_MINUTES = 10  # how long the flow waits for the scheduler to end a job whose time is up
-RETURN_SECONDS = 30  # how long the flow waits for the scheduler to queue a job again that it took away
 RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
 """The reasons after which a scheduler mostly queues the job again by itself."""
 
@@ -107,7 +108,7 @@ class _Watch:
         if self.was_over:
             return True
         reason = self._reason()
-        if reason is None and seconds <= (RETURN_SECONDS if returning else 0 if self.state.failed else FILES_SECONDS):
+        if reason is None and seconds <= (RETURN_SECONDS if returning or not self.state.failed else 0):
             return False
         if reason == "stopped":
             raise StoppedError(stopped_line(context))

@@ -98,7 +98,7 @@ def failed(run_dir: Path) -> tuple[LocalJob, StageContext]:
     context = StageContext(config, "prepare", "prepare-0", run_dir / "stages" / "prepare-0", {}, "")
     folder = run_dir / "jobs" / "prepare-0"
     folder.mkdir(parents=True)
-    return LocalJob(Record("local", "1", None, "host", 0.0), folder, attached=False), context
+    return LocalJob(Record("local", "1", None, "host"), folder, attached=False), context
 
 
 def test_a_rank_whose_file_system_took_no_more_ends_with_one_line_that_says_what_to_do(

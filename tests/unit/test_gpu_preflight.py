@@ -10,7 +10,7 @@ import torch
 
 from flows.preflight import check_gpu_packages
 from slurm.backend import StageRequest
-from slurm.supervisor import PreflightError, check_rank, line_of, needs_of
+from slurm.supervisor import check_rank, line_of, needs_of
 from specrl.checks.gpu import (
     GpuFacts,
     GpuNeeds,
@@ -167,7 +167,7 @@ def test_a_job_that_got_no_gpu_ends_before_it_loads_a_model(tmp_path: Path) -> N
         pytest.skip("this machine has a GPU")
     config = parse_config({"name": "gpu", "runs_dir": str(tmp_path), "resources": {"gpus_per_rank": 1}})
     context = StageContext(config, "train", "train-0", tmp_path / "train-0", {}, "")
-    with pytest.raises(PreflightError, match=r"GPU driver: .*\n.*torch sees none: "):
+    with pytest.raises(ValueError, match=r"GPU driver: .*\n.*torch sees none: "):
         check_rank(StageRequest(context, entry="specrl.stages.train:main"))
     check_rank(StageRequest(context, entry="my_module:main"))
 
