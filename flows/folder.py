@@ -153,10 +153,3 @@ def size_of(path: Path) -> int:
                 state = Path(folder, name).lstat()
                 seen[state.st_dev, state.st_ino] = state.st_size
     return sum(seen.values())
-
-
-def model_of(run_dir: Path) -> str:
-    """The value of `model.source` in a run's configuration, or `?` where it cannot be read."""
-    data = read_json(run_dir / CONFIG_FILE)
-    model = data.get("model") if isinstance(data, dict) else None
-    return str(model.get("source", "?")) if isinstance(model, dict) else "?"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flows.commands.options import AsJson, Port, RunName, RunsDir, option, print_json, usable_port
 from flows.commands.watch import Watcher
-from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable, model_of
+from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable
 from slurm.backend import FLOW_KEY
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
@@ -60,7 +60,7 @@ def _about(run_dir: Path) -> dict[str, Any]:
         "run": run_dir.name,
         "state": state,
         "stages": f"{len(stages)}/{len(STAGES)}",
-        "model": model_of(run_dir),
+        "model": readable_config(run_dir).model.source if is_run(run_dir) else "?",
         "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
         "folder": run_dir.absolute(),
     }
@@ -188,13 +188,12 @@ def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     if not runs_dir.is_dir():
         raise ConfigError(f"no runs in {runs_dir.absolute()}, which is no folder")
     chosen = usable_port(port, 5000)
-    store, table = tracking_uri(Config(name="ui", runs_dir=runs_dir)), ""
-    if (runs_dir / "mlflow.db").is_file():
-        table = table_address(Config(name="ui", runs_dir=runs_dir))
+    config = Config(name="ui", runs_dir=runs_dir)
+    table = table_address(config) if (runs_dir / "mlflow.db").is_file() else ""
     token = secrets.token_urlsafe()
     private = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true", TOKEN: token}
     command = [sys.executable, "-m", "mlflow", "ui", "--host", LOOPBACK, "--port", str(chosen)]
-    command += ["--app-name", "specrl", "--backend-store-uri", store]
+    command += ["--app-name", "specrl", "--backend-store-uri", tracking_uri(config)]
     print(f"MLflow is at http://{LOOPBACK}:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)
     with suppress(KeyboardInterrupt):
         raise typer.Exit(subprocess.run(command, env={**os.environ, **private}, check=False).returncode)

@@ -34,10 +34,6 @@ def rm(
     run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
-    _remove_run(run_dir, ask=not yes)
-
-
-def _remove_run(run_dir: Path, *, ask: bool) -> None:
     console, config = Console(soft_wrap=True, highlight=False), readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
         for job in live_jobs(config).values():
@@ -54,9 +50,9 @@ def _remove_run(run_dir: Path, *, ask: bool) -> None:
             console,
             "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
         )
-        if ask and not sys.stdin.isatty():
+        if not yes and not sys.stdin.isatty():
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
-        if ask:
+        if not yes:
             typer.confirm("Remove this?", abort=True)
         with _refusals():
             for path in (*sizes, run_dir / LOCK_FILE):
