@@ -130,12 +130,9 @@ class Sent:
             if reason is not None:
                 self.now.missing[entry.begin] = reason
         with contextlib.suppress(OSError):
-            self._write()
+            write_text(self._path, self.now.model_dump_json())
 
     def forget(self) -> None:
         """Have everything sent again, to a run that is made anew."""
+        self._path.unlink(missing_ok=True)
         self.now = Arrived()
-        self._write()
-
-    def _write(self) -> None:
-        write_text(self._path, self.now.model_dump_json())

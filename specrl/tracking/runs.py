@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -228,11 +228,12 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
     """
     nodes = context.stage_dir / "load"
     if not ranks.is_first:
-        node = node_of(context, ranks)
-        monitor = None if node is None else LoadMonitor(partial(leave_load, nodes / f"{node}.json"))
-        yield Tracker()
-        if monitor is not None:
-            monitor.close()
+        resources = context.config.resources_of(context.stage)
+        node, place = divmod(ranks.rank, resources.ranks_per_node)
+        is_watched = resources.nodes > 1 and place == 0  # the first rank of another node
+        leave = partial(leave_load, nodes / f"{node}.json")
+        with closing(LoadMonitor(leave)) if is_watched else nullcontext():
+            yield Tracker()
         return
     import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
     log = Log(context.stage_dir)
@@ -258,13 +259,6 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
             logger.warning(
                 "W&B lacks some of what %s logged (%s); the next job or the flow sends it", context.key, reason
             )
-
-
-def node_of(context: StageContext, ranks: Ranks) -> int | None:
-    """The number of the node whose first rank this is; None for other ranks, and where a stage has one node."""
-    resources = context.config.resources_of(context.stage)
-    node, place = divmod(ranks.rank, resources.ranks_per_node)
-    return node if resources.nodes > 1 and place == 0 else None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from specrl.artifacts import write_text
+from specrl.artifacts import read_json, write_text
 from specrl.config import Config
 from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
-from specrl.tracking.flavour import TOKENIZER, WEIGHTS, is_policy, mlmodel
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id, run_id_of
+from specrl.tracking.tracker import WEIGHTS
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000  # MLflow's limits
+TOKENIZER = "components/tokenizer"  # where, below a model, MLflow looks for what `AutoTokenizer` may read
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}  # such as for a deleted run
 
 
@@ -198,6 +199,34 @@ class MlflowSender:
             if float(known) > float(tags.get(SCORE_TAG, "-inf")):
                 return
         self._client.set_registered_model_alias(name, "best", version)
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether transformers alone can generate with a folder; it cannot with EAGLE-3, which reads a policy's states."""
+    config = read_json(folder / "config.json")
+    named = config.get("architectures") if isinstance(config, dict) else None
+    is_causal = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForCausalLM")
+    return is_causal and (folder / "tokenizer.json").is_file()
+
+
+def mlmodel(folder: Path, weights_at: Path | None) -> str:
+    """The text of a policy's file `MLmodel`; `weights_at` is a policy whose weights are not beside the file."""
+    from mlflow.models import Model
+
+    config: Any = read_json(folder / "config.json")
+    place = {"model_binary": "."} if weights_at is None else {"local_base_model_path": str(weights_at)}
+    model = Model()
+    model.add_flavor(
+        "transformers",
+        task="text-generation",
+        instance_type="TextGenerationPipeline",
+        pipeline_model_type=config["architectures"][0],
+        source_model_name=str(weights_at or folder),
+        components=["tokenizer"],
+        tokenizer_type="AutoTokenizer",
+        **place,
+    )
+    return str(model.to_yaml())
 
 
 SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {

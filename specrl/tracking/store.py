@@ -219,15 +219,11 @@ def experiment_id(client: Any, config: Config) -> str:
             f"tracking.experiment = {name}: somebody has deleted it in MLflow; restore it (mlflow experiments restore "
             f"--experiment-id {found.experiment_id}), or name another one"
         )
-    _describe(client, found)
-    return str(found.experiment_id)
-
-
-def _describe(client: Any, experiment: Any) -> None:
     wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
-    for name, value in wanted.items():
-        if name not in experiment.tags:
-            client.set_experiment_tag(experiment.experiment_id, name, value)
+    for tag, value in wanted.items():
+        if tag not in found.tags:
+            client.set_experiment_tag(found.experiment_id, tag, value)
+    return str(found.experiment_id)
 
 
 def saved_view() -> dict[str, Any]:

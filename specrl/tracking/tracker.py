@@ -12,13 +12,13 @@ from typing import Any
 
 from specrl.artifacts import write_text
 from specrl.metrics import find_metric
-from specrl.tracking.flavour import WEIGHTS
 from specrl.tracking.log import FILES_FOLDER, Log
 from specrl.tracking.tensorboard import EventFile
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+WEIGHTS = "*.safetensors"
 TABLES_TAG = "mlflow.loggedArtifacts"
 
 
