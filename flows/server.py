@@ -131,7 +131,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
     from prefect.client.schemas.objects import State
     from prefect.states import Crashed
 
-    running = {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
+    running = {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}, "name": None}}
     flows = filters.FlowRunFilter.model_validate({"name": {"any_": [str(run_dir)]}, **running})
     tasks = filters.TaskRunFilter.model_validate(running)
     crashed: State[None] = Crashed(message="its process was killed")
