@@ -57,8 +57,7 @@ class CellJob:
 
     def rows(self) -> list[dict[str, Any]]:
         """Read the rows of a finished one."""
-        rows: list[dict[str, Any]] = json.loads(self.job.json_path.read_text())
-        return rows
+        return list(json.loads(self.job.json_path.read_text()))
 
 
 def make_cell(

@@ -36,7 +36,11 @@ def pipeline(run_dir: str) -> None:
     """Run all stages of the run in a folder. Finished stages are skipped; a JobError if one failed."""
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
-        log_to_run(run.config, {}, {}, flow_tags())
+        ends_with_us = os.environ.get(PASSWORD, "").startswith(
+            f"{USER}:"
+        )  # Prefect's server, which then shows no pages
+        page = {} if ends_with_us else {"specrl.prefect.page": runtime.flow_run.ui_url}
+        log_to_run(run.config, {}, {}, {"specrl.prefect.flow_run": runtime.flow_run.id, **page})
         (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may be of another configuration
         policy = prepare(run)
         drafter = pretrain(run, policy)
@@ -46,10 +50,3 @@ def pipeline(run_dir: str) -> None:
         export(run, policy, trained, validated)
     write_summary(run.config.run_dir, run.mlflow_run_id or None)
     write_report(run.config.run_dir)
-
-
-def flow_tags() -> dict[str, str]:
-    """Name this flow run in Prefect, with its page where a server of the user's has one, as tags of the MLflow run."""
-    ends_with_us = os.environ.get(PASSWORD, "").startswith(f"{USER}:")
-    page = {} if ends_with_us else {"specrl.prefect.page": runtime.flow_run.ui_url}
-    return {"specrl.prefect.flow_run": runtime.flow_run.id, **page}

@@ -18,7 +18,7 @@ from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import existing, shared_database
-from specrl.checks.gpu import cuda_of_build, installed_torch
+from specrl.checks.gpu import GIB, cuda_of_build, installed_torch
 from specrl.config import STAGES, Config, ConfigError
 from specrl.data.formats.places import files_of
 from specrl.keys import data_places
@@ -34,7 +34,6 @@ from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking.store import check_server, run_id_of
 from specrl.tracking.weights_biases import check_wandb
 
-GIB = 2**30
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
 SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # nobody is warned in between: benchmarks/drafter-online.md
 

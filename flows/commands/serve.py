@@ -109,21 +109,17 @@ def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overr
     return config
 
 
-def _flows_of(runner: subprocess.Popen[bytes], runs_dir: Path) -> Iterator[tuple[Path, int]]:
-    """The runs that flows of the runner work on, and the process of each flow."""
-    for run_dir in list_runs(runs_dir):
-        flow = holder_of(run_dir)
-        with contextlib.suppress(ProcessLookupError):
-            if flow is not None and is_trusted(run_dir) and os.getsid(flow) == runner.pid:
-                yield run_dir, flow
-
-
 def _end_flows(runner: subprocess.Popen[bytes], runs_dir: Path, noted: list[int]) -> Iterator[str]:
     """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
 
     SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
     """
-    held = list(_flows_of(runner, runs_dir))
+    held: list[tuple[Path, int]] = []  # the runs that flows of the runner work on, and the process of each flow
+    for run_dir in list_runs(runs_dir):
+        holder = holder_of(run_dir)
+        with contextlib.suppress(ProcessLookupError):
+            if holder is not None and is_trusted(run_dir) and os.getsid(holder) == runner.pid:
+                held.append((run_dir, holder))
     if not held:
         yield "no run was at work"
     for run_dir, flow in held:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Files = Mapping[str, Sequence[Path]]  # by the folder of the artifacts, "" for the top
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
 RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
@@ -98,7 +97,7 @@ def finish_parent_run(
     config: Config,
     status: Status,
     description: str = "",
-    files: Files | None = None,
+    files: Mapping[str, Sequence[Path]] | None = None,  # by the folder of the artifacts, "" for the top
     responses: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """End the parent run, mark as killed those children that could not say how they ended, and send what waits."""

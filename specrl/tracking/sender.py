@@ -36,7 +36,6 @@ class MlflowSender:
 
     def __init__(self, client: Any, config: Config, sent: Sent) -> None:
         self._client, self._config, self._sent, self._log = client, config, sent, sent.log
-        self._id_path = sent.log.owner / RUN_ID_FILE
 
     def send(self, entries: Sequence[Entry]) -> None:
         """Send one entry, or several metrics of one run.
@@ -58,7 +57,7 @@ class MlflowSender:
 
     @property
     def _run_id(self) -> str:
-        return self._id_path.read_text().strip()
+        return (self._log.owner / RUN_ID_FILE).read_text().strip()
 
     @property
     def _parent(self) -> str | None:
@@ -88,7 +87,7 @@ class MlflowSender:
             run_id = str(self._client.create_run(experiment, start_time=entry.time_ms, tags=tags).info.run_id)
         self._client.update_run(run_id, status="RUNNING")
         self._set_tags(run_id, tags)
-        write_text(self._id_path, run_id + "\n")
+        write_text(self._log.owner / RUN_ID_FILE, run_id + "\n")
 
     def _find(self, entry: Entry) -> str | None:
         if (noted := run_id_of(self._log.owner)) is not None:

@@ -19,11 +19,9 @@ from specrl.config.cluster import checked_uri
 from specrl.processes import reach_loopback
 
 RUN_ID_FILE = "mlflow_run_id"  # the id of the MLflow run, in a run's or a stage's folder
-EXPERIMENT_KIND = "mlflow.experimentKind"
 VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
-SHARED_VIEW = f"mlflow.sharedViewState.{VIEW_NAME}"
 SERVER_SECONDS = 10.0  # within which a server must answer before anything starts
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
@@ -219,8 +217,8 @@ def experiment_id(client: Any, config: Config) -> str:
             f"tracking.experiment = {name}: somebody has deleted it in MLflow; restore it (mlflow experiments restore "
             f"--experiment-id {found.experiment_id}), or name another one"
         )
-    wanted = {EXPERIMENT_KIND: "custom_model_development", SHARED_VIEW: json.dumps(saved_view())}
-    for tag, value in wanted.items():
+    view = {f"mlflow.sharedViewState.{VIEW_NAME}": json.dumps(saved_view())}
+    for tag, value in {"mlflow.experimentKind": "custom_model_development", **view}.items():
         if tag not in found.tags:
             client.set_experiment_tag(found.experiment_id, tag, value)
     return str(found.experiment_id)

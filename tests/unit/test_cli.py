@@ -26,13 +26,14 @@ from flows.commands.options import load
 from flows.execute import begin_run, resume_in_process
 from flows.folder import anchor, only_flow, write_config
 from flows.origin import ORIGIN, Origin, own_source, start_from
-from flows.preflight import GIB, check_disk, check_draft_model, check_tracking
+from flows.preflight import check_disk, check_draft_model, check_tracking
 from flows.server import PrefectServer, ServerError
 from slurm import environment, submit
 from slurm.backend import JobError
 from slurm.environment import PACKAGES, snapshot_code
 from slurm.failures import last_error
 from slurm.trust import sources_digest
+from specrl.checks.gpu import GIB
 from specrl.config import Config, ConfigError, change_config, dump_config, load_config, parse_config, understood_config
 from specrl.lineage.record import Continuation, read_record, write_record
 from specrl.models.checks.headers import tensor_shapes
