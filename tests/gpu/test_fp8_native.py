@@ -21,6 +21,8 @@ SHAPES = ((4096, 4096, 512), (4096, 12288, 512), (12288, 4096, 512))
 """Shapes (in, out, tokens) of an 8B model's linear layers."""
 PRODUCT_ERROR = 0.005
 """The allowed error as a part of the norm, from FP32 sums in another order and the output's rounding to BF16."""
+WEIGHT_ERROR = 0.003
+"""The same of a weight, some values of which are rounded to the other neighbour."""
 HOPPER = (9, 0)
 
 
@@ -81,7 +83,7 @@ def test_vllm_quantises_weights_as_the_emulation_does(shape: tuple[int, int, int
     assert int(differences.max()) <= 1
     assert float((differences > 0).float().mean()) < 1e-3
     found = dequantise(values, scales, SQUARE, torch.float32)
-    assert error(found, dequantise(expected, expected_scales, SQUARE, torch.float32)) < PRODUCT_ERROR
+    assert error(found, dequantise(expected, expected_scales, SQUARE, torch.float32)) < WEIGHT_ERROR
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -66,7 +66,7 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     expected = reference(logits, temperature, top_k, top_p)
     assert torch.equal(weights(logits, temperature, top_k, top_p), expected)
     u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    tokens, logprobs, log_kept_mass, _ = pick(logits, temperature, top_k, top_p, u)
+    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, u)
     drawn = temperature > 0
     cdf = expected.double().cumsum(-1)
     upper, mass = cdf.gather(-1, tokens[:, None])[:, 0], expected.double().gather(-1, tokens[:, None])[:, 0]

@@ -10,6 +10,7 @@ import torch
 
 from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, write_policy, write_untrained_drafter
 from specrl.precision.near_ties import compare
+from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.validation.exactness import noise_of_shapes, recorded, texts_to_replay, traces
 
@@ -52,6 +53,7 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     "graphs": graphs,
                     "tokens": comparison.num_tokens,
                     "accepted": drafts.num_accepted_tokens,
+                    "of_drafter": drafts.by_source.get(DRAFTER, SourceCounts()).num_accepted_tokens,
                     "near_ties": len(comparison.divergences) - comparison.num_unexplained,
                     "unexplained": comparison.num_unexplained,
                     "noise": noise.cdf,

@@ -1,4 +1,4 @@
-"""The section `generation` of `specrl bench gpu`: the engine beside stock vLLM, and its memory beside the plan."""
+"""The section `generation` of `specrl bench gpu`: the engine beside stock vLLM."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from specrl.bench.gpu.acceptance import RATES, K, accepting_at
 from specrl.bench.gpu.models import Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
+from specrl.config.methods import EAGLE3 as SHIPPED
 from specrl.models.shapes import model_shape
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE
@@ -73,8 +74,9 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
             stock[EAGLE3] = StockEngine(policy, config, folder / "stock-eagle3.log", overrides=both)
         except StockError as error:  # the rest is worth measuring
             yield {"engine": EAGLE3, "error": str(error)}
-    speculative["num_speculative_tokens_per_batch_size"] = schedule(max(scale.batches), possible_lengths(K, K))
-    engine = Engine(policy, drafter, config=config, seed=0, overrides=DUMMY | {"speculative_config": speculative})
+    lengths = schedule(max(scale.batches), possible_lengths(K, K))
+    own = speculative | SHIPPED | {"num_speculative_tokens_per_batch_size": lengths}
+    engine = Engine(policy, drafter, config=config, seed=0, overrides=DUMMY | {"speculative_config": own})
     engine.stop_tokens = []  # every response has the same length
     vocab_size = scale.served.vocab_size
     made = {length: accepting_at(rate, engine.sampler, vocab_size) for length, rate in RATES.items()}

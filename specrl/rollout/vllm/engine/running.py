@@ -43,7 +43,7 @@ class RunningRequest:
         """Take one of vLLM's `EngineCoreOutput`s.
 
         Raises:
-            NonFiniteLogitsError: A token was picked from logits that are not finite.
+            NonFiniteLogitsError: A token was picked from logits that are not finite, or scored by them.
         """
         from specrl.rollout.vllm.device_sampler import DRAFT_BASE, Columns
 
@@ -54,11 +54,7 @@ class RunningRequest:
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             columns = Columns(*output.new_logprobs.logprobs.T.tolist())
-            if isnan(sum(columns.logprob)):
-                at = context + next(i for i, logprob in enumerate(columns.logprob) if isnan(logprob))
-                raise NonFiniteLogitsError(
-                    f"the policy's logits for token {at} of request {self.name} are not finite: are its weights?"
-                )
+            self._refuse_nan(columns.logprob, context)
             self.logprobs += columns.logprob
             self.log_kept_mass += columns.log_kept_mass
             source, drafted = divmod(int(columns.draft[0]), DRAFT_BASE)
@@ -67,12 +63,20 @@ class RunningRequest:
                 self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+            self._refuse_nan(self.prompt_logprobs, 1)
         if output.routed_experts is not None:
             self._routes.append(output.routed_experts)
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
         if self.stops is not None:
             self._stop(self.stops, context - self.prompt_length)
+
+    def _refuse_nan(self, logprobs: list[float], first: int) -> None:
+        if isnan(sum(logprobs)):
+            at = first + next(i for i, logprob in enumerate(logprobs) if isnan(logprob))
+            raise NonFiniteLogitsError(
+                f"the policy's logits for token {at} of request {self.name} are not finite: are its weights?"
+            )
 
     def _stop(self, stops: StopStrings, before: int) -> None:
         if (length := stops.length(self.tokens, before)) is None:
