@@ -78,8 +78,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     own = speculative | SHIPPED | {"num_speculative_tokens_per_batch_size": lengths}
     engine = Engine(policy, drafter, config=config, seed=0, overrides=DUMMY | {"speculative_config": own})
     engine.stop_tokens = []  # every response has the same length
-    vocab_size = scale.served.vocab_size
-    made = {length: accepting_at(rate, engine.sampler, vocab_size) for length, rate in RATES.items()}
+    made = {length: accepting_at(rate, engine.sampler, scale.served.vocab_size) for length, rate in RATES.items()}
     contenders: Contenders = {name: partial(_stock_decoding, process) for name, process in stock.items()}
     contenders["specrl, plain"] = partial(_own_decoding, engine, 0, engine.sampler.sampling)
     for length, sampling in made.items():

@@ -43,7 +43,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Stock:
-    """Stock vLLM, which samples other tokens and so is told how many each response of specrl's has, by its seed."""
+    """Stock vLLM, which is told how many tokens each response of specrl's has, by its seed."""
 
     engine: StockEngine
     lengths: Mapping[int, int]
