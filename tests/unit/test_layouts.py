@@ -332,6 +332,22 @@ def test_a_chat_template_that_leaves_the_system_prompt_out_is_refused() -> None:
         rendering.text("1+1=?")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "written"), [("Be brief. /no_think", "Be brief. "), ("/think Be brief.", " Be brief."), ("/think", "")]
+)
+def test_a_chat_template_that_edits_the_system_prompt_is_taken(prompt: str, written: str) -> None:
+    editing = TEMPLATE.replace("m['content']", "m['content'].replace('/no_think', '').replace('/think', '')")
+    rendering = Rendering(config_of({"template": "chat", "system_prompt": prompt}), llama(editing))
+    assert rendering.text("1+1=?") == f"<s>[system]{written}[user]1+1=?[assistant]"
+
+
+def test_a_chat_template_that_writes_a_system_prompt_of_its_own_instead_is_refused() -> None:
+    stubborn = "{% for m in messages %}{{ 'Help.' if m['role'] == 'system' else m['content'] }}{% endfor %}"
+    rendering = Rendering(config_of({"template": "chat", "system_prompt": "Think."}), llama(stubborn))
+    with pytest.raises(ConfigError, match=r"chat template leaves data\.system_prompt out"):
+        rendering.text("1+1=?")
+
+
 def test_the_template_gets_the_system_prompt_and_the_arguments_of_the_configuration() -> None:
     chat = {"template": "chat", "system_prompt": "Think.", "chat_template_kwargs": {"enable_thinking": False}}
     rendering = Rendering(config_of(chat), llama())
