@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from decimal import Decimal
 from unicodedata import normalize
 
@@ -28,25 +29,24 @@ _THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_t
 _THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _BOXES = 20  # the last boxes of a response are looked at
 _WRAPPERS = (
-    ("$$", "$$"),
-    ("$", "$"),
+    *((mark, mark) for mark in ("$$", "$", "**", "`", '"')),
     (r"\(", r"\)"),
     (r"\[", r"\]"),
-    ("**", "**"),
-    ("`", "`"),
-    ('"', '"'),
     *((rf"\{font}{{", "}") for font in ("text", "textbf", "mathrm", "mathbf")),
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and"}
 _NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
-_CHANGING = _NO_UNITS | {"not", "no", "than", "least", "most", "except", "times", "over", "under", "minus", "percent"}
-"""Words with which a sentence says something else than the formula in it."""
-_IN_SENTENCE = re.compile(r"([^$\d\\]*)\$([^$]+)\$([^$\d\\]*)")
+_PLAIN = r"(?:the|an?|is|are|its?|so|thus|hence|therefore|final|answer|value|result|solution|sum|total|domain|range)"
+"""A word with which a sentence says no more than the formula in it; with others, such as `twice`, it may say more."""
+_IN_SENTENCE = re.compile(rf"(?:{_PLAIN}[,:]?\s+)*\$([^$]+)\$(?:\s+{_PLAIN})*\s*\.?", re.I)
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
+_GAP = r"(?:\\[ ,;]|\\q?quad|[\s~])"
 _SET_CHOICE = re.compile(
-    r"^\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{\s*\(([a-j])\)\s*\}(?:\\[ ,;]|\\q?quad|[\s~])*", re.I
+    rf"(?i)^\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{{\s*\(([a-j])\)(?:\s*\}}(?:{_GAP}|$)|\s+\}}){_GAP}*+"
+    r"(?![+*/^=<>,:&|×·÷∪∩∈→≤≥]|[-−–](?:\s|\\text|\\math)|(?:or|and)\b|.*\([a-j]\)\s*\}|\\(?!left\b|[${]|"
+    r"(?:[dt]?frac|sqrt|text|math|pi|log|ln|sin|cos|tan|angle|triangle|overline|d?binom|infty)))"
 )
-"""The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`."""
+"""The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`; no operator follows."""
 _TO_LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -88,8 +88,8 @@ _OFFERED = re.compile(r"\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\
 """A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
 _ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
 """The letter of one more choice: a response that names several has not chosen."""
-_APART = (re.compile(r"(?<=\d)_\{?(\d+)"), re.compile(r"(?<=[\d\W])([ap])\.?\s?m\b"), _SET_CHOICE)
-"""The base of a number, the half of the day and the letter of a choice: they tell apart what math-verify does not."""
+_APART = (re.compile(r"(?<=\d)_\{?(\d+)"), re.compile(r"(?<=[\d\W])([ap])\.?\s?m\b"))
+"""The base of a number and the half of the day: they tell apart what math-verify does not."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
 _UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/]))(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
 _NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
@@ -150,22 +150,21 @@ def _last_box(text: str) -> tuple[int, str] | None:
     return None
 
 
-def references(answer: str) -> list[str]:
-    """The answers that a reference stands for, the whole first: what a worked solution or a JSON list holds."""
-    text = bare(extract_answer(answer))
-    try:
+def references(answer: str, *, named: bool = True) -> list[str]:
+    """The answers that a reference stands for: what a worked solution or JSON holds, the whole, and JSON's texts."""
+    text, items = bare(extract_answer(answer)), None
+    with suppress(ValueError, RecursionError):
         items = json.loads(text) if text.startswith(("[", "{")) else None
-    except (ValueError, RecursionError):
-        items = None
-    if isinstance(items, dict) and len(items) == 1:  # a name for the answer, as in `{"target": ["Paris"]}`
+    if named and isinstance(items, dict) and len(items) == 1:  # as in `{"target": ["Paris"]}`, of references alone
         (items,) = items.values()
-        text = bare(str(items))
-    if not isinstance(items, list) or not items or any(isinstance(item, list | dict) for item in items):
+    values = items if isinstance(items, list) else [items]
+    kinds = set(map(type, values))
+    if not kinds or not kinds <= {str, int, float}:
         return [text]
-    if not any(isinstance(item, str) for item in items) and len(items) == 2:
-        return [text]  # numbers in brackets are an interval as well
-    members = [bare(str(item)) for item in items]
-    return [", ".join(members), *(members if all(isinstance(item, str) for item in items) else [])]
+    members = [bare(str(value)) for value in values]
+    if str not in kinds and len(values) == 2:
+        return [json.dumps(values), text]  # numbers in brackets are an interval as well
+    return [", ".join(members) or text, text, *filter(None, members if kinds == {str} else [])]
 
 
 def bare(answer: str) -> str:
@@ -206,9 +205,11 @@ def same(stated: str, reference: str) -> bool:
 
 
 def contradicts(stated: str, reference: str) -> bool:
-    """Whether two answers have numbers of different bases, `12_8` and `12_9`, or times of different halves of a day."""
+    """Whether two answers have numbers of different bases, times of different halves of a day, or different choices."""
+    letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
+    another = letter and choice and letter[1].casefold() != choice[1] <= "j"
     marks = [[set(mark.findall(answer.casefold())) for answer in (stated, reference)] for mark in _APART]
-    return any(own and wanted and own.isdisjoint(wanted) for own, wanted in marks)
+    return bool(another) or any(own and wanted and own.isdisjoint(wanted) for own, wanted in marks)
 
 
 def normalise(answer: str) -> str:
@@ -240,7 +241,7 @@ def is_text(answer: str) -> bool:
 def formula(reference: str) -> str:
     r"""The only formula of a sentence, `The sum is $\frac{1}{2}$.`, if the words do not change what it says, or all."""
     found = _IN_SENTENCE.fullmatch(reference)
-    return reference if found is None or _CHANGING & {*re.findall(r"\w+", (found[1] + found[3]).lower())} else found[2]
+    return reference if found is None else found[1]
 
 
 def as_latex(answer: str) -> str:

@@ -139,6 +139,23 @@ def test_what_follows_the_letter_of_a_choice_is_no_second_choice(reward: str, st
         (r"\mathrm{(B)}\ \text{none}", "C", False),
         (r"\textbf{(B)}\ 5", r"\textbf{(C)}\ 5", False),
         (r"\mathbf{A}\times\mathbf{B}", "A", False),
+        (r"\text{(A)}\cup B", "A", False),
+        (r"\text{(A)} \cup B", "A", False),
+        (r"\text{(a)}^2", "a", False),
+        (r"\text{(A)}x", "A", False),
+        (r"\mathrm{(A)} + \mathrm{(B)}", "A", False),
+        (r"\mathrm{(A)} - \mathrm{(B)}", "A", False),
+        (r"\text{(A)} \text{ or } \text{(B)}", "A", False),
+        (r"\text{(A)} or (B)", "A", False),
+        (r"\text{(A)}, 5", "A", False),
+        (r"\textbf{(D)}\ e", "E", False),
+        (r"\textbf{(D)}\ e", "(E)", False),
+        (r"\textbf{(D)}\ e", r"\textbf{E}", False),
+        (r"\textbf{(D)}\ 5", "E. 5", False),
+        (r"\textbf{(D)}\ e", "D", True),
+        (r"\textbf{(D)}\qquad\log 2", "D", True),
+        (r"\textbf{(D) }\left(1, 2\right)", "D", True),
+        (r"\textbf{(D)}~\{1, 2\}", "D", True),
     ],
 )
 def test_a_letter_is_the_choice_whose_text_the_reference_has_and_no_initial(
@@ -294,3 +311,70 @@ def test_exact_match_reads_references_as_data_sets_write_them(reference: str, ri
     assert earned("exact_match", reference, right) == 1
     assert earned("exact_match", reference, wrong) == 0
     assert earned("exact_match", reference, format_answer(reference)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "stated"),
+    [
+        ("All multiples of $3$", "3"),
+        ("the square root of $5$", "5"),
+        ("negative $5$", "5"),
+        ("-$5$", "5"),
+        ("$5$!", "5"),
+        ("Twice $5$", "5"),
+        ("the reciprocal of $5$", "5"),
+        (r"twice $\pi$", r"\pi"),
+        ("two to the power $5$", "5"),
+        ("divisible by $7$", "7"),
+        ("increasing by $5$ each time", "5"),
+        ("everything above $5$", "5"),
+        ("nicht $5$", "5"),
+        ("doesn't equal $5$", "5"),
+        ("Thursday, $5$ pm", "5"),
+        ("$5$ but also six", "5"),
+        ("$10$ thousands", "10"),
+        ("$2$ hundreds", "2"),
+        ("$5$ dozens", "5"),
+        ("$2$ fifths", "2"),
+    ],
+)
+def test_a_sentence_that_says_more_than_its_formula_is_not_its_formula(reference: str, stated: str) -> None:
+    assert earned("math_verify", reference, f"\\boxed{{{stated}}}") == 0
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["The answer is $5$.", "Therefore, the final value is $5$", "So its sum: $5$", "$5$ is the result", "$5$ cm"],
+)
+def test_a_sentence_that_says_no_more_than_its_formula_is_its_formula(reference: str) -> None:
+    assert earned("math_verify", reference, r"\boxed{5.0}") == 1
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("reference", "stated", "right"),
+    [
+        ('{"city": "Paris"}', '{"country": "Paris"}', False),
+        ('{"city": "Paris"}', '{"city": "Paris"}', True),
+        ('{"city": "Paris"}', "Paris", True),
+        ("Paris", '{"city": "Paris"}', False),
+        ('{"x": [1, 2]}', '{"y": [1, 2]}', False),
+        ('{"x": [1, 2, 3]}', '{"y": [1, 2, 3]}', False),
+        ('{"x": [1, 2]}', "[1,2]", True),
+        ('{"x": 5}', '{"y": 5}', False),
+        ('{"x": 5}', "5", True),
+        ('{"x": true}', "True", False),
+        ('{"x": true}', '{"x": true}', True),
+        ('{"x": null}', "None", False),
+        ('{"x": ""}', '{"x": ""}', True),
+        ('{"x": ""}', "..", False),
+        ('{"x": {"a": 1}}', "{'a': 1}", False),
+        ('{"x": {"a": 1}}', '{"x": {"a": 1}}', True),
+        ('{"x": ["a", ["b"]]}', "['a', ['b']]", False),
+        ('{"x": ["a", ["b"]]}', '{"x": ["a", ["b"]]}', True),
+    ],
+)
+def test_a_reference_may_name_its_answer_and_a_response_states_what_it_says(
+    reward: str, reference: str, stated: str, right: bool
+) -> None:
+    assert earned(reward, reference, f"Answer: {stated}") == right

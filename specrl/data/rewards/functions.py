@@ -234,8 +234,8 @@ def math_verify(_: str, response: str, answer: str) -> float:
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
-    stated, wanted = references(extract_answer(response))[0], references(answer)[0]
-    if stated and same(stated, wanted):
+    stated, (wanted, *whole) = references(extract_answer(response), named=False)[0], references(answer)[:2]
+    if stated and any(same(stated, reference) for reference in (wanted, *whole)):
         return 1.0
     if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
@@ -256,7 +256,7 @@ def exact_match(_: str, response: str, answer: str) -> float:
 
     Nothing is no answer: where a reference is empty, silence would earn 1.
     """
-    stated = references(extract_answer(response))[0]
+    stated = references(extract_answer(response), named=False)[0]
     return float(bool(stated) and any(same(stated, reference) for reference in references(answer)))
 
 
