@@ -18,7 +18,6 @@ from specrl.data.formats.places import files_of
 from specrl.keys import files_digest
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id, run_id_of
-from specrl.tracking.tracker import WEIGHTS
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
 SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
@@ -176,7 +175,9 @@ class MlflowSender:
         without, path = entry.values["without"], self._find_file(entry.values["path"])
         self._upload(entry, folder, without)
         if is_policy(path):
-            self._upload(entry, f"{folder}/{TOKENIZER}", WEIGHTS)
+            for file in sorted(path.iterdir()):
+                if file.is_file() and ".safetensors" not in file.name:  # neither the weights nor their index
+                    self._client.log_artifact(run_id, str(file), f"{folder}/{TOKENIZER}")
             self._client.log_text(run_id, mlmodel(path, path if without else None), f"{folder}/MLmodel")
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name)

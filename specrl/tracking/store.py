@@ -11,6 +11,7 @@ import re
 import sqlite3
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,10 @@ def check_server(config: Config) -> None:
         key = URI_VARIABLE if uri_of_environment() == uri else key
     if not uri.startswith(("http://", "https://")):
         own = Path(own_uri(config).removeprefix("sqlite:///"))
-        if (uri != own_uri(config) or os.path.lexists(own)) and (lack := lack_of_store(uri)) is not None:
-            raise ConfigError(f"{key} = {uri}: {lack}")
         if uri.startswith("databricks") and not (name := config.tracking.experiment).startswith("/"):
             raise ConfigError(f"tracking.experiment = {name}: Databricks takes paths, such as /Users/NAME/{name}")
+        if (uri != own_uri(config) or os.path.lexists(own)) and (lack := lack_of_store(uri)) is not None:
+            raise ConfigError(f"{key} = {uri}: {lack}")
         return
     if (reason := why_silent(uri, SERVER_SECONDS)) is not None:
         raise ConfigError(
@@ -161,15 +162,23 @@ def lack_of_store(uri: str) -> str | None:
 
 def _lack_of_databricks(profile: str | None) -> str | None:
     import_mlflow()
-    from databricks.sdk.config import Config as Credentials
+    from databricks.sdk.config import Config as Settings
+    from databricks.sdk.credentials_provider import credentials_strategy
 
-    try:  # MLflow itself would wait for minutes where the host does not answer
-        host = Credentials(profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1).host
+    # MLflow itself would wait for minutes where the host does not answer, and some credentials come from the host.
+    nobody = credentials_strategy("none", [])(lambda settings: dict)
+    ask = partial(Settings, profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1)
+    try:
+        host = ask(credentials_strategy=nobody, auth_type="none").host
+        if host and (silent := why_silent(host, SERVER_SECONDS)) is not None:
+            return f"{host} does not answer ({silent}); check DATABRICKS_HOST or ~/.databrickscfg"
+        ask()
     except ValueError as error:
-        said = str(error).partition(", please")[0]
-        return f"no credentials ({said}); set DATABRICKS_HOST and DATABRICKS_TOKEN, or write them to ~/.databrickscfg"
-    silent = why_silent(host, SERVER_SECONDS)
-    return f"{host} does not answer ({silent}); check DATABRICKS_HOST or ~/.databrickscfg" if silent else None
+        said = " ".join(re.split(r", please|\. Config: ", str(error))[0].split())
+        if "cannot configure default credentials" in said:
+            return f"no credentials ({said}); set DATABRICKS_HOST and DATABRICKS_TOKEN, or use ~/.databrickscfg"
+        return f"cannot be used ({said}); correct the variables DATABRICKS_... or ~/.databrickscfg"
+    return None
 
 
 def _lack_of_file(path: Path) -> str | None:

@@ -276,6 +276,21 @@ def test_a_large_model_is_registered_without_its_weights(runs_dir: Path) -> None
     assert version.tags["specrl.data.training"]
 
 
+def test_the_tokenizer_of_a_policy_is_kept_without_weights_and_folders(runs_dir: Path) -> None:
+    config = make_config(runs_dir, "indexed")
+    context = stage_of(config, start_parent_run(config))
+    policy = context.stage_dir / "policy"
+    (policy / "extra").mkdir(parents=True)
+    (policy / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    for name in ("tokenizer.json", "model-1.safetensors", "model.safetensors.index.json", "extra/notes.txt"):
+        (policy / name).write_text("{}")
+    with stage_run(context, FIRST) as tracker:
+        tracker.register_model_version("indexed-policy", policy, {})
+    child = only_child(config, context.mlflow_run_id)
+    kept = client_of(config).list_artifacts(child.info.run_id, "policy/components/tokenizer")
+    assert {Path(file.path).name for file in kept} == {"config.json", "tokenizer.json"}
+
+
 def test_a_registered_policy_is_loaded_by_mlflow_with_its_weights_or_from_where_they_are(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,7 +277,7 @@ def test_databricks_without_credentials_or_without_its_host_is_refused_before_an
         with pytest.raises(
             ConfigError, match=rf"^tracking\.uri = {uri}: no credentials \(.*\); set DATABRICKS_HOST and"
         ):
-            check_server(config_of(tmp_path, uri=uri))
+            check_server(config_of(tmp_path, uri=uri, experiment="/Users/me/x"))
         assert services.check_mlflow(tmp_path, uri).status == "fail"
     handler = http.server.SimpleHTTPRequestHandler
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -291,9 +291,40 @@ def test_databricks_without_credentials_or_without_its_host_is_refused_before_an
             ConfigError, match=r"^tracking\.experiment = specrl: Databricks takes paths, such as /Users/"
         ):
             check_server(config_of(tmp_path, uri="databricks://mine"))
+        monkeypatch.setenv("DATABRICKS_USERNAME", "me")
+        monkeypatch.setenv("DATABRICKS_PASSWORD", "secret")
+        with pytest.raises(
+            ConfigError, match=r"cannot be used \(validate: more than one [^,]* basic and pat\); "
+        ) as both:
+            check_server(config_of(tmp_path, uri="databricks://mine", experiment="/Users/me/x"))
+        assert "secret" not in str(both.value)
         server.shutdown()
     with pytest.raises(ConfigError, match=r"^tracking\.uri = databricks://away: http://127\.0\.0\.1:9 does not answer"):
-        check_server(config_of(tmp_path, uri="databricks://away"))
+        check_server(config_of(tmp_path, uri="databricks://away", experiment="/Users/me/x"))
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [
+        {"DATABRICKS_CLIENT_ID": "me", "DATABRICKS_CLIENT_SECRET": "secret"},
+        {"ARM_CLIENT_ID": "me", "ARM_CLIENT_SECRET": "secret", "ARM_TENANT_ID": "us"},
+    ],
+)
+def test_a_silent_databricks_is_told_from_credentials_that_it_would_have_to_confirm(
+    credentials: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("DATABRICKS_", "ARM_"))]:
+        monkeypatch.delenv(name)
+    settings = {"HOME": str(tmp_path), "DATABRICKS_HOST": "http://127.0.0.1:9"}
+    for name, value in {**settings, **credentials}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^tracking\.uri = databricks: http://127\.0\.0\.1:9 does not answer"):
+        check_server(config_of(tmp_path, uri="databricks", experiment="/Users/me/x"))
+
+
+def test_the_path_of_an_experiment_is_checked_before_any_network(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^tracking\.experiment = specrl: Databricks takes paths"):
+        check_server(config_of(tmp_path, uri="databricks://nobody"))
 
 
 @pytest.mark.parametrize("uri", ["sqlite://x.db", "mlruns", "http://user:secret@host"])

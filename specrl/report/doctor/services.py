@@ -80,7 +80,8 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
         return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
     if tracking_uri and not tracking_uri.startswith("sqlite:///"):
         if (lack := lack_of_store(tracking_uri)) is not None:
-            return Check("MLflow", "fail", f"{tracking_uri}: {lack}", "the first run needs it; or unset tracking.uri")
+            fix = "correct it before the first run, or unset tracking.uri"
+            return Check("MLflow", "fail", f"{tracking_uri}: {lack}", fix)
         return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
