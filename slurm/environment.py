@@ -182,8 +182,8 @@ def read_environment_file(path: Path | None) -> dict[str, str]:
 
 def _private_text(path: Path) -> str:
     try:
-        # Without waiting for the other end of a pipe.
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        # With O_NONBLOCK, nobody waits for the other end of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             _check_private(path, os.fstat(file.fileno()))  # of the open file: one that takes its place is not read
             return file.read(MOST_BYTES).decode()
     except OSError as error:

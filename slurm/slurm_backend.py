@@ -42,6 +42,7 @@ from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
 from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
+from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
 from specrl.processes import port_of
@@ -61,7 +62,7 @@ SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 """The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
-NEVER = {"DependencyNeverSatisfied": "a job that cluster.sbatch.dependency names has not ended as it says"}
+NEVER = {"DependencyNeverSatisfied": "a job that it depends on has not ended as asked"}
 """The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
@@ -94,7 +95,10 @@ TRANSIENT = (
 )
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
-NAMED = ("account", "partition", "qos", "time", "mem")  # what is repeated of them where sbatch speaks of it
+MEMORY = ("mem", *sorted(MEMORY_OPTIONS))
+NAMED = {"account": "account", "partition": "partition", "qos": "qos", "time": r"\btime"}
+NAMED |= dict.fromkeys(MEMORY, r"\bmem(ory)?\b")
+"""The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
@@ -299,8 +303,9 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
         if any(words in reason for words in TRANSIENT):
             raise SilentSchedulerError(reason) from error
         options = sbatch_options(request.context.config, request.context.stage)
-        given = {key: f"={options[key]}" if key in options else " not given" for key in NAMED if key in reason.lower()}
-        words = "".join(f"; --{key}{value}" for key, value in given.items())
+        named = [key for key, words in NAMED.items() if re.search(words, reason, re.IGNORECASE)]
+        given = {key: f"={options[key]}" if key in options else " not given" for key in named}
+        words = "".join(f"; --{key}{value}" for key, value in given.items() if key in options or key not in MEMORY)
         raise JobError(f"Slurm refuses the job: {reason}{words}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job

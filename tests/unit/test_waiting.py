@@ -106,7 +106,7 @@ class Waiting(LongJob):
     [
         (
             "DependencyNeverSatisfied",
-            r"can never start \(PENDING, DependencyNeverSatisfied: a job that cluster\.sbatch",
+            r"can never start \(PENDING, DependencyNeverSatisfied: a job that it depends on has not ended as asked\)",
         ),
         ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
     ],
