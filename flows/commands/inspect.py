@@ -23,7 +23,7 @@ from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
 from specrl.processes import LOOPBACK
-from specrl.report.results import CONFIG_FILE, is_run, readable_config
+from specrl.report.results import CONFIG_FILE, is_run, readable_config, readable_settings
 from specrl.report.tables import print_line, print_table, printable
 
 Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
@@ -54,13 +54,14 @@ def _about(run_dir: Path) -> dict[str, Any]:
         state = _state(run_dir)
     except PermissionError:  # somebody else's run
         state = "?"
+    model = readable_settings(run_dir).get("model") if is_run(run_dir) else None
     codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
     stages = {path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob(f"*/{RESULT_FILE}")}
     return {
         "run": run_dir.name,
         "state": state,
         "stages": f"{len(stages)}/{len(STAGES)}",
-        "model": readable_config(run_dir).model.source if is_run(run_dir) else "?",
+        "model": str(model["source"]) if isinstance(model, dict) and "source" in model else "?",
         "started": min(codes, default=(run_dir / CONFIG_FILE).stat().st_mtime),
         "folder": run_dir.absolute(),
     }

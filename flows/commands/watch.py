@@ -163,21 +163,26 @@ def _ask(key: JobKey, *, is_trusted: bool) -> tuple[str, bool]:
         job = find_now(key) if is_trusted else _recorded(key)
         if job is None:
             return "no job", False
+        if isinstance(job, Record):
+            return f"{job.backend} job {job.job_id}", False
         state = job.state()
     except (JobError, SilentSchedulerError) as error:  # such as a local job on another host
         return f"{UNKNOWN}: {error}", is_trusted
     where = f"{job.backend} job {job.job_id}"
     if state.phase == "pending":
+        if state.never:
+            return f"can never start ({state.detail}: {state.never}), {where}", True
         return f"in the queue ({state.detail}), {where}", True
     return f"{'runs' if state.phase == 'running' else 'ended'}, {where}", state.phase == "running"
 
 
-def _recorded(key: JobKey) -> SlurmJob | None:
-    """The job on Slurm that a run of somebody else names; no scheduler of the user's own is imported for such a run."""
+def _recorded(key: JobKey) -> SlurmJob | Record | None:
+    """The job that a run of somebody else names; only Slurm is asked, since nothing is imported for such a run."""
     with suppress(ValueError):
         record = Record.read(key.record_path)
         if record is not None and record.backend == SlurmJob.backend and record.job_id.isdecimal():
             return SlurmJob(record.job_id, key.folder, attached=True)
+        return record
     return None
 
 

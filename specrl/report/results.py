@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
 from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
@@ -47,9 +48,14 @@ def readable_config(run_dir: Path) -> Config:
 
     What is not understood has its default.
     """
+    return understood_config(readable_settings(run_dir), run_dir)
+
+
+def readable_settings(run_dir: Path) -> dict[str, Any]:
+    """The same as it is written, unchecked; empty where nothing can be read."""
     settings = readable_record(run_dir).get("settings")
     data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
-    return understood_config(data if isinstance(data, dict) else {}, run_dir)
+    return data if isinstance(data, dict) else {}
 
 
 def is_run(folder: Path) -> bool:

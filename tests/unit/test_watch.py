@@ -17,7 +17,7 @@ from flows.cli import invoke
 from flows.commands import watch
 from flows.commands.watch import RunView, Watcher
 from flows.folder import only_flow, write_config
-from slurm.backend import FLOW_KEY, STOP_FILE
+from slurm.backend import FLOW_KEY, STOP_FILE, JobKey, Record
 from slurm.submit import attach_or_submit
 from specrl.artifacts import write_json
 from specrl.config import STAGES, Config, parse_config
@@ -266,3 +266,33 @@ def test_the_logs_of_a_run_are_printed_and_followed(
     begun.wait()
     assert logs("--follow", "--lines", "1") == "\\x1b]0;title\\x07third\nfourth\nfifth"
     worker.join()
+
+
+def test_the_local_job_of_somebody_elses_run_is_named(run: tuple[Config, RunRecord]) -> None:
+    config, record = run
+    key = JobKey(config, record.stage_keys["prepare"])
+    assert watch._ask(key, is_trusted=False) == ("no job", False)
+    Record("local", "12", None, "host").write(key.record_path)
+    assert watch._ask(key, is_trusted=False) == ("local job 12", False)
+
+
+def test_a_flow_whose_dependency_has_failed_is_said_never_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PATH", f"{tmp_path}:/usr/bin:/bin"), ("SLURM_TMPDIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    config = parse_config({"name": "demo", "runs_dir": str(tmp_path / "runs"), "cluster": {"backend": "slurm"}})
+    key = JobKey(config, FLOW_KEY)
+    row = f"7|PENDING|DependencyNeverSatisfied|{key.job_name}"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{row}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    why = "PENDING, DependencyNeverSatisfied: a job that it depends on has not ended as asked"
+    assert watch._ask(key, is_trusted=True) == (f"can never start ({why}), slurm job 7", True)
+
+
+def test_the_model_of_a_run_that_names_none_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, settings in {"one": {"model": {"source": "mine"}}, "two": {}, "three": {"model": 3}}.items():
+        write_json(tmp_path / name / "config.json", {"name": name, "runs_dir": str(tmp_path), **settings})
+    assert invoke(["ls", "--json", "--runs-dir", str(tmp_path)]) == 0
+    found = {entry["run"]: entry["model"] for entry in json.loads(capsys.readouterr().out)}
+    assert found == {"one": "mine", "two": "?", "three": "?"}
