@@ -18,7 +18,7 @@ from slurm.submit import backend_of
 from slurm.supervisor import Supervisor, end_process
 from specrl import logs
 from specrl.context import StageContext
-from specrl.processes import name_user, reach_loopback
+from specrl.processes import allow_warnings, name_user, reach_loopback
 
 
 def main(arguments: list[str]) -> None:
@@ -31,6 +31,7 @@ def main(arguments: list[str]) -> None:
     request = StageRequest(context, entry=arguments[1])
     backend = backend_of(request.key.cluster)
     prepare_rank(request, backend)
+    allow_warnings()
     logs.set_up(context.config.cluster.log_level)
     code = Supervisor(request, backend).run()
     logging.shutdown()

@@ -55,15 +55,16 @@ def start_helper(
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `main` of a module, and return it with this end of a connection to it.
 
-    `main` gets the other end, and passes the first thing that it receives to `become_helper`. What follows is between
-    the two. The process ends with the thread that has started it. It imports what `module` imports, and no more. What
-    it prints goes to `output`, by default where this process prints.
+    `main` gets the other end. The first thing that it receives is the id of this process: given to `become_helper` or
+    `end_with_parent`, it lets the helper end with the thread that has started it. What follows is between the two. The
+    helper imports what `module` imports, and no more. What it prints goes to `output`, by default where this process
+    prints. Without an `environment` it has this process's, and one thread of OpenMP unless that says otherwise.
     """
     connection, remote = Pipe()
     with remote:
         process = subprocess.Popen(
             [sys.executable, "-c", HELPER, module, str(remote.fileno())],
-            env={"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)},
+            env={"OMP_NUM_THREADS": "1", **os.environ} if environment is None else environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -207,11 +208,22 @@ def name_user() -> None:
 
 
 def allow_warnings() -> None:
-    """Let no library's warning be an error, as PYTHONWARNINGS=error has it, here or in processes started from here."""
-    if "error" in os.environ.get("PYTHONWARNINGS", ""):
-        del os.environ["PYTHONWARNINGS"]
-        sys.warnoptions.clear()  # which processes of multiprocessing get, too
-        warnings.simplefilter("ignore")
+    """Let no library's warning be an error, as PYTHONWARNINGS=error has it, here or in processes started from here.
+
+    What else that variable says stays.
+    """
+    given = os.environ.get("PYTHONWARNINGS", "").split(",")
+    kept = [rule for rule in given if not _makes_errors(rule)]
+    if kept != given:
+        os.environ["PYTHONWARNINGS"] = ",".join(kept)
+        # Processes of multiprocessing get these, too.
+        sys.warnoptions[:] = [rule for rule in sys.warnoptions if not _makes_errors(rule)]
+        warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
+
+
+def _makes_errors(rule: str) -> bool:
+    action = rule.partition(":")[0].strip()
+    return action != "" and "error".startswith(action)  # Python takes abbreviations
 
 
 def node_folder() -> Path:

@@ -54,7 +54,7 @@ def serve(
         noted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: noted.append(number))
-        runner, connection = start_helper(__name__)
+        runner, connection = start_helper(__name__, os.environ)
         try:
             with contextlib.suppress(OSError):  # it ended at once; its own lines say why
                 connection.send((config.name, cron, zone, json.loads(dump_config(config))))

@@ -111,7 +111,7 @@ def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
     own = ENVIRONMENT | VARIABLES | {BATCH_INVARIANT: "1"}
     kept = {name: value for name, value in environment.items() if name not in OF_RANKS}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
-    return {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept
+    return {"OMP_NUM_THREADS": "1"} | {name: ENVIRONMENT[name] for name in KEPT_VARIABLES} | kept
 
 
 def stock_arguments(policy_dir: Path, config: Config, share: float | None) -> dict[str, Any]:

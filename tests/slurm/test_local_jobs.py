@@ -274,3 +274,16 @@ def test_a_job_that_never_starts_is_given_up(make_run: MakeRun) -> None:
     with pytest.raises(JobError, match=r"waited in the queue for longer than cluster.queue_minutes = 1440"):
         wait(job, context, nothing, clock=lambda: 60.0 * next(minutes))
     assert job.cancelled
+
+
+def test_a_rank_is_not_ended_by_warnings_that_its_environment_makes_errors(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import warnings\nfrom tests.slurm import dummy_stage\n\n\ndef main(context):\n"
+    (tmp_path / "warns.py").write_text(f"{text}    warnings.warn('as libraries do')\n    dummy_stage.main(context)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")  # as cluster.setup or a module of the site may set it
+    config = make_run("local", ranks_per_node=1)
+    context = StageContext(config, "prepare", "prepare-0", config.run_dir / "stages" / "prepare-0", {}, "")
+    job = attach_or_submit(context, "warns:main", snapshot_code(config.run_dir))
+    assert job is not None and wait(job, context, nothing)

@@ -30,7 +30,7 @@ from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import Reason, add_to_segment, begin_segment
-from specrl.processes import PORTS, port_of, reach_loopback
+from specrl.processes import PORTS, port_of, reach_loopback, start_helper
 from tasks.run import begin
 
 TIMEOUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -144,16 +144,44 @@ def test_words_for_states_that_nobody_knows_are_asked_about_again(programs: Path
         job.state()
 
 
-def test_warnings_that_a_user_has_made_errors_end_neither_a_command_nor_what_it_starts() -> None:
+@pytest.mark.parametrize("rule", ["error", "e", "err::UserWarning", "default, error:3"])
+def test_warnings_that_a_user_has_made_errors_end_neither_a_command_nor_what_it_starts(rule: str) -> None:
     text = (
         "import subprocess, sys; from flows.cli import invoke; invoke(['--version'])\n"
         "warn = 'import warnings; warnings.warn(str(3))'; exec(warn)\n"
         "subprocess.run([sys.executable, '-c', warn], check=True)"
     )
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    environment = {**os.environ, "PYTHONWARNINGS": rule}
     command = [sys.executable, "-c", text]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UserWarning: 3") == 2  # they are shown
+
+
+@pytest.mark.parametrize("rule", ["", "error::DeprecationWarning"])
+def test_warnings_that_a_user_ignores_stay_ignored(rule: str) -> None:
+    ignored = "ignore::UserWarning,ignore::RuntimeWarning:pkg.errors"
+    text = (
+        "import os, warnings; from specrl.processes import allow_warnings; allow_warnings()\n"
+        "warnings.warn('unseen'); print(os.environ['PYTHONWARNINGS'])"
+    )
+    environment = {**os.environ, "PYTHONWARNINGS": ",".join(filter(None, [rule, ignored]))}
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{ignored}\n", "")
+
+
+def test_a_helper_has_one_thread_of_openmp_or_the_environment_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os\ndef main(starter):\n    starter.send(os.environ.get('OMP_NUM_THREADS'))\n    starter.recv()\n"
+    (tmp_path / "threads_here.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for environment, threads in ((None, "1"), (os.environ, None)):  # the second is that of a schedule's flows
+        process, connection = start_helper("threads_here", environment)
+        assert connection.recv() == threads
+        process.wait()
 
 
 def test_a_user_whom_the_machine_has_no_name_for_can_use_slurm() -> None:
@@ -232,6 +260,7 @@ def test_a_job_is_known_by_its_number_whatever_a_site_prints_beside_it(
         ("Invalid account or account/partition combination specified", "; --account not given; --partition=gpu"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "; --time=60"),
         ("Memory specification can not be satisfied", "; --mem=10240M"),
+        ("You are no member of this project", ""),
     ],
 )
 def test_a_refusal_repeats_the_settings_that_it_is_about(
@@ -240,6 +269,23 @@ def test_a_refusal_repeats_the_settings_that_it_is_about(
     program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
     with pytest.raises(JobError, match=re.escape(f"{said}{repeated}") + "$"):
         attach_or_submit(context_of(configured(tmp_path, partition="gpu")), "m:f", Path("/code"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "repeated"),
+    [
+        ({"sbatch": {"mem-per-cpu": "4G"}}, "; --mem-per-cpu=4G"),
+        ({"sbatch": {"mem-per-gpu": "40G"}}, "; --mem-per-gpu=40G"),
+        ({"request_memory": False}, ""),
+    ],
+)
+def test_a_refusal_for_memory_repeats_the_option_that_was_sent(
+    cluster: dict[str, Any], repeated: str, programs: Path, tmp_path: Path
+) -> None:
+    said = "Memory specification can not be satisfied"
+    program(programs, "sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    with pytest.raises(JobError, match=f"{said}{repeated}$"):
+        attach_or_submit(context_of(configured(tmp_path, **cluster)), "m:f", Path("/code"))
 
 
 @pytest.mark.parametrize(
