@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import metadata
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -102,8 +103,11 @@ def invoke(arguments: list[str]) -> int:
 
 def _said(error: OSError, arguments: list[str]) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    if error.errno == errno.ENOENT and not where:  # of `os.getcwd`, which names none
-        return "the current folder has been removed; change to another one"
+    if error.errno == errno.ENOENT and not where:
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            return "the current folder has been removed; change to another one"
     if error.errno not in FULL_DISK:
         return f"{where}{error.strerror or error}"
     then = ", and go on with specrl resume RUN" if arguments[:1] and arguments[0] in RESUMABLE else " first"

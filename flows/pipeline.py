@@ -36,10 +36,8 @@ def pipeline(run_dir: str) -> None:
     """Run all stages of the run in a folder. Finished stages are skipped; a JobError if one failed."""
     with make_reporter() as reporter:
         run = open_run(Path(run_dir), reporter)
-        ends_with_us = os.environ.get(PASSWORD, "").startswith(
-            f"{USER}:"
-        )  # Prefect's server, which then shows no pages
-        page = {} if ends_with_us else {"specrl.prefect.page": runtime.flow_run.ui_url}
+        is_own_server = os.environ.get(PASSWORD, "").startswith(f"{USER}:")  # which shows no pages
+        page = {} if is_own_server else {"specrl.prefect.page": runtime.flow_run.ui_url}
         log_to_run(run.config, {}, {}, {"specrl.prefect.flow_run": runtime.flow_run.id, **page})
         (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may be of another configuration
         policy = prepare(run)

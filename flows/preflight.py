@@ -31,7 +31,7 @@ from specrl.models.shapes import KNOWN_SHAPES, model_shape
 from specrl.models.sources import check_model_fits_method, check_source
 from specrl.projection.plan import disk_bytes, plan
 from specrl.report.results import CONFIG_FILE, is_run
-from specrl.tracking.store import check_server, run_id_of
+from specrl.tracking.store import RUN_ID_FILE, check_server
 from specrl.tracking.weights_biases import check_wandb
 
 BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
@@ -81,11 +81,10 @@ def _reward_doubts(config: Config) -> list[str]:
         return [f"data.reward = {config.data.reward_words}: it fails on a response: {right.error or empty.error}"]
     if empty.score != right.score:
         return []
-    earned = "None, which leaves them out" if right.score is None else f"{right.score:g}"
-    return [
-        f"data.reward = {config.data.reward_words}: an empty response and the reference answer both earn "
-        f"{earned}; where all responses earn the same reward, nothing is learned"
-    ]
+    earned = "None, which leaves them out"
+    if right.score is not None:
+        earned = f"{right.score:g}; where all responses earn the same reward, nothing is learned"
+    return [f"data.reward = {config.data.reward_words}: an empty response and the reference answer both earn {earned}"]
 
 
 def _refusals(*looks: Callable[[], object]) -> list[str]:
@@ -236,7 +235,7 @@ def check_tracking(config: Config) -> list[str]:
 
     Other stores are left to MLflow. A run that MLflow knows already goes on without it: what it logs waits on disk.
     """
-    is_new = run_id_of(config.run_dir) is None
+    is_new = not (config.run_dir / RUN_ID_FILE).exists()
     return _refusals(
         lambda: check_server(config) if is_new else None,
         lambda: check_wandb(config, read_environment_file(config.cluster.environment_file)),

@@ -25,6 +25,7 @@ IDLE_SECONDS = 180  # how long the server may do nothing before it answers, for 
 WORK_SECONDS = 1
 START_SECONDS = 900  # how long it may take in all: under heavy load, or from a slow disk, imports take minutes
 PATIENCE_SECONDS = 20  # until it is said what is waited for
+END_SECONDS = 5  # how long it may take to end, before it is killed
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -108,6 +109,9 @@ class PrefectServer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.process is not None:
             self._lock.release()
+            self.process.terminate()  # it writes what its recorders have queued
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
             end_helper(self.process)
             del os.environ["PREFECT_API_URL"], os.environ[PASSWORD]
         from httpx import HTTPError, TransportError  # by Prefect's client, which is slow to import

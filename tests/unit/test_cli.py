@@ -724,3 +724,16 @@ def test_a_terminal_without_a_width_and_a_folder_that_is_gone_are_no_silence(tmp
         1,
         "specrl: the current folder has been removed; change to another one\n",
     )
+
+
+def test_an_error_that_names_no_file_is_not_taken_for_a_folder_that_is_gone() -> None:
+    assert (
+        cli._said(FileNotFoundError(errno.ENOENT, "No such file or directory"), ["ls"]) == "No such file or directory"
+    )
+
+
+def test_a_run_that_mlflow_knows_is_not_read_to_see_that(tmp_path: Path) -> None:
+    config = parse_config({"name": "run", "runs_dir": str(tmp_path), "tracking": {"uri": "http://127.0.0.1:9"}})
+    assert len(check_tracking(config)) == 1
+    (config.run_dir / "mlflow_run_id").mkdir(parents=True)  # which, as a file of somebody else's, cannot be read
+    assert check_tracking(config) == []

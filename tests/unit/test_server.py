@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -75,3 +77,36 @@ class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+
+
+def test_a_server_may_write_what_it_has_queued_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    wait = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); time.sleep(1000)"
+    for handler, seconds, status in (("lambda *_: sys.exit(7)", 60, 7), ("signal.SIG_IGN", 0.1, -signal.SIGKILL)):
+        monkeypatch.setattr(server, "END_SECONDS", seconds)
+        monkeypatch.delenv("PREFECT_API_URL", raising=False)
+        found = PrefectServer(tmp_path)
+        for name in ("PREFECT_API_URL", server.PASSWORD):
+            monkeypatch.setenv(name, "x")
+        command = [sys.executable, "-c", wait.format(handler)]
+        found.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        assert found.process.stdout is not None and found.process.stdout.readline()
+        found.__exit__(None, None, None)
+        assert found.process.returncode == status
+
+
+def test_the_server_makes_private_files_whatever_the_umask_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    for name in ("PREFECT_API_URL", server.PASSWORD):
+        monkeypatch.delenv(name, raising=False)
+    os.umask(0o022)
+    with PrefectServer(tmp_path) as found:
+        found.wait()
+        assert found.process is not None
+        status = Path(f"/proc/{found.process.pid}/status").read_text()
+    assert "Umask:\t0077\n" in status
+    assert (tmp_path / "prefect.db").stat().st_mode & 0o077 == 0

@@ -96,3 +96,4 @@ def test_a_dry_run_says_that_a_reward_does_not_tell_right_from_empty(
         assert invoke([*command, "--set", f"data.reward=rewards_here:{name}"]) == 0
         warned = " ".join(capsys.readouterr().err.split())
         assert words in warned if words else "data.reward" not in warned
+        assert ("nothing is learned" in warned) == (name == "zero")
