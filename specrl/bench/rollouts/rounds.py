@@ -89,10 +89,8 @@ def measure(variants: Sequence[Variant | Stock], rounds: Sequence[list[Request]]
     slows down or speeds up favours none of them.
     """
     measured = [Measurement() for _ in variants]
-    for variant in variants:
+    for variant in (*variants, *variants):  # twice, because an adaptive one learns what is accepted, to choose k
         variant.generate(rounds[0], batch)
-        if isinstance(variant, Variant) and isinstance(variant.k, str):  # it learns what is accepted, to choose k
-            variant.generate(rounds[0], batch)
     for number, requests in enumerate(rounds):
         for index in order_of(len(variants), number):
             measured[index].generations.append(variants[index].generate(requests, batch))
