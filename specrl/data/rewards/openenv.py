@@ -39,7 +39,7 @@ class OpenEnv:
         return [{"role": "user", "content": json.dumps(observation, ensure_ascii=False)}]
 
     def reset(self, problem: Problem) -> list[dict[str, str]]:
-        """Open a session, and wait for one as long as all are taken."""
+        """Open a session, and wait for one as long as all are taken; RuntimeError if the server reports an error."""
         while True:
             self._session = connect(self.url, proxy=None, max_size=None)
             found = self._ask("reset", self.parameters(problem))
@@ -49,7 +49,7 @@ class OpenEnv:
             time.sleep(RETRY_SECONDS)
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
-        """Take an action; a missing reward is 0."""
+        """Take an action; a missing reward is 0. RuntimeError if the server reports an error."""
         found = self._ask("step", self.action(text))
         return self.messages(_data(found)), float(found.get("reward") or 0.0), bool(found.get("done"))
 
