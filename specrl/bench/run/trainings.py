@@ -1,31 +1,84 @@
-"""The trainings of a group of cells, with all of their ranks on this machine, which take a step each in turn."""
+"""The trainings of a group of cells, with all of their ranks on this machine, which take a step each in turn.
+
+A rank takes one step at a time, when it is told to, so that no other computes while one is timed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, Self
 
 from specrl.artifacts import PretrainResult, read_result, write_result
 from specrl.bench.cells import Cell, config_of
 from specrl.bench.job import say
-from specrl.bench.run.turns import Worker, await_all
 from specrl.bench.spread import order_of
 from specrl.bench.subject import Subject
 from specrl.config import ConfigError
 from specrl.context import StageContext
 from specrl.keys import code_digest
 from specrl.models.drafters import fetch_source
-from specrl.processes import LOOPBACK, free_port
+from specrl.processes import LOOPBACK, free_port, start_helper
 from specrl.training.drafter.io import adopt_drafter
 
 CONTEXT_FILE = "context.json"
 ROOT = Path(__file__).parents[2]
+
+
+class Worker:
+    """A rank of a training, as its parent sees it. It is ready when its first answer has come."""
+
+    def __init__(self, training: Training, rank: int, port: int) -> None:
+        """Start `specrl.bench.run.rank`, with its own cores where there are enough."""
+        resources, folder = training.context.config.resources_of("train"), training.folder.parent
+        threads = resources.cpus_per_rank
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": resources.ranks, "MASTER_PORT": port}
+        names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "MASTER_ADDR": LOOPBACK}
+        self.name, self.log = f"rank {rank} of {training.cell.label}", folder / f"rank-{rank}.log"
+        self.process, self.answers = start_helper("specrl.bench.run.rank", environment)
+        with suppress(OSError):  # it has ended already, as whoever waits for it will find
+            self.answers.send((folder / CONTEXT_FILE, self.log))
+        own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
+        if len(own) == threads:
+            os.sched_setaffinity(self.process.pid, own)
+
+    def await_answer(self) -> None:
+        """Wait until the process is ready, or has taken its step."""
+        try:
+            self.answers.recv()
+        except (EOFError, OSError):
+            killed = self.process.wait() == -signal.SIGKILL
+            why = " (it was killed, as Linux does where memory is short)" if killed else ""
+            raise RuntimeError(f"{self.name} ended before its step{why}; log: {self.log}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.process.kill()
+        self.answers.close()
+        self.process.wait()
+
+
+def await_all(workers: Sequence[Worker]) -> None:
+    """Wait until all processes are ready, or have taken their step.
+
+    They may wait for each other, so that without one that has ended the others would never answer.
+    """
+    waiting: dict[Any, Worker] = {worker.answers: worker for worker in workers}
+    while waiting:
+        for answers in wait(list(waiting)):
+            waiting.pop(answers).await_answer()
 
 
 @dataclass
@@ -52,9 +105,9 @@ class Training:
         return path.exists() and StageContext.load(path) == self.context and len(self.metrics()) >= steps
 
     def start(self, stack: ExitStack) -> None:
-        """Start the ranks, each with its own cores where there are enough, and wait until they have loaded all."""
+        """Start the ranks, and wait until they have loaded everything."""
         began, port, ranks = time.monotonic(), free_port(), self.context.config.resources_of("train").ranks
-        self.workers = [stack.enter_context(self._worker(rank, ranks, port)) for rank in range(ranks)]
+        self.workers = [stack.enter_context(Worker(self, rank, port)) for rank in range(ranks)]
         await_all(self.workers)
         self.start_s = time.monotonic() - began
 
@@ -64,21 +117,6 @@ class Training:
             worker.answers.send(None)  # it may take its step
         await_all(self.workers)
         self.walls.append(time.monotonic() - began)
-
-    def _worker(self, rank: int, ranks: int, port: int) -> Worker:
-        threads, folder = self.context.config.resources_of("train").cpus_per_rank, self.folder.parent
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": LOOPBACK}
-        names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        worker = Worker(
-            f"rank {rank} of {self.cell.label}",
-            folder / CONTEXT_FILE,
-            {name: str(value) for name, value in names.items()},
-            folder / f"rank-{rank}.log",
-        )
-        own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
-        if len(own) == threads:
-            os.sched_setaffinity(worker.process.pid, own)
-        return worker
 
 
 def make_training(
@@ -126,4 +164,4 @@ def train_in_turn(trainings: Sequence[Training], steps: int) -> None:
                 trainings[place].step()
             say(f"step {step}: " + ", ".join(f"{one.cell.label} {one.walls[-1]:.1f} s" for one in trainings))
         for worker in (worker for training in trainings for worker in training.workers):
-            worker.end()  # all ranks of a training leave together
+            worker.answers.close()  # all ranks of a training leave together: there are no more steps
