@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specrl.bench.gpu.acceptance import RATES, K
+from specrl.bench.gpu.generation import RATES, K
 from specrl.bench.stock import StockEngine, StockError, gpu_share, stock_arguments, stock_environment
 from specrl.config import Config, EngineConfig
 from specrl.distributed.ranks import VARIABLES

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from specrl.bench.gpu.acceptance import RATES, K, accepting_at
 from specrl.bench.gpu.models import Row, Scale, bench_config, write_config, write_untrained_drafter
 from specrl.bench.stock import StockEngine, StockError
 from specrl.config import Config
@@ -23,9 +23,12 @@ from specrl.projection.simulator.hardware import HARDWARE
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.drafts.cost_model import possible_lengths
 from specrl.rollout.engine import Engine, Generation, Request
-from specrl.rollout.sampling.verification import Sampling
+from specrl.rollout.sampling.verification import Sampling, Verified
 from specrl.rollout.vllm.engine.arguments import schedule
 
+K = 3
+RATES = {2.0: 0.5437, 2.5: 0.6914, 3.0: 0.8105}
+"""Acceptance lengths, and the rate r of each token at which 1 + r + r^2 + ... + r^K is that length."""
 PROMPT_TOKENS = 64
 DUMMY = {"load_format": "dummy"}
 MEMORY = {"gpu_memory_fraction": 0.28, "kv_cache_gib": 0.125}  # three engines at once
@@ -155,3 +158,20 @@ def _requests(count: int, scale: Scale) -> list[Request]:
     generator = random.Random(count)
     prompts = [[generator.randrange(3, scale.served.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     return [Request(prompt, seed, scale.new_tokens, 1.0) for seed, prompt in enumerate(prompts)]
+
+
+def accepting_at(rate: float, sampler: Any, vocab_size: int) -> Sampling:
+    """How a sampler verifies where the next token of a draft is accepted at this rate.
+
+    All work is done as ever, but for its being pretended that the policy has picked the beginning of every draft, at
+    random: the text is not the policy's.
+    """
+    generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
+    real: Sampling = sampler.sampling
+
+    def verify(picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
+        is_right = torch.rand(len(picked), device=picked.device, generator=generator) < rate
+        following = drafts.roll(-1)  # behind a request's last row, whose token no draft decides
+        return real.verify(torch.where(is_right, following, (following + 1) % vocab_size), drafts, *others)
+
+    return real._replace(verify=verify)
