@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specrl.config import Config, ConfigError, dump_config
 from specrl.context import StageContext
 from specrl.data.formats.places import files_of
+from specrl.keys import flat_settings
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
 from specrl.lineage.source import read_source, source_tags, write_source
@@ -66,7 +66,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
     tracker = Tracker(Log(config.run_dir))
     note = {NOTE_TAG: description} if is_new else {}  # a run that goes on has a description with results
     tracker.start(config.name, {**read_source(config.run_dir), **note})
-    tracker.log_params(flatten(json.loads(dump_config(config))))
+    tracker.log_params(dict(flat_settings(config)))
     for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
         for file in files_of(places or ()):
             tracker.log_rollouts(file, file.name, context)
@@ -258,11 +258,3 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
             logger.warning(
                 "W&B lacks some of what %s logged (%s); the next job or the flow sends it", context.key, reason
             )
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted names, such as `train.num_steps`."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat
