@@ -18,11 +18,11 @@ from specrl.checks.file_systems import lack_of_room
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
+from specrl.processes import last_line
 
 MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
 ROOM_BYTES = 2**20  # what a disk must take that is not called full
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
-LOG_TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
@@ -97,7 +97,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     elif failure.exception:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
-        unknown = f"no Python error; the log of rank {failure.rank} ends: {_last_line(log)}"
+        unknown = f"no Python error; the log of rank {failure.rank} ends: {last_line(log)}"
         error = reached or _full_disk(context.run_dir) or unknown
         error = f"{failure.detail}; {error}" if failure.detail else error
     place = log if log.exists() else log.parent
@@ -146,12 +146,3 @@ def _full(error: BaseException, run_dir: Path) -> str:
     full = lack_of_room(error)
     remedy = "raise that limit" if isinstance(error, OSError) and error.errno == errno.EFBIG else "make room"
     return full and f"{full}: {remedy}, and go on with specrl resume {run_dir.name}"
-
-
-def _last_line(log: Path) -> str:
-    if not log.exists():
-        return "(there is no log)"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:MAX_CHARACTERS] if lines else "(it is empty)"

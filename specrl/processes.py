@@ -45,6 +45,7 @@ OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Those that say which Slurm it is, and who asks it."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of a job's rank, which another job that is started from it must not take for its own."""
+TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
@@ -197,6 +198,26 @@ def reach_loopback() -> None:
         hosts = [host.strip() for host in (own or next(filter(None, given), "")).split(",") if host.strip()]
         if "*" not in hosts:  # which counts only where it stands alone
             os.environ[name] = ",".join(dict.fromkeys([*hosts, LOOPBACK, "localhost", "::1"]))
+
+
+def output_of(*command: str, seconds: float, environment: Mapping[str, str] | None = None) -> str | None:
+    """What a command prints, stripped; None where there is no such command, or it fails or takes longer than that."""
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def last_line(log: Path) -> str:
+    """The last words of a process in its log, in a line of at most 600 characters."""
+    data = b""
+    if log.is_file():
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            data = file.read()
+    lines = (line.strip() for line in reversed(data.decode(errors="replace").split("\n")))
+    return next(filter(None, lines), "it said nothing")[:600]
 
 
 def name_user() -> None:

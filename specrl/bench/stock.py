@@ -20,7 +20,7 @@ import torch
 
 from specrl.config import Config
 from specrl.distributed.ranks import VARIABLES
-from specrl.processes import OF_RANKS, start_helper
+from specrl.processes import OF_RANKS, last_line, start_helper
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.requests import Generation, Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
@@ -94,8 +94,7 @@ class StockEngine:
         except (EOFError, OSError):
             how = "ended"
         self._kill()
-        lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise StockError(f"stock vLLM {how}: {lines[-1]} (log: {self._log})")
+        raise StockError(f"stock vLLM {how}: {last_line(self._log)} (log: {self._log})")
 
 
 def gpu_share(config: Config) -> float | None:

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specrl.checks import Check, Status
+from specrl.processes import output_of
 
 GIB = 2**30
 LEAST_NVCC = (12, 9)  # the first that builds DeepGEMM's and FlashInfer's kernels
@@ -245,7 +246,7 @@ def _driver_release() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     if path.is_file() and (found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text())):
         return found[1]
-    line = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    line = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", seconds=PROBE_SECONDS)
     return line.splitlines()[0] if line else None
 
 
@@ -284,16 +285,8 @@ def compile_problem(nvcc: str, capability: Version) -> str | None:
 
 
 def _nvcc_version(path: str) -> Version | None:
-    found = re.search(r"release (\d+)\.(\d+)", _output([path, "--version"]))
+    found = re.search(r"release (\d+)\.(\d+)", output_of(path, "--version", seconds=PROBE_SECONDS) or "")
     return (int(found[1]), int(found[2])) if found else None
-
-
-def _output(command: list[str]) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def _version(package: str) -> str | None:

@@ -32,7 +32,7 @@ from filelock import FileLock
 
 from specrl.artifacts import read_file, read_json, write_text
 from specrl.config import Config, ConfigError, dump_config
-from specrl.processes import OTHERS_SIGNALS, is_locked, start_helper
+from specrl.processes import OTHERS_SIGNALS, is_locked, last_line, start_helper
 from specrl.tracking.log import Entry, Log, Sent
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,7 @@ class WandbSending:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             return f"W&B has not taken it within {patience_s:g} s"  # it may yet, and the process then ends by itself
-        said = _last_line(self._log.folder / OUTPUT_FILE) if status > 0 else ""
-        return (said or f"its process ended with status {status}") if status else None
+        return f"{last_line(self._log.folder / OUTPUT_FILE)} (status {status})" if status else None
 
 
 def send_to_wandb(config: Config, folders: Sequence[Path]) -> list[str]:
@@ -118,11 +117,6 @@ def _netrc_has(host: str) -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def main(stage: Connection) -> None:

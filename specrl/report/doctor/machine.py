@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from specrl.checks import Check
 from specrl.checks.file_systems import existing, file_system, has_locks, is_shared
 from specrl.checks.gpu import check_without_driver, installed_torch
 from specrl.data.rewards import sandbox
+from specrl.processes import output_of
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16  # needed by `configs/quickstart.toml`
@@ -106,11 +106,5 @@ def check_gpu() -> Check:
 
 
 def _gpus() -> list[str]:
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    return result.stdout.splitlines() if result.returncode == 0 else []
+    query = "--query-gpu=name,memory.total,driver_version"
+    return (output_of("nvidia-smi", query, "--format=csv,noheader", seconds=PROBE_SECONDS) or "").splitlines()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 from specrl.checks import Check
 from specrl.checks.file_systems import existing, file_system, is_shared, prefect_home, shared_database
-from specrl.processes import slurm_environment
+from specrl.processes import output_of, slurm_environment
 from specrl.tracking.store import lack_of_store, why_silent
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+FROM_FILES = "until then, job states come from squeue and from files"
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
 PROBE_SECONDS = 5  # per service
 
@@ -39,32 +39,24 @@ def check_slurm() -> list[Check]:
     if absent:
         return [Check("Slurm", "warn", f"missing {', '.join(absent)}", f"{APT} slurm-client")]
     return [
-        Check("Slurm", "ok", _output("sinfo", "--version").partition("\n")[0] or "commands found"),
-        _check_sacct(),
-        _check_munge(),
+        Check("Slurm", "ok", _answer("sinfo", "--version") or "commands found"),
+        _check_service("Slurm accounting", "sacct", "-n", "-X", "-S", "now", package="slurm-client", fix=FROM_FILES),
+        _check_service("munge", "munge", "-n", package="munge", fix="systemctl start munge"),
         _check_cluster(),
     ]
 
 
-def _check_sacct() -> Check:
-    if missing(["sacct"]):
-        fix = f"{APT} slurm-client; until then, job states come from squeue and from files"
-        return Check("Slurm accounting", "warn", "no sacct", fix)
-    if _succeeds("sacct", "-n", "-X", "-S", "now"):
-        return Check("Slurm accounting", "ok", "sacct answers")
-    return Check("Slurm accounting", "warn", "sacct does not answer", "job states come from squeue and from files")
-
-
-def _check_munge() -> Check:
-    if missing(["munge"]):
-        return Check("munge", "warn", "no munge command", f"{APT} munge")
-    if _succeeds("munge", "-n"):
-        return Check("munge", "ok", "creates credentials")
-    return Check("munge", "warn", "munged is not running", "systemctl start munge")
+def _check_service(name: str, *command: str, package: str, fix: str) -> Check:
+    """Check that a command is there and is answered; `fix` says what to do, or what happens, while it is not."""
+    if missing(command[:1]):
+        return Check(name, "warn", f"no {command[0]} command", f"{APT} {package}; {fix}")
+    if _answer(*command) is None:
+        return Check(name, "warn", f"{command[0]} does not answer", fix)
+    return Check(name, "ok", f"{command[0]} answers")
 
 
 def _check_cluster() -> Check:
-    nodes = _output("sinfo", "-h", "-o", "%D %P")
+    nodes = _answer("sinfo", "-h", "-o", "%D %P")
     if nodes:
         return Check("Slurm cluster", "ok", "nodes and partition: " + ", ".join(nodes.split("\n")))
     fix = "set SLURM_CONF to your cluster's slurm.conf"
@@ -113,19 +105,5 @@ def check_prefect_home(runs_dir: Path) -> Check:
     return Check("Prefect", "fail", f"{home} cannot be written", "export PREFECT_HOME=FOLDER with another folder")
 
 
-def _succeeds(*command: str) -> bool:
-    return _run(command) is not None
-
-
-def _output(*command: str) -> str:
-    return (_run(command) or "").strip()
-
-
-def _run(command: tuple[str, ...]) -> str | None:
-    try:
-        result = subprocess.run(
-            command, env=slurm_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-        )
-    except (subprocess.TimeoutExpired, FileNotFoundError):
-        return None
-    return result.stdout if result.returncode == 0 else None
+def _answer(*command: str) -> str | None:
+    return output_of(*command, seconds=PROBE_SECONDS, environment=slurm_environment())
