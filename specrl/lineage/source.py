@@ -7,17 +7,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import specrl
-from specrl.artifacts import digest, write_json
+from specrl.artifacts import digest
 from specrl.config import Config, dump_config
 from specrl.config.text import redacted
 from specrl.keys import named_files
 from specrl.lineage.record import read_record
 
-SOURCE_FILE = "tracking/source.json"  # the file of a run with the tags that say where it comes from
 GIT_SECONDS = 10
 
 
@@ -65,16 +63,3 @@ def data_digests(config: Config) -> dict[str, str]:
     if any(found.values()):
         return {name: content for name, content in found.items() if content is not None}
     return {"training": digest(json.loads(dump_config(config))["data"])}
-
-
-def write_source(run_dir: Path, tags: Mapping[str, str]) -> None:
-    """Write the run's tags, unless it has some: they are of its first start."""
-    path = run_dir / SOURCE_FILE
-    if not path.exists():
-        write_json(path, dict(tags))
-
-
-def read_source(run_dir: Path) -> dict[str, str]:
-    """The run's tags; none for a folder that no flow has started."""
-    path = run_dir / SOURCE_FILE
-    return dict(json.loads(path.read_text())) if path.exists() else {}

@@ -24,11 +24,11 @@ from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_com
 from specrl.export.formats import write_speculators
 from specrl.lineage.history import link_files
 from specrl.lineage.record import code_of
-from specrl.lineage.source import read_source
 from specrl.models.sources import load_tokenizer
 from specrl.progress import Progress
 from specrl.rollout.engine import start_engine
 from specrl.stages.rank import stage_rank
+from specrl.tracking.log import Log
 from specrl.tracking.sender import SCORE_TAG
 from specrl.tracking.tracker import Tracker
 from specrl.training import lora
@@ -150,7 +150,7 @@ def register(context: StageContext, trained: TrainResult, exported: ExportResult
 
 def lineage_tags(context: StageContext) -> dict[str, str]:
     """What a stage's results come from: run, stages, code, revision and data; for model versions."""
-    source = read_source(context.run_dir)
+    source = Log(context.run_dir).first_tags()
     kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
     return {
         **kept,

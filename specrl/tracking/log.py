@@ -68,6 +68,10 @@ class Log:
                     values = json.loads(line)
                     yield Entry(values.pop("kind"), values.pop("time_ms"), values, begin, position)
 
+    def first_tags(self) -> dict[str, str]:
+        """The tags with which the run or the stage was first started; none before that."""
+        return dict(next((entry.values["tags"] for entry in self.entries() if entry.kind == "start"), {}))
+
     def flush(self) -> None:
         """Flush the entries to disk: what is sent must be on disk, or the position would be beyond the end."""
         if self.path.exists():

@@ -17,7 +17,7 @@ from specrl.data.formats.places import files_of
 from specrl.keys import flat_settings
 from specrl.lifetime import LeftJobError
 from specrl.lineage.record import code_of, read_record
-from specrl.lineage.source import read_source, source_tags, write_source
+from specrl.lineage.source import source_tags
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import (
     BENCHMARKS,
@@ -62,10 +62,11 @@ def start_parent_run(config: Config, description: str = "") -> str:
     if is_new:
         check_server(config)
     _replace_deleted(config)
-    write_source(config.run_dir, source_tags(config))
-    tracker = Tracker(Log(config.run_dir))
-    note = {NOTE_TAG: description} if is_new else {}  # a run that goes on has a description with results
-    tracker.start(config.name, {**read_source(config.run_dir), **note})
+    log = Log(config.run_dir)
+    tracker = Tracker(log)
+    tracker.start(config.name, log.first_tags() or source_tags(config))
+    if is_new:  # a run that goes on has a description with results
+        tracker.log_tags({NOTE_TAG: description})
     tracker.log_params(dict(flat_settings(config)))
     for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
         for file in files_of(places or ()):
