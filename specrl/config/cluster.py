@@ -124,12 +124,11 @@ class ClusterConfig(Section):
     interface: str | None = None
     """The network interface for gloo and NCCL, such as `ib0`; if it is not given, what `GLOO_SOCKET_IFNAME` and
     `NCCL_SOCKET_IFNAME` name in the job, or else the interface of the route to the job's other nodes."""
-    network_gb_per_s: PositiveFloat | None = None
-    """The speed of the network between nodes for one rank, in GB/s and each direction. The plan reads it, the scheduler
-    does not; without it the plan assumes 40 on GPUs (one 400 Gb/s adapter for each) and 1 on CPUs."""
-    disk_gb_per_s: PositiveFloat | None = None
-    """The speed at which all nodes together write to the file system of `runs_dir`, in GB/s. The plan reads it, the
-    scheduler does not; without it the plan assumes 5 on GPUs and 0.5 on CPUs."""
+    network_gb_per_s: PositiveFloat = 40.0
+    """The speed of the network between nodes for one rank, in GB/s and each direction, which the plan alone reads: by
+    default that of an adapter of 400 Gb/s for each rank, at four fifths."""
+    disk_gb_per_s: PositiveFloat = 5.0
+    """The speed at which all nodes write together to the disk of `runs_dir`, in GB/s; only the plan reads it."""
     log_level: LogLevel = "info"
     """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
     and how many seconds it took."""

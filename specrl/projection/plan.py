@@ -16,7 +16,7 @@ from specrl.models.shapes import ModelShape, model_shape
 from specrl.projection.budgets import Budget, rank_of, stage_budgets
 from specrl.projection.fit import Fit, what_fits
 from specrl.projection.memory import GIB, MASTER_AND_MOMENTS, Rank, policy_state_bytes, stored_parameters
-from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, disk_speed, step_traffic
+from specrl.projection.traffic import GB, HOST_GB_PER_S, Transfer, assumptions, step_traffic
 
 BF16 = 2
 SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
@@ -105,7 +105,8 @@ def checkpoint_plan(rank: Rank) -> CheckpointPlan:
     drafter = 2 * rank.drafter_parameters * MASTER_AND_MOMENTS if has_drafter else 0
     size = stored_parameters(rank.config, rank.shape) * width + drafter
     copy_s = (rank.optimizer_parameters * width + drafter) / GB / HOST_GB_PER_S
-    return CheckpointPlan(size / GIB, copy_s, size / GB / disk_speed(rank.config), most_checkpoints(rank.config))
+    write_s = size / GB / rank.config.cluster.disk_gb_per_s
+    return CheckpointPlan(size / GIB, copy_s, write_s, most_checkpoints(rank.config))
 
 
 def most_checkpoints(config: Config) -> int:

@@ -18,9 +18,7 @@ from specrl.projection.refit import refit_cost
 
 GB = 1e9
 INSIDE_GB_PER_S = 300.0  # between ranks of a node: NVLink 4 at two thirds
-NETWORK_GB_PER_S = 40.0  # for each rank: an adapter of 400 Gb/s at four fifths
 HOST_GB_PER_S = 20.0  # to a copy in host memory: PCIe 5 with pinned memory, shared by two
-DISK_GB_PER_S = 5.0  # of all nodes together: a parallel file system
 MEAN_FILL = 0.5  # the mean length of prompt and response together, as a share of `model.max_length`
 
 
@@ -35,22 +33,14 @@ class Transfer:
     how: str
 
 
-def network_speed(config: Config) -> float:
-    return config.cluster.network_gb_per_s or NETWORK_GB_PER_S
-
-
-def disk_speed(config: Config) -> float:
-    return config.cluster.disk_gb_per_s or DISK_GB_PER_S
-
-
 def assumptions(config: Config) -> tuple[str, ...]:
     """Say which speeds and lengths transfers and checkpoints are computed with, a line for each."""
-    mean = MEAN_FILL * config.model.max_length
+    mean, cluster = MEAN_FILL * config.model.max_length, config.cluster
     return (
         f"{INSIDE_GB_PER_S:g} GB/s between ranks of a node (NVLink)",
-        f"{network_speed(config):g} GB/s for each rank between nodes (cluster.network_gb_per_s)",
+        f"{cluster.network_gb_per_s:g} GB/s for each rank between nodes (cluster.network_gb_per_s)",
         f"{HOST_GB_PER_S:g} GB/s from a rank to host memory",
-        f"{disk_speed(config):g} GB/s to the disk of runs_dir, for all nodes together (cluster.disk_gb_per_s)",
+        f"{cluster.disk_gb_per_s:g} GB/s to the disk of runs_dir, for all nodes together (cluster.disk_gb_per_s)",
         f"{mean:g} tokens of prompt and response on average, {MEAN_FILL:.0%} of model.max_length",
         "transfers are counted one after another, none of them hidden behind computation",
     )
@@ -71,7 +61,7 @@ def _transfer(
         across = received * (group - in_node) / max(group - 1, 1)
     else:
         across = received / in_node if in_node < group else 0.0
-    seconds = (received - across) / GB / INSIDE_GB_PER_S + across / GB / network_speed(rank.config)
+    seconds = (received - across) / GB / INSIDE_GB_PER_S + across / GB / rank.config.cluster.network_gb_per_s
     return Transfer(name, (received - across) / GIB, across / GIB, seconds, how)
 
 
