@@ -23,7 +23,7 @@ from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.engine import Engine
 from specrl.rollout.refit.load import Refit
 from specrl.schemas import Rollout
-from specrl.step_record import StepParts, StepRecord, StepRecorder
+from specrl.step_record import StepRecord, StepRecorder, step_metrics
 from specrl.timeline import Timer
 from specrl.training.checkpoint.checkpoints import Checkpoints
 from specrl.training.checkpoint.load import Restored, TrainState, load_newest
@@ -158,13 +158,13 @@ class Trainer:
             with timer("refit"):
                 update.features.clear()  # or they would still be held beside the next step's
                 refit = self.refit_engine(version=step + 1, kv_scales=kv_scales)
-            parts = StepParts(generated, update.metrics, drafter_metrics, mismatch, refit)
-            drafting = self.engine.drafting
-            others = drafting.metrics() if drafting is not None else {}
-            self.early_stop.observe(step + 1, parts.metrics(timer.seconds) | others)
+            metrics = step_metrics(generated, update.metrics, drafter_metrics, timer.seconds) | mismatch | refit
+            if self.engine.drafting is not None:
+                metrics |= self.engine.drafting.metrics()
+            self.early_stop.observe(step + 1, metrics)
             is_best = self.validate(step + 1, timer)
             with timer("checkpoint"):
-                record = StepRecord.of(step, parts, others, self.refit.guard.take_events(), timer)
+                record = StepRecord.of(step, metrics, generated, self.refit.guard.take_events(), timer)
                 self.recorder.report(record, generated)
                 self.report_lost_signals(record)
                 self.store(record, generated.rollouts.own(self.ranks), is_best=is_best)

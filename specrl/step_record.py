@@ -43,48 +43,6 @@ share of the sequences that the drafter learns from."""
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """The results of a step's parts, from which, together with the times, all of its metrics are made."""
-
-    generated: StepRollouts
-    policy: Mapping[str, float]
-    """The metrics of the policy's update by their names below `policy/`, and the values in `NOT_OF_THE_POLICY`."""
-    drafter: Mapping[str, float]
-    """The metrics of the drafter's update by their names below `drafter/`; empty without a drafter."""
-    mismatch: Mapping[str, float]
-    """The disagreement of the engines, as `mismatch/...`; empty where nothing was trained on."""
-    refit: Mapping[str, float]
-    """What was found at the refit, as `refit/...`."""
-
-    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Everything that a step is judged by, with the wall times so far on this rank, by part."""
-        rollouts = self.generated.rollouts
-        rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()
-        lengths = rollouts.response_lengths.tolist()
-        return {
-            **timing_metrics(seconds),
-            "timing/logprob_s": self.policy["logprob_s"],
-            "performance/generation_tokens_per_s": sum(lengths) / seconds["generation"],
-            "performance/training_tokens_per_s": self.policy["num_tokens"] / seconds["policy_update"],
-            "reward/mean": fmean(rewards),
-            "reward/std": pstdev(rewards),
-            **{f"{OF_PARTS}{name}": fmean(column.tolist()) for name, column in rollouts.reward_parts.items()},
-            "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
-            **self.generated.metrics(),
-            "rollout/response_length_mean": fmean(lengths),
-            "rollout/response_length_max": float(max(lengths)),
-            "rollout/truncated_fraction": fmean(rollouts.truncated.tolist()),
-            **{f"policy/{name}": value for name, value in self.policy.items() if name not in NOT_OF_THE_POLICY},
-            **{f"drafter/{name}": value for name, value in self.drafter.items()},
-            **({"drafter/sampled_fraction": self.policy["sampled_fraction"]} if self.drafter else {}),
-            **speculation_metrics(self.generated.stats),
-            **bubble_metrics(self.generated.bubbles),
-            **self.mismatch,
-            **self.refit,
-        }
-
-
-@dataclass(frozen=True)
 class StepRecord:
     """The record of one step on disk, by which a stage that is started again knows its past."""
 
@@ -99,19 +57,14 @@ class StepRecord:
 
     @classmethod
     def of(
-        cls, step: int, parts: StepParts, others: Mapping[str, float], events: list[str], timer: Timer
+        cls, step: int, metrics: Mapping[str, float], generated: StepRollouts, events: list[str], timer: Timer
     ) -> StepRecord:
-        """Assemble a step's record with the times so far, and further metrics under their MLflow names.
+        """Assemble a step's record with the times so far.
 
         Until `StepRecorder.finish` gathers them, what each rank did after its generation is taken to be this one's.
         """
-        return cls(
-            step=step,
-            metrics={**parts.metrics(timer.seconds), **others},
-            stats=parts.generated.stats,
-            ranks=[RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in parts.generated.bubbles],
-            events=events,
-        )
+        ranks = [RankTimeline(bubble, rank_spans(bubble, timer.spans)) for bubble in generated.bubbles]
+        return cls(step, {**metrics, **timing_metrics(timer.seconds)}, generated.stats, ranks, events)
 
 
 _RECORD = TypeAdapter(StepRecord)
@@ -211,6 +164,38 @@ class StepRecorder:
 
     def _picture(self, step: int) -> Path:
         return self.steps_dir / f"step={step:06d}.svg"
+
+
+def step_metrics(
+    generated: StepRollouts, policy: Mapping[str, float], drafter: Mapping[str, float], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """What a step has measured up to its refit, with the wall times so far on this rank, by part.
+
+    `policy` has what the policy's update returned, with the values in `NOT_OF_THE_POLICY`, and `drafter` what that of
+    the drafter did, which is empty without one.
+    """
+    rollouts = generated.rollouts
+    rewards, groups = rollouts.rewards.tolist(), rollouts.prompt_ids.tolist()
+    lengths = rollouts.response_lengths.tolist()
+    return {
+        **timing_metrics(seconds),
+        "timing/logprob_s": policy["logprob_s"],
+        "performance/generation_tokens_per_s": sum(lengths) / seconds["generation"],
+        "performance/training_tokens_per_s": policy["num_tokens"] / seconds["policy_update"],
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        **{f"{OF_PARTS}{name}": fmean(column.tolist()) for name, column in rollouts.reward_parts.items()},
+        "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
+        **generated.metrics(),
+        "rollout/response_length_mean": fmean(lengths),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_fraction": fmean(rollouts.truncated.tolist()),
+        **{f"policy/{name}": value for name, value in policy.items() if name not in NOT_OF_THE_POLICY},
+        **{f"drafter/{name}": value for name, value in drafter.items()},
+        **({"drafter/sampled_fraction": policy["sampled_fraction"]} if drafter else {}),
+        **speculation_metrics(generated.stats),
+        **bubble_metrics(generated.bubbles),
+    }
 
 
 def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
