@@ -12,17 +12,9 @@ from specrl.bench.options import RolloutOptions
 from specrl.bench.pages import titled
 from specrl.bench.rollouts import carried
 from specrl.bench.rollouts.engines import Engines, by_prompt
-from specrl.bench.rollouts.rounds import (
-    ACCEPTANCE,
-    LEAST_REQUESTS,
-    RATE,
-    Stock,
-    measure,
-    rounds_of,
-    rows_of,
-    write_rounds,
-)
+from specrl.bench.rollouts.rounds import ACCEPTANCE, LEAST_REQUESTS, RATE, measure, rounds_of, rows_of, write_rounds
 from specrl.bench.spread import ratios
+from specrl.bench.stock import StockEngine
 from specrl.config import Config
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -64,7 +56,7 @@ def main(job: BenchJob, options: RolloutOptions) -> None:
         for asked in (requests, others)
     )
     lengths = {request.seed: len(tokens) for request, tokens in zip(requests, natural, strict=True)}
-    stock = Stock(engines.start_stock(job.folder), lengths)
+    stock = engines.start_stock(job.folder)
     engines.add_methods(by_prompt(others, stored))
     rows: list[dict[str, Any]] = []
     how = HOW.format(run=job.run_dir and job.run_dir.name, max_tokens=options.max_tokens)
@@ -73,7 +65,7 @@ def main(job: BenchJob, options: RolloutOptions) -> None:
         rows += measure_batch(engines, stock, rounds_of(lasting, batch, options.repeats), batch)
         write_rounds(job, rows, "Speculative against plain rollouts", how, COLUMNS, options.repeats)
     engines.shutdown()
-    stock.engine.shutdown()
+    stock.shutdown()
     leave()
 
 
@@ -84,14 +76,18 @@ def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> li
 
 
 def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, max_tokens: int) -> list[Request]:
-    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first."""
-    order = sorted(requests, key=lambda request: -min(lengths[request.seed], max_tokens))
-    lasting = sum(length >= max_tokens for length in lengths.values())
-    chosen = order[: max(count, lasting)]
-    return [replace(request, max_tokens=max_tokens) for request in chosen]
+    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first.
+
+    None asks for more tokens than its response has, as stock vLLM generates exactly so many.
+    """
+    cut = [replace(request, max_tokens=min(lengths[request.seed], max_tokens)) for request in requests]
+    lasting = sum(request.max_tokens == max_tokens for request in cut)
+    return sorted(cut, key=lambda request: -request.max_tokens)[: max(count, lasting)]
 
 
-def measure_batch(engines: Engines, stock_vllm: Stock, rounds: list[list[Request]], batch: int) -> list[dict[str, Any]]:
+def measure_batch(
+    engines: Engines, stock_vllm: StockEngine, rounds: list[list[Request]], batch: int
+) -> list[dict[str, Any]]:
     """Run all variants in all rounds; return their rows, plain decoding's first."""
     *measured, stock = measure([*engines.variants, stock_vllm], rounds, batch)
     rows, stock_rate = rows_of(engines.variants, measured, batch), median(stock.rates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -41,19 +41,6 @@ class Variant:
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
 
 
-@dataclass(frozen=True)
-class Stock:
-    """Stock vLLM, which is told how many tokens each response of specrl's has, by its seed."""
-
-    engine: StockEngine
-    lengths: Mapping[int, int]
-
-    def generate(self, requests: list[Request], batch: int) -> list[Generation]:
-        """Generate as `StockEngine` does, as many tokens as specrl's engines."""
-        known = [replace(asked, max_tokens=min(self.lengths[asked.seed], asked.max_tokens)) for asked in requests]
-        return self.engine.generate(known, batch)
-
-
 @dataclass
 class Measurement:
     """The generations of one variant."""
@@ -82,7 +69,9 @@ def rounds_of(requests: Sequence[Request], batch: int, repeats: int) -> list[lis
     return [[requests[(start * count + place) % len(requests)] for place in range(count)] for start in range(repeats)]
 
 
-def measure(variants: Sequence[Variant | Stock], rounds: Sequence[list[Request]], batch: int) -> list[Measurement]:
+def measure(
+    variants: Sequence[Variant | StockEngine], rounds: Sequence[list[Request]], batch: int
+) -> list[Measurement]:
     """Run each variant once in each round, `batch` requests at a time, after uncounted runs that warm up.
 
     All variants of a round do the same work, since drafts change no token. The order changes, so that a machine that
