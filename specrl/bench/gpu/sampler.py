@@ -46,9 +46,7 @@ class Case(NamedTuple):
     what: str
     rows: int
     found: Iterable[Tensor]
-    expected: Iterable[Tensor]
-    own: Callable[[], object]
-    pytorch: Callable[[], object]
+    work: Callable[[], object]  # is timed
 
 
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
@@ -72,27 +70,32 @@ def kernels() -> Implementation:
 
 def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator[Row]:
     """Yield the rows of an implementation beside PyTorch."""
-    vocab_size = scale.served.vocab_size
     for rows in scale.rows:
-        verifying = _verifying(own.sampling, rows, vocab_size, device)
-        drafting = _drafting(own.drafts, rows, scale, device)
-        for case in (*_picking(own.sampling, rows, vocab_size, device), verifying, *drafting):
-            unexplained = sum(map(_different, case.found, case.expected))
+        references = _cases(PYTORCH, rows, scale, device, pick_on=torch.device("cpu"))
+        for case, reference in zip(_cases(own, rows, scale, device, pick_on=device), references, strict=True):
+            unexplained = sum(map(_different, case.found, reference.found))
             row: Row = {"of": own.name, "what": case.what, "rows": case.rows, "unexplained": unexplained}
-            row["us"] = _microseconds(case.own, scale, device)
-            yield row | {"pytorch_us": _microseconds(case.pytorch, scale, device)}
+            row["us"] = _microseconds(case.work, scale, device)
+            yield row | {"pytorch_us": _microseconds(reference.work, scale, device)}
 
 
-def _picking(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
+def _cases(of: Implementation, rows: int, scale: Scale, device: torch.device, pick_on: torch.device) -> Iterator[Case]:
+    vocab_size = scale.served.vocab_size
+    yield from _picking(of.sampling, rows, vocab_size, device, pick_on)
+    yield _verifying(of.sampling, rows, vocab_size, device)
+    yield from _drafting(of.drafts, rows, scale.length, vocab_size, device)
+
+
+def _picking(of: Sampling, rows: int, vocab_size: int, device: torch.device, pick_on: torch.device) -> Iterator[Case]:
     noise = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(rows)) * 4
     for name, dtype, top_k, top_p in SETTINGS:
         settings = torch.ones(rows), torch.full((rows,), top_k), torch.full((rows,), top_p)
-        on_cpu = noise.to(dtype), *settings, torch.arange(rows), torch.full((rows,), 7)
-        given = [values.to(device) for values in on_cpu]
-        yield Case(name, rows, own.pick(*given), pick_at(*on_cpu), partial(own.pick, *given), partial(pick_at, *given))
+        given = noise.to(dtype), *settings, torch.arange(rows), torch.full((rows,), 7)
+        found = of.pick(*(values.to(pick_on) for values in given))
+        yield Case(name, rows, found, partial(of.pick, *(values.to(device) for values in given)))
 
 
-def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) -> Case:
+def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -> Case:
     generator, width = torch.Generator().manual_seed(rows), K + 1
     requests = max(rows // width, 1)
     picked = torch.randint(vocab_size, (requests * width,), generator=generator)
@@ -103,24 +106,14 @@ def _verifying(own: Sampling, rows: int, vocab_size: int, device: torch.device) 
     starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
     tensors = picked, drafts, starts.int(), stops, limits.int()
     given: list[Any] = [*(values.to(device) for values in tensors), width]
-    works = partial(own.verify, *given), partial(verify, *given)
-    return Case("verify", len(picked), own.verify(*given), verify(*given), *works)
+    return Case("verify", len(picked), of.verify(*given), partial(of.verify, *given))
 
 
-def _drafting(own: type[DeviceDrafts], rows: int, scale: Scale, device: torch.device) -> Iterator[Case]:
-    follow = _followed_texts(rows, scale.length, scale.served.vocab_size, device)
-    (found, works), (expected, references) = follow(own), follow(DeviceDrafts)
-    for what, work in works.items():
-        yield Case(what, rows, found, expected, work, references[what])
-
-
-def _followed_texts(
-    rows: int, length: int, vocab_size: int, device: torch.device
-) -> Callable[[type[DeviceDrafts]], tuple[list[Tensor], dict[str, Callable[[], object]]]]:
-    """Make up a text of `length` tokens for each request, and return what has drafts of a kind chosen and compared.
+def _drafting(of: type[DeviceDrafts], rows: int, length: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
+    """Draft from a made-up text of `length` tokens for each request: all drafts, and what is kept in the end.
 
     A third of the requests each follow text of their own seed, other text of their prompt, and text of any prompt. What
-    is returned gives all drafts and what is kept in the end, and calls that compare and choose the last ones again.
+    is timed compares and chooses the last drafts again.
     """
     random = np.random.default_rng(rows)
     texts = random.integers(3, vocab_size, (rows, length), dtype=np.int32)
@@ -139,21 +132,18 @@ def _followed_texts(
     slots = torch.from_numpy(random.permutation(rows)).int().to(device)
     batch, drafted = Batch(slots, torch.full_like(slots, NEW)), torch.from_numpy(drafter).to(device)
 
-    def follow(kind: type[DeviceDrafts]) -> tuple[list[Tensor], dict[str, Callable[[], object]]]:
-        made = kind(rows, LONGEST, device)
-        made.index, made.has_drafter = index, True
-        made.begin([2])
-        made.expect(np.random.default_rng(0).random((LONGEST + 1, NOTHING)), recalls=True)
-        chosen = []
-        for requests in iterations:
-            made.observe(requests, batch)
-            chosen.append(made.choose(requests, batch, drafted, LONGEST))
-        kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
-        again: dict[str, Callable[[], object]] = {"compare text": partial(made.observe, last, batch)}
-        again["draft from text"] = partial(made.choose, iterations[-1], batch, drafted, LONGEST)
-        return [*chosen, *(values.clone() for values in kept)], again
-
-    return follow
+    made = of(rows, LONGEST, device)
+    made.index, made.has_drafter = index, True
+    made.begin([2])
+    made.expect(np.random.default_rng(0).random((LONGEST + 1, NOTHING)), recalls=True)
+    chosen = []
+    for requests in iterations:
+        made.observe(requests, batch)
+        chosen.append(made.choose(requests, batch, drafted, LONGEST))
+    kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered
+    found = [*chosen, *(values.clone() for values in kept)]
+    yield Case("compare text", rows, found, partial(made.observe, last, batch))
+    yield Case("draft from text", rows, found, partial(made.choose, iterations[-1], batch, drafted, LONGEST))
 
 
 def _different(found: Tensor, expected: Tensor) -> int:
