@@ -37,27 +37,21 @@ _step: ContextVar[int | None] = ContextVar("step", default=None)
 
 def set_up(level: LogLevel, rank: int | None = None) -> None:
     """Send this project's log to standard error, in the format above; a second call replaces the first."""
+    name = f"rank {os.environ.get('RANK', '0') if rank is None else rank}"
+
+    def say_where(record: logging.LogRecord) -> bool:
+        number = _step.get()
+        record.where = name if number is None else f"{name} step {number}"
+        return True
+
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, TIMES))
-    handler.addFilter(_Where(int(os.environ.get("RANK", "0")) if rank is None else rank))
+    handler.addFilter(say_where)
     for package in PACKAGES:
         parent = logging.getLogger(package)
         parent.handlers = [handler]
         parent.setLevel(level.upper())
         parent.propagate = False
-
-
-class _Where(logging.Filter):
-    """Adds to every record the rank and, inside `step`, the step."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        number = _step.get()
-        record.where = f"rank {self._rank}" if number is None else f"rank {self._rank} step {number}"
-        return True
 
 
 def rotate(most_bytes: int = MOST_BYTES) -> None:
