@@ -78,7 +78,7 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     run_dir = find_own_run(name, runs_dir)
     from specrl.export.card import CARD_FILE, ExportedDrafter, model_card
     from specrl.export.formats import find_format
-    from specrl.export.quantised import find_scheme, quantisation_paragraph, write_quantised
+    from specrl.export.quantised import find_scheme, quantisation_paragraph, quantised_format
 
     chosen = find_format(form)
     scheme = None if quantize is None else find_scheme(quantize)
@@ -98,10 +98,7 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
         )
     drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, served, config.speculation.k)
     try:
-        if scheme is None:
-            chosen.write(drafter, to)
-        else:
-            write_quantised(drafter, to, scheme)
+        (chosen if scheme is None else quantised_format(scheme)).write(drafter, to)
     except ValueError as error:
         raise ConfigError(f"--format {form}: {error}") from error
     command = chosen.command(drafter, to.absolute())

@@ -8,11 +8,12 @@ policy's embeddings, too: version 0.9 leaves them undefined where they are missi
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from specrl.artifacts import write_json
 from specrl.config import ConfigError
@@ -23,7 +24,7 @@ from specrl.models.hf_io import TensorReader, write_tensors
 
 
 def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
-    """The command with which SGLang serves the policy with what `write_sglang` wrote."""
+    """The command with which SGLang serves the policy with a folder of this format."""
     options = {
         "--model-path": drafter.policy,
         "--speculative-algorithm": "EAGLE3",
@@ -39,13 +40,8 @@ def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
     return shlex.join(["python", "-m", "sglang.launch_server", *words])
 
 
-def write_sglang(drafter: ExportedDrafter, directory: Path) -> None:
-    """Write `directory` as SGLang loads it; raise ValueError if it would compute something else."""
-    config = sglang_config(drafter.config, drafter.policy_config["num_hidden_layers"])
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {sglang_name(name): tensor for name, tensor in TensorReader(drafter.directory).items()}
-    write_tensors(directory / WEIGHTS_FILE, tensors)
-    write_json(directory / CONFIG_FILE, config)
+def sglang_tensors(drafter: ExportedDrafter) -> dict[str, Tensor]:
+    return {sglang_name(name): tensor for name, tensor in TensorReader(drafter.directory).items()}
 
 
 def sglang_name(name: str) -> str:
@@ -80,17 +76,11 @@ LEFT_OUT = ("architectures", "bos_token_id", "eos_token_id", "rope_scaling", "sp
 EMBEDDINGS = "embed_tokens.weight"  # the policy's has a prefix
 
 
-def write_speculators(drafter: ExportedDrafter, directory: Path) -> None:
-    """Write `directory` in the format of `speculators`; raise ValueError if it or vLLM could not load the drafter."""
-    config = speculators_config(drafter)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name.replace("midlayer.", "layers.0."): tensor for name, tensor in TensorReader(drafter.directory).items()
-    }
+def speculators_tensors(drafter: ExportedDrafter) -> dict[str, Tensor]:
+    own = TensorReader(drafter.directory).items()
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in own}
     embeddings = TensorReader(drafter.policy_dir).read(f"model.{EMBEDDINGS}")
-    tensors[EMBEDDINGS] = embeddings.to(tensors["lm_head.weight"].dtype)
-    write_tensors(directory / WEIGHTS_FILE, tensors)
-    write_json(directory / CONFIG_FILE, config)
+    return tensors | {EMBEDDINGS: embeddings.to(tensors["lm_head.weight"].dtype)}
 
 
 def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
@@ -122,22 +112,32 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    write: Callable[[ExportedDrafter, Path], None]  # into a new folder; ValueError where it cannot hold the drafter
+    config: Callable[[ExportedDrafter], dict[str, Any]]  # ValueError where it cannot hold the drafter
+    tensors: Callable[[ExportedDrafter], dict[str, Tensor]]
     command: Callable[[ExportedDrafter, Path], str]  # the command that serves the folder
 
-
-def _write_eagle3(drafter: ExportedDrafter, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
-        shutil.copyfile(drafter.directory / name, directory / name)
+    def write(self, drafter: ExportedDrafter, directory: Path) -> None:
+        """Write a new folder; ValueError where the library that loads it would compute something else, or nothing."""
+        config = self.config(drafter)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tensors(directory / WEIGHTS_FILE, self.tensors(drafter))
+        write_json(directory / CONFIG_FILE, config)
 
 
 FORMATS: dict[str, Format] = {
-    "eagle3": Format(_write_eagle3, lambda own, folder: shlex.join(serve_arguments(own.policy, folder, own.k))),
-    "speculators": Format(
-        write_speculators, lambda _, folder: shlex.join(["vllm", "serve", str(folder), *window_options(folder)])
+    "eagle3": Format(
+        lambda own: own.config,
+        lambda own: dict(TensorReader(own.directory).items()),
+        lambda own, folder: shlex.join(serve_arguments(own.policy, folder, own.k)),
     ),
-    "sglang": Format(write_sglang, sglang_command),
+    "speculators": Format(
+        speculators_config,
+        speculators_tensors,
+        lambda _, folder: shlex.join(["vllm", "serve", str(folder), *window_options(folder)]),
+    ),
+    "sglang": Format(
+        lambda own: sglang_config(own.config, own.policy_config["num_hidden_layers"]), sglang_tensors, sglang_command
+    ),
 }
 """`eagle3` is the original layout, which vLLM loads."""
 

@@ -7,18 +7,16 @@ many models a few of whose elements are far larger than the others and would set
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specrl.artifacts import write_json
 from specrl.config import ConfigError
 from specrl.export.card import ExportedDrafter
-from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE
-from specrl.models.hf_io import TensorReader, write_tensors
+from specrl.export.formats import FORMATS, Format
 from specrl.precision.blocks import quantise
 
 INT8_MAX = 127  # a symmetric range
@@ -44,16 +42,17 @@ def find_scheme(name: str) -> Scheme:
     return SCHEMES[name]
 
 
-def write_quantised(drafter: ExportedDrafter, directory: Path, scheme: Scheme) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in TensorReader(drafter.directory).items():
-        if name.endswith(QUANTISED):
-            tensors[name], tensors[f"{name}_scale"] = quantised(tensor, scheme)
-        else:
-            tensors[name] = tensor
-    write_tensors(directory / WEIGHTS_FILE, tensors)
-    write_json(directory / CONFIG_FILE, drafter.config | {"quantization_config": quantisation_config(scheme)})
+def quantised_format(scheme: Scheme) -> Format:
+    """The original layout with the linear layers in a scheme."""
+
+    def tensors(drafter: ExportedDrafter) -> dict[str, Tensor]:
+        found = FORMATS["eagle3"].tensors(drafter)
+        for name in [name for name in found if name.endswith(QUANTISED)]:
+            found[name], found[f"{name}_scale"] = quantised(found[name], scheme)
+        return found
+
+    config = {"quantization_config": quantisation_config(scheme)}
+    return replace(FORMATS["eagle3"], config=lambda own: own.config | config, tensors=tensors)
 
 
 def quantised(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
 from specrl.distributed import Ranks
 from specrl.export.card import CARD_FILE, ExportedDrafter, model_card, serve_command
-from specrl.export.formats import write_speculators
+from specrl.export.formats import FORMATS
 from specrl.lineage.history import link_files
 from specrl.lineage.record import code_of
 from specrl.models.sources import load_tokenizer
@@ -119,7 +119,7 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
     if drafter_dir != policy_dir:
         drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)
         try:
-            write_speculators(drafter, stage_dir / "drafter-speculators")
+            FORMATS["speculators"].write(drafter, stage_dir / "drafter-speculators")
         except ValueError as error:  # a drafter of others (`drafter.source`) may not fit into it
             logger.warning("no drafter-speculators: %s", error)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from specrl.export.card import ExportedDrafter
-from specrl.export.formats import write_speculators
-from specrl.export.quantised import SCHEMES, write_quantised
+from specrl.export.formats import FORMATS
+from specrl.export.quantised import SCHEMES, quantised_format
 from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.rollout.engine import Request
 from tests.exactness.engines import mixed_requests, running
@@ -37,12 +37,14 @@ def published(directory: Path, policy_dir: Path, trained: Path, norms: Sequence[
 
 
 def in_speculators_format(directory: Path, policy_dir: Path, trained: Path) -> Path:
-    write_speculators(ExportedDrafter(trained, policy_dir, str(policy_dir), K), directory / "drafter")
+    FORMATS["speculators"].write(ExportedDrafter(trained, policy_dir, str(policy_dir), K), directory / "drafter")
     return directory / "drafter"
 
 
 def in_8_bits(scheme: str, directory: Path, policy_dir: Path, trained: Path) -> Path:
-    write_quantised(ExportedDrafter(trained, policy_dir, str(policy_dir), K), directory / "drafter", SCHEMES[scheme])
+    quantised_format(SCHEMES[scheme]).write(
+        ExportedDrafter(trained, policy_dir, str(policy_dir), K), directory / "drafter"
+    )
     return directory / "drafter"
 
 

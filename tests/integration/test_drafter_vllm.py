@@ -20,7 +20,7 @@ from specrl.config import DrafterConfig
 from specrl.distributed import Ranks
 from specrl.export.card import ExportedDrafter
 from specrl.export.formats import FORMATS
-from specrl.export.quantised import SCHEMES, write_quantised
+from specrl.export.quantised import SCHEMES, quantised_format
 from specrl.models.drafters import NORM_FLAGS
 from specrl.models.rope import rope_frequencies
 from specrl.rollout.vllm import replacements
@@ -151,7 +151,7 @@ def test_vllm_drafts_what_the_module_drafts(
     tokens, counts = check_drafts(drafter, policy_dir, tmp_path, monkeypatch, "speculators")
     if config.num_layers == 1:
         exported = ExportedDrafter(tmp_path / "drafter", policy_dir, str(policy_dir), K)
-        write_quantised(exported, tmp_path / "int8", SCHEMES["int8"])
+        quantised_format(SCHEMES["int8"]).write(exported, tmp_path / "int8")
         _, quantised = vllm_proposals(policy_dir, tmp_path / "int8", tokens, monkeypatch)
         assert length(quantised) == pytest.approx(length(counts), rel=0.1)
 

@@ -24,7 +24,7 @@ from specrl.artifacts import (
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
 from specrl.export.card import ExportedDrafter, serve_arguments
 from specrl.export.formats import FORMATS, sglang_config
-from specrl.export.quantised import SCHEMES, write_quantised
+from specrl.export.quantised import SCHEMES, quantised_format
 from specrl.models.drafters import NORM_FLAGS
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
@@ -170,7 +170,7 @@ def test_the_quantised_weights_are_within_half_a_step_as_their_library_reads_the
     before = load_file(directory / "model.safetensors")
     before["midlayer.mlp.up_proj.weight"][3] = 0.0  # a channel without a scale of its own
     save_file(before, directory / "model.safetensors")
-    write_quantised(ExportedDrafter(directory, policy_dir, "someone/policy", 3), tmp_path / name, SCHEMES[name])
+    quantised_format(SCHEMES[name]).write(ExportedDrafter(directory, policy_dir, "someone/policy", 3), tmp_path / name)
     config = json.loads((tmp_path / name / "config.json").read_text())
     found = QuantizationConfig.model_validate(config["quantization_config"])
     scheme, compressor = found.config_groups["group_0"], BaseCompressor.get_value_from_registry(found.format)
