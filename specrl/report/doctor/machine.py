@@ -1,10 +1,9 @@
-"""Check the Python version, the cores, the memory, the disk and the accelerators of this machine."""
+"""Check the cores, the memory, the disk and the accelerators of this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,6 @@ PROBE_SECONDS = 10  # for nvidia-smi
 
 def checks(runs_dir: Path) -> list[Check]:
     return [
-        check_python(),
         check_cores(),
         check_memory(),
         check_disk(runs_dir),
@@ -31,15 +29,6 @@ def checks(runs_dir: Path) -> list[Check]:
         check_sandbox(),
         check_gpu(),
     ]
-
-
-def check_python() -> Check:
-    found = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info[:2] == (3, 11):
-        return Check("Python", "ok", found)
-    return Check(
-        "Python", "fail", found, "the locked packages need Python 3.11: make clean && make env PYTHON=python3.11"
-    )
 
 
 def check_cores() -> Check:
