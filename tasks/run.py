@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm.backend import FLOW_KEY, STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
+from slurm.backend import STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.trust import check_code
@@ -41,9 +41,6 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
     config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir), record.code)
-    for key, job in live_jobs(config).items():
-        if key not in (FLOW_KEY, *record.stage_keys.values()):
-            reporter.note(f"{job.backend} job {job.job_id} still runs {key}, which is no longer a stage of this run")
     return Run(config, record, run_id_of(run_dir) or "", reporter)
 
 
