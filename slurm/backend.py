@@ -27,10 +27,8 @@ from specrl.processes import importing
 logger = logging.getLogger(__name__)
 
 CONTEXT_FILE = "context.json"
-FLOW_KEY = "flow-0"
-"""The key of the job that is a run's flow, where `specrl run --detach` has made it one."""
-STOP_FILE = "stop"
-"""A file in a run's folder by which `specrl stop` asks its stages to leave their job."""
+FLOW_KEY = "flow-0"  # the key of the job that is a run's flow, where `specrl run --detach` has made it one
+STOP_FILE = "stop"  # a file in a run's folder by which `specrl stop` asks its stages to leave their job
 
 
 def stop_asked(run_dir: Path) -> bool:
@@ -63,18 +61,12 @@ class State:
     """The state of a job, as its scheduler reports it."""
 
     phase: Literal["pending", "running", "ended"]
-    detail: str
-    """The scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended."""
-    failed: bool = False
-    """A job that ended without failing has left its result."""
-    reason: Reason | None = None
-    """Why the job ended, where the scheduler reports it."""
-    suspended: bool = False
-    """Whether the scheduler has suspended the job, whose time limit then does not come nearer."""
-    is_leaving: bool = False
-    """Whether the job has ended but for the last of its processes."""
-    never: str = ""
-    """Why a pending job can never start, in a few words."""
+    detail: str  # the scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended
+    failed: bool = False  # a job that ended without failing has left its result
+    reason: Reason | None = None  # why the job ended, where the scheduler reports it
+    suspended: bool = False  # whether the scheduler has suspended the job, whose time limit then does not come nearer
+    is_leaving: bool = False  # whether the job has ended but for the last of its processes
+    never: str = ""  # why a pending job can never start, in a few words
 
 
 @dataclass(frozen=True)
@@ -82,10 +74,8 @@ class Failure:
     """The rank in which a job failed first (0 if that is not known), and how it ended."""
 
     rank: int
-    exception: str = ""
-    """The exception that the rank raised, in one line; empty if none is known."""
-    detail: str = ""
-    """The scheduler's words about the end of a rank that raised nothing."""
+    exception: str = ""  # the exception that the rank raised, in one line; empty if none is known
+    detail: str = ""  # the scheduler's words about the end of a rank that raised nothing
     killed: bool = False
     """Whether a signal that somebody sent ended it, or a file system, after which another job is worth a try."""
 
@@ -105,8 +95,7 @@ class JobKey:
     """Identifies the one job of a stage of a run, whether or not it exists."""
 
     config: Config
-    key: str
-    """The stage's content key, which begins with its name."""
+    key: str  # the stage's content key, which begins with its name
 
     @property
     def stage(self) -> StageName:
@@ -170,10 +159,8 @@ class StageRequest:
     """A stage that is to run as a job."""
 
     context: StageContext
-    entry: str
-    """The function that every rank calls with the context, as `module:function`."""
-    code: Path | None = None
-    """The copy of the sources that the job imports; None in a rank, which has imported it."""
+    entry: str  # the function that every rank calls with the context, as `module:function`
+    code: Path | None = None  # the copy of the sources that the job imports; None in a rank, which has imported it
 
     @property
     def key(self) -> JobKey:
@@ -214,10 +201,8 @@ class Job(Protocol):
 
     backend: str
     job_id: str
-    attached: bool
-    """Whether the job was found pending or running, rather than submitted by this flow."""
-    ask_seconds: float
-    """How many seconds the flow waits before it asks for the state again."""
+    attached: bool  # whether the job was found pending or running, rather than submitted by this flow
+    ask_seconds: float  # how many seconds the flow waits before it asks for the state again
 
     def state(self) -> State:
         """Ask the scheduler how the job is doing."""
@@ -239,8 +224,7 @@ class Backend(Protocol):
     SilentSchedulerError where it does not answer.
     """
 
-    name: str
-    """The value of `cluster.backend` that chooses it."""
+    name: str  # the value of `cluster.backend` that chooses it
 
     def problems(self, config: Config) -> list[str]:
         """One line for each reason why a run cannot use this scheduler from here."""

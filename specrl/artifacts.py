@@ -25,8 +25,7 @@ from specrl.config.base import ConfigError
 RESULT_FILE = "result.json"
 PROMPTS_DIR = "prompts"
 """The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
-MOST_BYTES = 64 * 2**20
-"""The most bytes that are read of a file of text or JSON: a run's own are far smaller."""
+MOST_BYTES = 64 * 2**20  # the most bytes that are read of a file of text or JSON: a run's own are far smaller
 PASSING = frozenset(
     {errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
 )
@@ -44,16 +43,12 @@ class Artifact(BaseModel):
 class PrepareResult(Artifact):
     """The result of `prepare`."""
 
-    policy_dir: Path
-    """The policy as a Hugging Face folder: configuration, tokenizer and safetensors."""
+    policy_dir: Path  # the policy as a Hugging Face folder: configuration, tokenizer and safetensors
     prompts_seen: int = 0
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
-    prompts_overlong: int = 0
-    """Those of them that were too long, and were dropped or truncated as `data.overlong` says."""
-    drafter_dir: Path | None = None
-    """The drafter of `drafter.source` in specrl's own layout; None without one."""
-    seconds: float
-    """The wall-clock time of the stage, here as in every result."""
+    prompts_overlong: int = 0  # those of them that were too long, and were dropped or truncated as `data.overlong` says
+    drafter_dir: Path | None = None  # the drafter of `drafter.source` in specrl's own layout; None without one
+    seconds: float  # the wall-clock time of the stage, here as in every result
 
 
 class PretrainResult(Artifact):
@@ -76,10 +71,8 @@ class CalibrateResult(Artifact):
     layers_path: Path
     """The Arrow table with a row for each linear layer: its FLOPs, its divergence alone in FP8, its precision."""
     bf16_layers: list[str]
-    kl_all_fp8: float
-    """The KL divergence at the model's output with every linear layer in FP8, in nats per token."""
-    kl_chosen: float
-    """The same divergence with the chosen layers kept in BF16."""
+    kl_all_fp8: float  # the KL divergence at the model's output with every linear layer in FP8, in nats per token
+    kl_chosen: float  # the same divergence with the chosen layers kept in BF16
     seconds: float
 
 
@@ -92,41 +85,29 @@ class PrecisionReport(Artifact):
     training: str = "bf16"
     training_mode: str = "off"
     kv_cache: str = "bf16"
-    fp8_layers: int = 0
-    """The number of linear layers in FP8, where an engine computes in FP8."""
-    bf16_layers: list[str] = []
-    """The linear layers that the calibration keeps in BF16."""
+    fp8_layers: int = 0  # the number of linear layers in FP8, where an engine computes in FP8
+    bf16_layers: list[str] = []  # the linear layers that the calibration keeps in BF16
 
 
 class SetScore(Artifact):
     """The scores of one policy version on one held-out set. Intervals are of 95 % confidence, over prompts."""
 
-    step: int
-    """The number of RL steps that the policy had been trained for: 0 is the policy before training."""
-    set: str
-    """The name of the set."""
+    step: int  # the number of RL steps that the policy had been trained for: 0 is the policy before training
+    set: str  # the name of the set
     num_prompts: int
-    k: int
-    """The number of responses to each prompt."""
-    accuracy: float
-    """The mean reward of all responses."""
+    k: int  # the number of responses to each prompt
+    accuracy: float  # the mean reward of all responses
     prompt_accuracies: tuple[float, ...]
     """The same for each prompt, in their order, so that policies can be compared prompt by prompt."""
-    avg_at_k: float
-    """The share of all responses that are right: their reward is at least `validate.correct_reward`."""
-    pass_at_k: float
-    """The mean over prompts of the probability that at least one of k responses is right."""
+    avg_at_k: float  # the share of all responses that are right: their reward is at least `validate.correct_reward`
+    pass_at_k: float  # the mean over prompts of the probability that at least one of k responses is right
     pass_at: dict[int, float]
     """The same for fewer responses (the unbiased estimate of Chen et al., 2021), by their number, and for k."""
-    ci: dict[str, tuple[float, float]]
-    """The confidence intervals of `accuracy`, `avg_at_k` and `pass_at_k`."""
-    response_length_mean: float
-    """The mean length of all responses, in tokens."""
+    ci: dict[str, tuple[float, float]]  # the confidence intervals of `accuracy`, `avg_at_k` and `pass_at_k`
+    response_length_mean: float  # the mean length of all responses, in tokens
     response_length_max: int
-    truncated_fraction: float
-    """The share of the responses that were cut off at their limit."""
-    seconds: float
-    """The wall-clock time of generation and scoring."""
+    truncated_fraction: float  # the share of the responses that were cut off at their limit
+    seconds: float  # the wall-clock time of generation and scoring
     decode_steps_per_token: float
     """The iterations that a response took, over its tokens, on average over all tokens: 1 without accepted drafts."""
 
@@ -146,10 +127,8 @@ _SCORES = TypeAdapter(list[SetScore])
 class BestPolicy(Artifact):
     """The best of the policies that were validated during training."""
 
-    step: int
-    """The number of RL steps that it was trained for."""
-    metric: str
-    """The metric that it is the best by."""
+    step: int  # the number of RL steps that it was trained for
+    metric: str  # the metric that it is the best by
     value: float
     policy_dir: Path
     drafter_dir: Path | None
@@ -163,21 +142,15 @@ class TrainResult(Artifact):
     """The policy that the next stages take: that of the last step or, with `train.final = "best"`, the best one."""
     drafter_dir: Path | None
     """The drafter's folder; for `mtp`, whose layer belongs to the policy, `policy_dir`; None without a drafter."""
-    policy_step: int
-    """The number of RL steps that this policy was trained for."""
-    steps: int
-    """The number of RL steps of the run."""
+    policy_step: int  # the number of RL steps that this policy was trained for
+    steps: int  # the number of RL steps of the run
     stopped_early: str | None = None
     """Why training ended before `train.num_steps`, by `train.stop_when`; None where it did not."""
-    best: BestPolicy | None = None
-    """The best policy; None where nothing was validated during training."""
+    best: BestPolicy | None = None  # the best policy; None where nothing was validated during training
     step_seconds_median: float
-    timing_share: dict[str, float]
-    """The share of the steps' time that each part took, by the name of the part."""
-    reward_first: float
-    """The mean reward of the first step."""
-    reward_last: float
-    """The mean reward of the last step."""
+    timing_share: dict[str, float]  # the share of the steps' time that each part took, by the name of the part
+    reward_first: float  # the mean reward of the first step
+    reward_last: float  # the mean reward of the last step
     reward_parts: dict[str, tuple[float, float]] = {}
     """The mean of each part of the reward in the first and the last step, unweighted; empty where there are none."""
     acceptance_length: float
@@ -185,14 +158,11 @@ class TrainResult(Artifact):
     mismatch: dict[str, float]
     """The means over the steps of the `mismatch/...` metrics, by their names below `mismatch/`."""
     precision: PrecisionReport = PrecisionReport()
-    refit_checks: int
-    """The number of refits that were checked: the first one, and one after each step."""
-    refit_failures: int
-    """The number of refits after which the drafter was found wrong; a wrong policy ends the stage."""
+    refit_checks: int  # the number of refits that were checked: the first one, and one after each step
+    refit_failures: int  # the number of refits after which the drafter was found wrong; a wrong policy ends the stage
     refit_max_abs_logprob_diff: float
     """The largest |log p_engine - log p_trainer| on the parity probe of any step, in nats."""
-    drafter_events: list[str] = []
-    """The collapses of the drafter after a refit, and what was done about each."""
+    drafter_events: list[str] = []  # the collapses of the drafter after a refit, and what was done about each
     seconds: float
 
 
@@ -202,19 +172,14 @@ class SpeedPair(Artifact):
     In `validate`, prompts, seeds and the text to draft from are those of the training step that would come next.
     """
 
-    batch: int
-    """The number of requests that run at the same time."""
-    plain_tokens_per_s: float
-    """The rate of plain decoding by the same engine, whose drafts are switched off (k = 0)."""
+    batch: int  # the number of requests that run at the same time
+    plain_tokens_per_s: float  # the rate of plain decoding by the same engine, whose drafts are switched off (k = 0)
     speculative_tokens_per_s: float
-    speedup: float
-    """The ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0."""
+    speedup: float  # the ratio of the speculative tokens per second to the plain ones of the same engine, with k = 0
     speedup_min: float
     speedup_max: float
-    decode_step_reduction: float
-    """1 - speculative decoding steps / plain decoding steps."""
-    tokens_equal: float
-    """The share of responses that are the same with and without speculation, token for token."""
+    decode_step_reduction: float  # 1 - speculative decoding steps / plain decoding steps
+    tokens_equal: float  # the share of responses that are the same with and without speculation, token for token
     token_share: dict[str, float] = {}
     """The share of the tokens that each source drafted and that were accepted: `drafter`, `replay` (text that was
     pre-generated for the prompt), `recent` (recent rollouts), or a text source of the user's own. What is missing to 1
@@ -224,15 +189,11 @@ class SpeedPair(Artifact):
 class NextStepText(Artifact):
     """The text that the training step after the last one would begin with on the first engine."""
 
-    step: int
-    """The number of that step."""
-    num_responses: int
-    """The number of its responses, on all engines."""
-    num_stored: int
-    """The number of texts that bubbles have pre-generated for it, on all engines."""
+    step: int  # the number of that step
+    num_responses: int  # the number of its responses, on all engines
+    num_stored: int  # the number of texts that bubbles have pre-generated for it, on all engines
     stored_tokens: int
-    num_recent: int
-    """The number of recent rollouts that are drafted from."""
+    num_recent: int  # the number of recent rollouts that are drafted from
     recent_tokens: int
 
 
@@ -249,8 +210,7 @@ class ParityCounts(Artifact):
     cdf_noise: float
     """The largest movement of a CDF step between two batch shapes of plain decoding; 0 where no token differs, since it
     is not measured then."""
-    logprob_gap_noise: float
-    """The largest movement of the gap between the two best log-probs, in nats."""
+    logprob_gap_noise: float  # the largest movement of the gap between the two best log-probs, in nats
     limit: float
     """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones."""
     largest_distance: float
@@ -270,20 +230,15 @@ class ExactnessResult(Artifact):
 class ValidateResult(Artifact):
     """The result of `validate`."""
 
-    accuracy_before: float
-    """The mean reward of the policy of `prepare` on the first of the held-out sets."""
-    accuracy_after: float
-    """The mean reward of the trained policy on the same prompts, with the same seeds."""
-    num_prompts: int
-    """The number of prompts of this set."""
+    accuracy_before: float  # the mean reward of the policy of `prepare` on the first of the held-out sets
+    accuracy_after: float  # the mean reward of the trained policy on the same prompts, with the same seeds
+    num_prompts: int  # the number of prompts of this set
     before: list[SetScore] = []
     """The scores of the policy of `prepare` on all held-out sets, with the same prompts and seeds as in `after`."""
-    after: list[SetScore] = []
-    """The scores of the trained policy."""
+    after: list[SetScore] = []  # the scores of the trained policy
     acceptance_length: float
     acceptance_rate_per_pos: list[float]
-    speed: list[SpeedPair]
-    """One pair for each batch size of `validate.speed_batches`; empty when nothing is speculated."""
+    speed: list[SpeedPair]  # one pair for each batch size of `validate.speed_batches`; empty when nothing is speculated
     text: NextStepText | None = None
     """The text that the speculative side of the pairs began with; None for methods that draft from no text."""
     exactness: ExactnessResult | None = None
@@ -294,10 +249,8 @@ class ValidateResult(Artifact):
 class Acceptance(Artifact):
     """How much of a drafter's drafts was accepted, on one held-out set at one temperature."""
 
-    set: str
-    """The name of the set."""
-    temperature: float
-    """The temperature; 0 is greedy decoding."""
+    set: str  # the name of the set
+    temperature: float  # the temperature; 0 is greedy decoding
     context: tuple[int, int] | None
     """The least and the greatest number of tokens before the drafts that are counted; None for all drafts."""
     num_drafts: int
@@ -309,8 +262,7 @@ class ExportResult(Artifact):
     """The result of `export`."""
 
     policy_dir: Path
-    drafter_dir: Path | None
-    """The drafter's folder; for `mtp`, `policy_dir`; None without a drafter."""
+    drafter_dir: Path | None  # the drafter's folder; for `mtp`, `policy_dir`; None without a drafter
     vllm_acceptance_length: float | None
     """The acceptance length in a fresh vLLM that loaded the exported folders, on the first held-out set; None without a
     drafter."""

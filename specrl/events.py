@@ -14,8 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from specrl.artifacts import append_line, read_lines, write_text
 
 EVENTS_FILE = "events.jsonl"
-SIGNAL = "signal"
-"""The kind of the events that say that nothing is learned; see `specrl.validation.stopping`."""
+SIGNAL = "signal"  # the kind of the events that say that nothing is learned; see `specrl.validation.stopping`
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from specrl.config.cluster import LogLevel
 
-MOST_BYTES = 64 * 2**20
-"""The length of a log with which it begins anew."""
+MOST_BYTES = 64 * 2**20  # the length of a log with which it begins anew
 FORMAT = "%(asctime)s %(levelname)-7s %(where)s  %(message)s"
 TIMES = "%Y-%m-%d %H:%M:%S"
 PACKAGES = ("specrl", "slurm")

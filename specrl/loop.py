@@ -49,12 +49,9 @@ class Trainer:
     ranks: Ranks
     engine: Engine
     policy: Policy
-    teacher: Policy | None
-    """The frozen policy of `train.teacher`, which scores what is trained on."""
-    drafter: Drafter | None
-    """The drafter; None where none is trained."""
-    spot: SpotTraining | None
-    """Trains the drafter while this rank waits; None where `bubbles.use` does not ask for it."""
+    teacher: Policy | None  # the frozen policy of `train.teacher`, which scores what is trained on
+    drafter: Drafter | None  # None where none is trained
+    spot: SpotTraining | None  # trains the drafter while this rank waits; None where `bubbles.use` does not ask for it
     rewards: RewardPool | None
     """Computes the rewards; None on a rank whose engine has another first rank, which does it."""
     generator: RolloutGenerator

@@ -19,8 +19,7 @@ class Metric:
     name: str
     unit: str
     description: str
-    better: Literal["higher", "lower"] | None = None
-    """Which values are better; None where neither are."""
+    better: Literal["higher", "lower"] | None = None  # which values are better; None where neither are
 
 
 _DEFINITIONS = (

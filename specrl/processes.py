@@ -41,8 +41,7 @@ HELPER = (
 """The program of a helper, `python -c HELPER MODULE FD`: it looks for modules where the rank does."""
 SLURMS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
 """How the variables begin by which users and jobs tell Slurm's commands what to do and what to print."""
-OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""Those that say which Slurm it is, and who asks it."""
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # those that say which Slurm it is, and who asks it
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of a job's rank, which another job that is started from it must not take for its own."""
 TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line

@@ -25,12 +25,10 @@ class ProgressState:
     total: float
     message: str
     unit: str
-    started_at: float
-    """The time of the phase's first report."""
+    started_at: float  # the time of the phase's first report
     started_done: float
     """The units that were done at the first report. They are not 0 after a restart, and do not count for the pace."""
-    updated_at: float
-    """The time of the latest report."""
+    updated_at: float  # the time of the latest report
 
     @property
     def eta_seconds(self) -> float | None:

@@ -16,8 +16,7 @@ from specrl.artifacts import atomic_path
 
 SCHEMA_VERSION = "3"
 
-MERGED = ".merged"
-"""The rows of all ranks, in a step's folder, while the files that they were in are removed."""
+MERGED = ".merged"  # the rows of all ranks, in a step's folder, while the files that they were in are removed
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -64,33 +63,26 @@ class Rollout:
     """
 
     step: int
-    rank: int
-    """The rank that generated the response."""
+    rank: int  # the rank that generated the response
     prompt_id: int
-    sample: int
-    """The number of the response among those to the same prompt in the same step, from 0."""
+    sample: int  # the number of the response among those to the same prompt in the same step, from 0
     policy_version: int
     drafter_version: int
-    seed: int
-    """The seed of the request, which with the policy and the prompt decides every token."""
+    seed: int  # the seed of the request, which with the policy and the prompt decides every token
     prompt_tokens: list[int]
     response_tokens: Sequence[int]
     generation_logprobs: Sequence[float]
     """The engine's log-prob of each sampled token, under the truncated distribution that it was sampled from."""
-    response: str
-    """The text of the response, with what the environment wrote."""
-    answer: str
-    """The prompt's correct answer."""
-    finish_reason: str
-    """The reason why the response ended: `stop`, or `length` where it was cut off."""
+    response: str  # the text of the response, with what the environment wrote
+    answer: str  # the prompt's correct answer
+    finish_reason: str  # the reason why the response ended: `stop`, or `length` where it was cut off
     turns: Sequence[int] = ()
     """The numbers of response tokens that the policy sampled and that its environment wrote, in turn, the policy's
     first and last; empty where the policy sampled all of them."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_stored: int = 0
-    """The number of texts that the engine had stored for the prompt."""
+    num_stored: int = 0  # the number of texts that the engine had stored for the prompt
     own_stored_tokens: int = 0
     """The length of the stored text that was sampled with this response's own seed; 0 without one."""
     started_at: float = 0.0

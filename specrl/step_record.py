@@ -34,8 +34,7 @@ TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation",
 LATE = ("timing/step_s", "timing/checkpoint_s")
 """The metrics of a step that are known only after its checkpoint has begun."""
 
-OF_STEPS = frozenset({"drafter", "reward", "signal"})
-"""The kinds of the events that a step records each time it is run."""
+OF_STEPS = frozenset({"drafter", "reward", "signal"})  # the kinds of the events that a step records each time it is run
 
 NOT_OF_THE_POLICY = frozenset({"num_tokens", "logprob_s", "sampled_fraction"})
 """Results of an update that are no metrics of the policy: the tokens trained on, seconds of log-prob passes, and the
@@ -47,11 +46,9 @@ class StepRecord:
     """The record of one step on disk, by which a stage that is started again knows its past."""
 
     step: int
-    metrics: dict[str, float]
-    """The metrics under their MLflow names, see `specrl/metrics.py`."""
+    metrics: dict[str, float]  # the metrics under their MLflow names, see `specrl/metrics.py`
     stats: SpeculationStats
-    ranks: list[RankTimeline]
-    """The timeline of each rank, in the order of ranks."""
+    ranks: list[RankTimeline]  # the timeline of each rank, in the order of ranks
     events: list[str] = field(default_factory=list)
     """One line for each drafter that collapsed or became worse, with what was done about it."""
 

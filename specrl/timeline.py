@@ -67,14 +67,10 @@ class Bubble:
 
     rank: int
     started_at: float
-    generated_at: float
-    """The time at which the rank had finished its own share."""
-    spans: list[Span] = field(default_factory=list)
-    """Its work after `generated_at`; the rest of the time it waited."""
-    pregenerated_tokens: int = 0
-    """The number of tokens of the next step that it generated in the bubble."""
-    drafter_steps: int = 0
-    """The number of updates of the drafter that it made in the bubble."""
+    generated_at: float  # the time at which the rank had finished its own share
+    spans: list[Span] = field(default_factory=list)  # its work after `generated_at`; the rest of the time it waited
+    pregenerated_tokens: int = 0  # the number of tokens of the next step that it generated in the bubble
+    drafter_steps: int = 0  # the number of updates of the drafter that it made in the bubble
     refills: list[Span] = field(default_factory=list)
     """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
 
@@ -84,8 +80,7 @@ class RankTimeline:
     """The whole step of one rank."""
 
     bubble: Bubble
-    spans: list[Span]
-    """Its generation, the use of its bubble, and the parts after that; in between it waited."""
+    spans: list[Span]  # its generation, the use of its bubble, and the parts after that; in between it waited
 
 
 def bubble_metrics(bubbles: Sequence[Bubble]) -> dict[str, float]:

@@ -19,8 +19,7 @@ from specrl.config import STAGES, ConfigError, StageName
 RUN_FILE = "run.json"
 MANIFEST, BEST_FILE = "manifest.json", "best.json"
 """The last file of a complete checkpoint, and the file beside all checkpoints that names the best one's step."""
-CODE_DIR = "code"
-"""The folder of a run that holds the copies of the sources, each named by its digest."""
+CODE_DIR = "code"  # the folder of a run that holds the copies of the sources, each named by its digest
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 """The names of files and folders that a record may name: none leads out of its folder."""
 PlainName = Annotated[str, Field(pattern=f"^{PLAIN_NAME.pattern}$")]
@@ -30,20 +29,16 @@ class Continuation(Artifact):
     """The checkpoint of another train stage from which a train stage starts."""
 
     run: str
-    key: PlainName
-    """The key of the stage that wrote it."""
-    step: int
-    """The number of RL steps that the checkpoint has behind it."""
-    stage_dir: Path
-    """The folder with `checkpoints/step=NNNNNN`; in `run.json` it may be relative to the run's folder."""
+    key: PlainName  # the key of the stage that wrote it
+    step: int  # the number of RL steps that the checkpoint has behind it
+    stage_dir: Path  # the folder with `checkpoints/step=NNNNNN`; in `run.json` it may be relative to the run's folder
     counts_on: bool
     """Whether steps go on counting from the checkpoint, with the records and rollouts of the steps before it. If not,
     they count from 0."""
 
     num_prompts: int = 0
     """The number of prompts that the steps before had, where they count on; files go on with the next row."""
-    has_drafter: bool = True
-    """Whether the drafter goes on from the checkpoint too, where one is trained."""
+    has_drafter: bool = True  # whether the drafter goes on from the checkpoint too, where one is trained
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -71,8 +66,7 @@ class Continuation(Artifact):
 class RunRecord(Artifact):
     """The contents of `run.json`."""
 
-    code: PlainName
-    """The digest of the sources that new jobs of the run import, which names their copy below `code/`."""
+    code: PlainName  # the digest of the sources that new jobs of the run import, which names their copy below `code/`
     id: str = ""
     """Random digits by which its jobs are called, wherever its folder lies and however a node sees that path."""
     settings: dict[str, Any]

@@ -54,8 +54,7 @@ class Results:
     train: TrainResult | None
     validate: ValidateResult | None
     export: ExportResult | None
-    curve: list[SetScore]
-    """The scores of all policy versions that were validated so far, in the order of steps."""
+    curve: list[SetScore]  # the scores of all policy versions that were validated so far, in the order of steps
     events: list[dict[str, Any]]
     """What happened in the stages, in its order: the fields of an `Event`, and the name of the `stage`."""
 

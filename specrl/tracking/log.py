@@ -28,14 +28,12 @@ ENTRIES_FILE, FILES_FOLDER = "log.jsonl", "files"  # the folder has artifacts th
 class Entry:
     """One thing to be sent."""
 
-    kind: str
-    """What it is: `start`, `metrics`, or another name in `specrl.tracking.sender.SENDERS`."""
+    kind: str  # what it is: `start`, `metrics`, or another name in `specrl.tracking.sender.SENDERS`
     time_ms: int
     """When it was logged, in milliseconds since the epoch. A tracker gets this time, however late it gets the entry."""
     values: Mapping[str, Any]
     begin: int
-    end: int
-    """The positions in bytes at which it begins and at which the next one does."""
+    end: int  # the positions in bytes at which it begins and at which the next one does
 
 
 class Log:
@@ -85,8 +83,7 @@ class Arrived(BaseModel):
     position: int = 0
     missing: dict[int, str] = {}
     """Where entries before the position begin that have not arrived, and why they were refused, if they were."""
-    versions: dict[str, str] = {}
-    """The numbers of the registered model versions, by the models' names."""
+    versions: dict[str, str] = {}  # the numbers of the registered model versions, by the models' names
 
 
 class Sent:

@@ -22,14 +22,11 @@ from specrl.tracking.store import connect, tracking_uri
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0
-"""How often the thread looks for new entries."""
+IDLE_SECONDS = 1.0  # how often the thread looks for new entries
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
 """The pause after a failed attempt, which doubles with every further one."""
-LAST_PAUSE_SECONDS = 2.0
-"""The longest pause while someone waits for the end."""
-REASON_LENGTH = 200
-"""The number of characters of an error that a warning quotes."""
+LAST_PAUSE_SECONDS = 2.0  # the longest pause while someone waits for the end
+REASON_LENGTH = 200  # the number of characters of an error that a warning quotes
 LOCK_FILE = ".sending.lock"
 FILES = ("artifact", "model")
 """The kinds of entries that upload files, to a store that may be away although MLflow answers."""

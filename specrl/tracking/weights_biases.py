@@ -44,8 +44,7 @@ LOOK_SECONDS, RETRY_SECONDS = 1.0, 60.0
 """How often new entries are looked for, and a server that is away is tried again."""
 START_SECONDS, FINISH_SECONDS, PATIENCE_SECONDS = 20.0, 40.0, 60.0
 """For how long W&B may take to take a run and what waits of it, and how long the end of a stage or a flow waits."""
-ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}
-"""No telemetry."""
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}  # no telemetry
 CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 SUMMARY_FILE = "summary.json"
 

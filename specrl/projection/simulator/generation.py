@@ -48,8 +48,7 @@ class SimulatedResponse:
         return [self.length / max(1.0, need) for need in needs]
 
 
-Shares = Sequence[Sequence[SimulatedResponse]]
-"""The responses of each engine in a step, those to a prompt adjacent."""
+Shares = Sequence[Sequence[SimulatedResponse]]  # the responses of each engine in a step, those to a prompt adjacent
 
 
 @dataclass
