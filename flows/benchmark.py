@@ -47,16 +47,13 @@ class CellJob:
 
     @property
     def folder(self) -> Path:
-        """The folder of its results."""
         return self.context.stage_dir
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has been measured."""
         return (self.folder / RESULT_FILE).exists()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the rows of a finished one."""
         return list(json.loads(self.job.json_path.read_text()))
 
 

@@ -41,8 +41,6 @@ class Artifact(BaseModel):
 
 
 class PrepareResult(Artifact):
-    """The result of `prepare`."""
-
     policy_dir: Path  # the policy as a Hugging Face folder: configuration, tokenizer and safetensors
     prompts_seen: int = 0
     """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
@@ -52,8 +50,6 @@ class PrepareResult(Artifact):
 
 
 class PretrainResult(Artifact):
-    """The result of `pretrain`."""
-
     drafter_dir: Path | None
     """The folder of the EAGLE-3 drafter, or for `mtp` of the policy with its trained layer; None without a drafter."""
     rollouts_dir: Path
@@ -65,8 +61,6 @@ class PretrainResult(Artifact):
 
 
 class CalibrateResult(Artifact):
-    """The result of `calibrate`."""
-
     scales_path: Path
     layers_path: Path
     """The Arrow table with a row for each linear layer: its FLOPs, its divergence alone in FP8, its precision."""
@@ -228,8 +222,6 @@ class ExactnessResult(Artifact):
 
 
 class ValidateResult(Artifact):
-    """The result of `validate`."""
-
     accuracy_before: float  # the mean reward of the policy of `prepare` on the first of the held-out sets
     accuracy_after: float  # the mean reward of the trained policy on the same prompts, with the same seeds
     num_prompts: int  # the number of prompts of this set
@@ -259,8 +251,6 @@ class Acceptance(Artifact):
 
 
 class ExportResult(Artifact):
-    """The result of `export`."""
-
     policy_dir: Path
     drafter_dir: Path | None  # the drafter's folder; for `mtp`, `policy_dir`; None without a drafter
     vllm_acceptance_length: float | None

@@ -36,7 +36,6 @@ def record_event(stage_dir: Path, kind: str, text: str, step: int | None = None)
 
 
 def read_events(stage_dir: Path) -> list[Event]:
-    """The events of a stage in their order."""
     events = []
     for data in read_lines(stage_dir / EVENTS_FILE):
         with contextlib.suppress(ValidationError):  # of another version of specrl

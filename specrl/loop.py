@@ -259,7 +259,6 @@ class Trainer:
         self.checkpoints.save(TrainState(step, self.policy, self.drafter, self.engine.precision.kv_scales))
 
     def shutdown(self) -> None:
-        """End the engine and the processes of the rewards."""
         self.engine.shutdown()
         if self.rewards is not None:
             self.rewards.close()

@@ -116,7 +116,6 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> Sequence[int]:
-        """The response tokens that the policy sampled."""
         mask = sampled_mask(self.turns or [len(self.response_tokens)])
         return as_array("i", np.asarray(self.response_tokens, np.int32)[mask])
 

@@ -196,12 +196,10 @@ def step_metrics(
 
 
 def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The wall times of a step's parts under their names in MLflow."""
     return {f"timing/{part}_s": value for part, value in seconds.items()}
 
 
 def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
-    """The counters of speculation under their names in MLflow."""
     counters = {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
@@ -219,7 +217,6 @@ def speculation_metrics(stats: SpeculationStats) -> dict[str, float]:
 
 
 def read_steps(steps_dir: Path) -> list[StepRecord]:
-    """Read the records of all steps, in their order."""
     return [_RECORD.validate_json(path.read_bytes()) for path in sorted(steps_dir.glob("step=*.json"))]
 
 
