@@ -11,7 +11,6 @@ and at once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import netrc
@@ -20,7 +19,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -119,35 +117,28 @@ def _netrc_has(host: str) -> bool:
 
 
 def main(stage: Connection) -> None:
-    """Send the log that the stage names, until the connection to it ends."""
+    """Send the log that the stage names until the connection to it ends, as `poll` tells: nothing else comes of it."""
     for number in OTHERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # before W&B starts a process of its own
     stage.recv()  # the stage's process, whose end this one survives until all is sent
     owner, files, config, settings = stage.recv()
-    log, ended = Log(owner), threading.Event()
-
-    def watch() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            stage.recv()
-        ended.set()
-
-    threading.Thread(target=watch, daemon=True).start()
+    log = Log(owner)
     with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # that of a job before may be about to end
         if settings["mode"] == "offline":
-            ended.wait()
-        if not ended.is_set() or not Sent(log, TRACKER).is_complete():
-            send(log, start_run(log, config, settings, ended), ended, files)
+            stage.poll(None)
+        if not stage.poll(0) or not Sent(log, TRACKER).is_complete():
+            send(log, start_run(log, config, settings, stage), stage, files)
         shutil.rmtree(log.folder / FOLDER, ignore_errors=True)
 
 
-def send(log: Log, run: Any, ended: threading.Event, files: Path) -> None:
-    """Send what the run lacks until `ended`, and note that it arrived; offline, a finished file goes to `files`."""
+def send(log: Log, run: Any, stage: Connection, files: Path) -> None:
+    """Send what the run lacks until the stage ends, and note that it arrived; offline, a file is put into `files`."""
     sent = Sent(log, TRACKER)
     run.define_metric("*", step_metric="step")
     entry: Entry | None = None
     position, status, is_last = sent.now.position, "FINISHED", False
     while not is_last:
-        is_last = ended.wait(LOOK_SECONDS)  # what was logged before is on disk
+        is_last = stage.poll(LOOK_SECONDS)  # what was logged before is on disk
         for entry in log.entries(position):
             position, status = entry.end, entry.values.get("status", status)
             if entry.begin >= run.starting_step:
@@ -161,7 +152,7 @@ def send(log: Log, run: Any, ended: threading.Event, files: Path) -> None:
         sent.note([entry])
 
 
-def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], ended: threading.Event) -> Any:
+def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], stage: Connection) -> Any:
     """Begin the W&B run of a log, or resume it; wait for a server that is away."""
     import wandb
     from wandb.errors import AuthenticationError, CommError
@@ -188,7 +179,7 @@ def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], ended: t
         try:
             return wandb.init(settings=settings, config=config)
         except CommError as error:
-            if isinstance(error, AuthenticationError) or ended.wait(RETRY_SECONDS):
+            if isinstance(error, AuthenticationError) or stage.poll(RETRY_SECONDS):
                 raise
 
 
