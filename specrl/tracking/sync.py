@@ -96,30 +96,26 @@ class Syncing:
         return True
 
     def _send_all(self) -> None:
-        """Send what is missing and what waits, in order.
+        """Send what waits, in order, and then files, which may go to another store, and what is to be tried again.
 
         Raises:
-            Exception: MLflow is away or does not take the start of the run; or its artifact store is away, after
-                everything that is no file has been sent.
+            Exception: MLflow or its artifact store is away, or MLflow does not take the start of the run.
         """
         self._sent.refresh()
-        failed: Exception | None = None
         for entries in self._batches():
             if self._stopping.is_set():
                 return
-            is_file = entries[0].kind in FILES
-            if is_file and failed is not None:
+            if entries[0].kind in FILES:
                 self._sent.note(entries, "")
-                continue
-            try:
+            else:
                 self._send(entries)
-            except Exception as error:
-                if not is_file:
-                    raise
-                failed, self._store_is_away = error, True
-                self._sent.note(entries, "")
-        if failed is not None:
-            raise failed
+        for entry in self._sent.retried():
+            if self._stopping.is_set():
+                return
+            if self._retries or not self._sent.now.missing[entry.begin]:
+                self._store_is_away |= entry.kind in FILES  # until it has arrived
+                self._send([entry])
+        self._retries = self._store_is_away = False
 
     def _send(self, entries: Sequence[Entry]) -> None:
         self._sent.log.flush()
@@ -145,9 +141,6 @@ class Syncing:
 
     def _batches(self) -> Iterator[list[Entry]]:
         """Yield what is sent together: one entry, or metrics that follow one another."""
-        missing, again = self._sent.now.missing, self._retries
-        self._retries = False
-        yield from ([entry] for entry in self._sent.retried() if again or not missing[entry.begin])
         while first := next(self._sent.waiting(), None):
             batch: list[Entry] = []
             total = 0
