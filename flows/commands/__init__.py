@@ -1,1 +1,1 @@
-"""The subcommands of `specrl`; each module's `register(app)` adds its own."""
+"""The subcommands of `specrl`; `flows.cli` lists them."""
