@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 from specrl.artifacts import write_json
 from specrl.models.directory import CONFIG_FILE, WEIGHTS_FILE, read_model_config, weight_files
-from specrl.models.drafters import ARCHITECTURES, LAYERS, NORM_FLAGS, PICKLED_FILE, read_published, suited
+from specrl.models.drafters import ARCHITECTURES, LAYERS, PICKLED_FILE, read_published, suited
 from specrl.models.hf_io import TensorReader, write_tensors
-from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
+from specrl.training.drafter.kinds.eagle3 import EAGLE3_KEYS, Eagle3, Eagle3Shape
 
 MAPPINGS = ("d2t", "t2d")
 NEW_NAMES = {
@@ -69,27 +69,17 @@ def config_dict(shape: Eagle3Shape, policy_config: Any, policy_version: int) -> 
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        **{key: getattr(shape, name) for name, key in EAGLE3_KEYS.items()},
         "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
         **({"rope_scaling": scaling} if rope["rope_type"] != "default" else {}),
-        "max_position_embeddings": shape.max_position_embeddings,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
         "bos_token_id": policy_config.bos_token_id,
         "eos_token_id": policy_config.eos_token_id,
         "torch_dtype": str(shape.dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        **{flag: getattr(shape, flag) for flag in NORM_FLAGS},
         "target_hidden_size": shape.hidden_size,
         "num_aux_hidden_states": len(shape.feature_layers),
         LAYERS: list(shape.feature_layers),

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from specrl.models.drafters import LAYERS, NORM_FLAGS
-from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
+from specrl.training.drafter.kinds.layers import CONFIG_KEYS, MLP, Attention, DraftModule, DraftShape, RMSNorm, linear
+
+EAGLE3_KEYS = {
+    **CONFIG_KEYS,
+    "num_layers": "num_hidden_layers",
+    "draft_vocab_size": "draft_vocab_size",
+    **{flag: flag for flag in NORM_FLAGS},
+}
+"""The fields of `Eagle3Shape` that stand in the `config.json` of every drafter, by what they are called there."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +63,8 @@ class Eagle3Shape(DraftShape):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: torch.dtype) -> Eagle3Shape:
         """The shape of a drafter that exists, from what `specrl.models.drafters.suited` made of its `config.json`."""
-        return cls(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope=config["rope_parameters"],
-            max_position_embeddings=config["max_position_embeddings"],
-            vocab_size=config["vocab_size"],
-            draft_vocab_size=config["draft_vocab_size"],
-            feature_layers=tuple(config[LAYERS]),
-            dtype=dtype,
-            num_layers=config["num_hidden_layers"],
-            sliding_window=config["sliding_window"],
-            **{flag: config[flag] for flag in NORM_FLAGS},
-        )
+        fields = {name: config[key] for name, key in EAGLE3_KEYS.items()}
+        return cls(**fields, feature_layers=tuple(config[LAYERS]), sliding_window=config["sliding_window"], dtype=dtype)
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:

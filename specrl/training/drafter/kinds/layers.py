@@ -22,6 +22,18 @@ from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 
 EMBEDDINGS = "model.embed_tokens.weight"
+CONFIG_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope": "rope_parameters",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+"""The fields of `DraftShape` that policies have too, by what `config.json` calls them."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +62,11 @@ class DraftShape:
     @classmethod
     def of(cls, hf_config: Any, draft_vocab_size: int, feature_layers: tuple[int, ...]) -> Self:
         """The shape of a drafter with one layer of the policy's own sizes."""
+        own: dict[str, Any] = {"head_dim": head_dim(hf_config), "rope": rope_of(hf_config.to_dict())}
+        others = {name: getattr(hf_config, key) for name, key in CONFIG_KEYS.items() if name not in own}
         return cls(
-            hidden_size=hf_config.hidden_size,
-            intermediate_size=hf_config.intermediate_size,
-            num_heads=hf_config.num_attention_heads,
-            num_kv_heads=hf_config.num_key_value_heads,
-            head_dim=head_dim(hf_config),
-            rms_norm_eps=hf_config.rms_norm_eps,
-            rope=rope_of(hf_config.to_dict()),
-            max_position_embeddings=hf_config.max_position_embeddings,
-            vocab_size=hf_config.vocab_size,
+            **own,
+            **others,
             draft_vocab_size=draft_vocab_size,
             feature_layers=feature_layers,
             dtype=hf_config.dtype or torch.bfloat16,
