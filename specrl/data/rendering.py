@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,13 +156,10 @@ class Rendering:
         def kept(count: int) -> str:
             return question[len(question) - count :] if left else question[:count]
 
-        fits, too_many = 0, len(question) + 1
-        while fits + 1 < too_many:
-            middle = (fits + too_many) // 2
-            if len(self.tokens(self.text(kept(middle), problem.context))) <= self.limit:
-                fits = middle
-            else:
-                too_many = middle
+        def is_too_long(count: int) -> bool:
+            return len(self.tokens(self.text(kept(count), problem.context))) > self.limit
+
+        fits = bisect_left(range(1, len(question) + 1), True, key=is_too_long)
         if not kept(fits).strip():
             return Misfit(
                 f"data.template leaves no room for a question within {self.limit} tokens (data.max_prompt_tokens)"

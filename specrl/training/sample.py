@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -71,11 +72,7 @@ def even_sample(lengths: Sequence[int], offset: float, fits: Callable[[Sequence[
 
     if fits(order):
         return order
-    low, high = 1, len(order)  # `low` is taken, `high` does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(take(middle)) else (low, middle)
-    return take(low)
+    return take(bisect_left(range(2, len(order)), True, key=lambda count: not fits(take(count))) + 1)
 
 
 def feature_area(batch: MicroBatch) -> int:

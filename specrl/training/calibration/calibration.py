@@ -9,6 +9,7 @@ holds the budget there too.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -190,13 +191,7 @@ def _measure_kv_scales(
 
 def smallest_prefix(size: int, kl_of: Callable[[int], float], budget: float) -> int:
     """Find by bisection the smallest number of leading layers in BF16 that holds the budget; all `size` of them do."""
-    if kl_of(0) <= budget:
-        return 0
-    low, high = 0, size
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if kl_of(middle) <= budget else (middle, high)
-    return high
+    return bisect_left(range(size), True, key=lambda count: kl_of(count) <= budget)
 
 
 def grown_prefix(count: int, size: int, kl_of: Callable[[int], float], budget: float) -> int:
