@@ -19,7 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -153,12 +154,11 @@ def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Job:
-    number: int
     section: int  # index into `RewardPool.sections`
     prompt: Prompt
     response: str | tuple[str, ...]  # to an environment: the turns so far
     data: DataConfig  # that section
-    results: SimpleQueue[tuple[int, Result | Exception]]
+    result: Future[Result] = field(default_factory=Future)
 
     def failed(self, reason: str, parts: Sequence[int] | None = None) -> RewardFailure:
         """The failure of some parts, or of all of them."""
@@ -250,8 +250,7 @@ class Scoring:
     def __init__(self, pool: RewardPool, data: DataConfig) -> None:
         self._pool = pool
         self._data, self._section = data, list(pool.sections).index(data.model_dump_json())
-        self._results: SimpleQueue[tuple[int, Result | Exception]] = SimpleQueue()
-        self._submitted = 0
+        self._asked: dict[int, Future[Result]] = {}
 
     def submit(self, number: int, prompt: Prompt, response: str | tuple[str, ...]) -> None:
         """Ask for the reward of a response, or for an environment's answer to turns.
@@ -261,8 +260,8 @@ class Scoring:
         """
         if self._pool.error is not None:
             raise self._pool.error
-        self._submitted += 1
-        job = _Job(number, self._section, replace(prompt, tokens=[]), response, self._data, self._results)
+        job = _Job(self._section, replace(prompt, tokens=[]), response, self._data)
+        self._asked[number] = job.result
         self._pool.jobs.put(job)
 
     def wait(self, *, logs: bool = True) -> Scores:
@@ -273,13 +272,7 @@ class Scoring:
 
     def results(self) -> dict[int, Result]:
         """Wait for what came of all responses, by their numbers; RewardError if the pool can do nothing more."""
-        results: dict[int, Result] = {}
-        while len(results) < self._submitted:
-            number, result = self._results.get()
-            if isinstance(result, Exception):
-                raise result
-            results[number] = result
-        return dict(sorted(results.items()))
+        return {number: self._asked[number].result() for number in sorted(self._asked)}
 
 
 class _Worker:
@@ -307,10 +300,12 @@ class _Worker:
             self._pool.started("")
         while (job := self._pool.jobs.get()) is not None:
             try:
-                result = self._pool.error or self._result(job)
+                if self._pool.error is not None:
+                    raise self._pool.error
+                job.result.set_result(self._result(job))
             except Exception as error:  # the rank's main thread waits for an answer and shall raise it
-                self._pool.error = result = error
-            job.results.put((job.number, result))
+                self._pool.error = error
+                job.result.set_exception(error)
         self._kill()
 
     def _kill(self) -> None:
