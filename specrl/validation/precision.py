@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.mismatch import MismatchSums
 from specrl.precision.recipe import KvScales, Mode
 from specrl.rollout.engine import Engine
+from specrl.schemas import read_table
 from specrl.training.megatron.fp8 import LinearPrecision
 
 MOST_ROWS = 12
@@ -76,9 +75,7 @@ def check_agreement(metrics: Mapping[str, float], limit: float, layers_path: Pat
 
 def layer_table(layers_path: Path) -> str:
     """A table, as text, of the layers that change the model's output most when they alone are in FP8."""
-    with pa.ipc.open_file(str(layers_path)) as reader:
-        rows = reader.read_all().to_pylist()
-    rows.sort(key=lambda row: -row["kl_alone"])
+    rows = sorted(read_table(layers_path).to_pylist(), key=lambda row: -row["kl_alone"])
     lines = [f"{'layer':24} {'precision':9} {'KL alone':>10}"]
     lines += [f"{row['name']:24} {row['precision']:9} {row['kl_alone']:10.2e}" for row in rows[:MOST_ROWS]]
     return "\n".join([*lines, f"... {len(rows) - MOST_ROWS} more in {layers_path}"] if len(rows) > MOST_ROWS else lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,27 @@ from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
 from specrl.schemas import read_table, rollout_path
 
-Run = list[Generation]
+
+@dataclass
+class Measurement:
+    """The generations of one way to decode."""
+
+    generations: list[list[Generation]] = field(default_factory=list)  # by round
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second, by round."""
+        return [
+            sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts) for parts in self.generations
+        ]
+
+    @property
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
 def matched_pair(
@@ -47,53 +67,32 @@ def matched_pair(
     With `k` of None the cost model chooses. `give_texts` gives the engine all text to begin with, before each
     speculative repeat and outside of its time.
     """
-    runs: dict[int | None, list[Run]] = {0: [], k: []}
+    plain, speculative = Measurement(), Measurement()
+    variants = (0, None, plain), (k, give_texts, speculative)
     for repeat in range(repeats):
-        for length in (0, k) if repeat % 2 == 0 else (k, 0):
+        for length, prepare, measured in variants if repeat % 2 == 0 else variants[::-1]:
             engine.set_k(length)
             engine.reset_prefix_cache()
-            recall = give_texts is not None and length != 0
-            if give_texts is not None and recall:
-                give_texts()
+            if prepare is not None:
+                prepare()
             parts = [requests[i : i + batch] for i in range(0, len(requests), batch)]
-            runs[length].append([engine.generate(part, recall=recall) for part in parts])
+            measured.generations.append([engine.generate(part, recall=prepare is not None) for part in parts])
     engine.set_k(k)
-    plain, speculative = [_rate(run) for run in runs[0]], [_rate(run) for run in runs[k]]
-    ratios = [fast / slow for slow, fast in zip(plain, speculative, strict=True)]
-    plain_steps = _decode_steps(runs[0][0])  # none where every response is a single token
+    ratios = [fast / slow for fast, slow in zip(speculative.rates, plain.rates, strict=True)]
+    tokens, stats, steps = speculative.tokens, speculative.stats, plain.stats.decode_steps
+    num_tokens = sum(map(len, tokens))
     return SpeedPair(
         batch=batch,
-        plain_tokens_per_s=median(plain),
-        speculative_tokens_per_s=median(speculative),
+        plain_tokens_per_s=median(plain.rates),
+        speculative_tokens_per_s=median(speculative.rates),
         speedup=median(ratios),
         speedup_min=min(ratios),
         speedup_max=max(ratios),
-        decode_step_reduction=1 - _decode_steps(runs[k][0]) / plain_steps if plain_steps else 0.0,
-        tokens_equal=_share_equal(runs[0], runs[k]),
-        token_share=_token_share(runs[k]),
+        # There are no steps where every response is a single token.
+        decode_step_reduction=1 - stats.decode_steps / steps if steps else 0.0,
+        tokens_equal=sum(a == b for a, b in zip(plain.tokens, tokens, strict=True)) / len(tokens),
+        token_share={source: found.num_accepted_tokens / num_tokens for source, found in stats.by_source.items()},
     )
-
-
-def _rate(run: Run) -> float:
-    return sum(part.num_tokens for part in run) / sum(part.seconds for part in run)
-
-
-def _decode_steps(run: Run) -> int:
-    return sum(part.stats.decode_steps for part in run)
-
-
-def _token_share(runs: Sequence[Run]) -> dict[str, float]:
-    parts = [part for run in runs for part in run]
-    by_source = SpeculationStats.merge(part.stats for part in parts).by_source
-    num_tokens = sum(part.num_tokens for part in parts)
-    return {source: counts.num_accepted_tokens / num_tokens for source, counts in by_source.items()}
-
-
-def _share_equal(left: Sequence[Run], right: Sequence[Run]) -> float:
-    plain, other = (
-        [answer.tokens for run in runs for part in run for answer in part.responses] for runs in (left, right)
-    )
-    return sum(a == b for a, b in zip(plain, other, strict=True)) / len(plain)
 
 
 FOLDER, STATE_FILE = "next_step", "state.json"

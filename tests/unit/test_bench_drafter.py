@@ -13,7 +13,7 @@ from specrl.bench.drafter.candidates import read_candidate
 from specrl.bench.drafter.initial import write_instructions
 from specrl.bench.drafter.main import rounds_of_prompts
 from specrl.bench.options import DrafterOptions
-from specrl.bench.rollouts.rounds import Measurement, compared
+from specrl.bench.rollouts.rounds import compared
 from specrl.config import ConfigError, parse_config
 from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
@@ -21,6 +21,7 @@ from specrl.models.tiny import character_tokenizer
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.requests import Generation
 from specrl.validation.answering import by_context, length_range
+from specrl.validation.speed import Measurement
 
 
 def folder(path: Path, **config: Any) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -11,8 +11,8 @@ from specrl.bench.job import BenchJob
 from specrl.bench.pages import Rows, table, write_results
 from specrl.bench.spread import order_of, ratios
 from specrl.bench.stock import StockEngine
-from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Generation, Request
+from specrl.validation.speed import Measurement
 
 LEAST_REQUESTS = 8  # per round, one batch after another; fewer would say little
 RATE = {"tokens/s": "tokens_per_s", "speedup": "speedup"}  # columns of `compared`, by title
@@ -39,28 +39,6 @@ class Variant:
             self.engine.set_k(None if isinstance(self.k, str) else self.k)
         self.engine.reset_prefix_cache()
         return [self.engine.generate(requests[start : start + batch]) for start in range(0, len(requests), batch)]
-
-
-@dataclass
-class Measurement:
-    """The generations of one variant."""
-
-    generations: list[list[Generation]] = field(default_factory=list)  # by round
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens per second, by round."""
-        return [
-            sum(part.num_tokens for part in parts) / sum(part.seconds for part in parts) for parts in self.generations
-        ]
-
-    @property
-    def stats(self) -> SpeculationStats:
-        return SpeculationStats.merge(part.stats for parts in self.generations for part in parts)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [answer.tokens for parts in self.generations for part in parts for answer in part.responses]
 
 
 def rounds_of(requests: Sequence[Request], batch: int, repeats: int) -> list[list[Request]]:
