@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from specrl.distributed import Ranks
+from specrl.distributed import Ranks, sum_arrays
 from specrl.precision.blocks import E4M3_MAX
 from specrl.precision.recipe import KvScales
 
@@ -59,9 +58,7 @@ class KvObserver:
 
     def take(self, ranks: Ranks) -> KvScales | None:
         """The scales for all tokens since the last call, if any (collective)."""
-        if ranks.world_size > 1:
-            dist.all_reduce(self._counts)
-        counts = self._counts.to("cpu", copy=True)
+        counts = torch.from_numpy(sum_arrays(ranks, self._counts.cpu().numpy()))
         self._counts.zero_()
         if not bool(counts.sum(-1).all()):
             return None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from specrl.artifacts import atomic_path
 from specrl.config import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # before `.gz`
@@ -89,7 +90,5 @@ def _fetch(named: re.Match[str], path: Path) -> None:
         found = datasets.load_dataset(named["name"], named["subset"], split=split, revision=named["revision"])
     except (OSError, ValueError, RuntimeError, RequestException) as error:  # it is not there, or the hub is not
         raise ConfigError(f"{named[0]} cannot be fetched: {' '.join(str(error).split())[:300]}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    found.to_parquet(str(temporary))
-    temporary.replace(path)
+    with atomic_path(path) as temporary:
+        found.to_parquet(str(temporary))

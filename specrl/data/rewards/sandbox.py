@@ -33,12 +33,7 @@ KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG",
 _libc = ctypes.CDLL(None, use_errno=True)
 _X86 = platform.machine() == "x86_64"
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # what `seccomp_data.arch` holds (linux/audit.h)
-_NUMBERS: dict[str, tuple[int, int]] = {
-    "socket": (41, 198),
-    "clone": (56, 220),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "kill": (62, 129),
+_DENIED: dict[str, tuple[int, int]] = {
     "ptrace": (101, 117),
     "mount": (165, 40),
     "umount2": (166, 39),
@@ -57,32 +52,29 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    "io_uring_setup": (425, 425),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "pidfd_getfd": (438, 438),
+    "mount_setattr": (442, 442),
+}
+"""The numbers of the system calls that are always denied, on x86-64 and aarch64 (Linux, `unistd.h`)."""
+_NUMBERS = _DENIED | {
+    "socket": (41, 198),
+    "clone": (56, 220),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
     "seccomp": (317, 277),
     "capset": (126, 91),
-    **{
-        name: (number, number)
-        for name, number in {
-            "pidfd_send_signal": 424,
-            "io_uring_setup": 425,
-            "open_tree": 428,
-            "move_mount": 429,
-            "fsopen": 430,
-            "clone3": 435,
-            "pidfd_getfd": 438,
-            "mount_setattr": 442,
-            "landlock_create_ruleset": 444,
-            "landlock_add_rule": 445,
-            "landlock_restrict_self": 446,
-        }.items()
-    },
+    "pidfd_send_signal": (424, 424),
+    "clone3": (435, 435),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
 }
-"""The numbers of system calls on x86-64 and aarch64 (Linux, `unistd.h`)."""
-_DENIED = (
-    "ptrace mount umount2 unshare setns process_vm_readv process_vm_writev open_by_handle_at perf_event_open bpf "
-    "userfaultfd add_key request_key keyctl shmget msgget semget mq_open io_uring_setup open_tree move_mount fsopen "
-    "pidfd_getfd mount_setattr"
-)
-_ALWAYS_DENIED = _DENIED.split()
+"""Those of all that are called here, or decided about."""
 _CHANGES_OF_MODE = (
     (90, 91, 268, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280, 452),
     (52, 53, 54, 55, 5, 6, 7, 14, 15, 16, 88, 452),
@@ -252,7 +244,7 @@ def _program(held: Confinement, network: bool, processes: bool) -> bytes:
     steps += [(jump_equal, 1, 0, _ARCHITECTURES[platform.machine()]), (answer, 0, 0, _KILL), (load, 0, 0, 0)]
     if _X86:  # the numbers of x32
         steps += [(jump_at_least, 0, 1, 0x40000000), (answer, 0, 0, _ERRNO | EPERM)]
-    denied = [_number(name) for name in _ALWAYS_DENIED]
+    denied = [_number(name) for name in _DENIED]
     denied += [] if network else [_number("socket")]
     denied += [] if held.read_only else list(_CHANGES_OF_MODE[0 if _X86 else 1])
     denied += [] if processes else [_number("execve"), _number("execveat"), _number("pidfd_send_signal")]

@@ -1,14 +1,24 @@
-"""The bubble coordinator: engines say through the process group's store that they are done, and share work."""
+"""Bubbles: the time from the end of an engine's own rollouts to the end of the slowest engine's is put to use.
+
+Whatever an engine does meanwhile ends within one iteration or micro-step after the last one is done. Nothing of it
+reaches a rollout: text made here is only ever a draft (invariants 1 and 2). The ranks of a tensor-parallel engine do
+the same at the same time, as the first one decides. Engines say through the process group's store that they are done,
+and share work.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from specrl.data.dealing import piece
 from specrl.distributed import Ranks
+from specrl.rollout.engine import Engine
+from specrl.timeline import Span
 
 POLL_SECONDS = 0.02
 """The least time between two questions whether all engines are done."""
@@ -78,3 +88,30 @@ class BubbleCoordinator:
         size = max(at_least, piece(left, self._place.num_engines))
         start = self._store.add(f"claimed/{self._round}", size) - size
         return range(min(start, total), min(start + size, total))
+
+
+class Activity(Protocol):
+    """A use of idle time."""
+
+    name: str
+
+    def work(self, stop: Callable[[], bool]) -> bool:
+        """Work until `stop()` (collective over the engine); return False, at once, when there is nothing to do."""
+        ...
+
+
+def put_to_use(engine: Engine, coordinator: BubbleCoordinator, uses: Sequence[Activity]) -> list[Span]:
+    """Work from the end of this engine's own share to the end of the last one's, on each use until it has nothing left.
+
+    Pre-generation is to come first: a token of it saves most of an iteration for its request in the next step.
+    """
+    coordinator.arrive()
+    left, spans = list(uses), list[Span]()
+    while left and not engine.agreed(coordinator.all_done())[0]:
+        started = time.time()
+        worked = left[0].work(coordinator.all_done)
+        if worked:
+            spans.append(Span(left[0].name, started, time.time()))
+        if not engine.true_on_any_rank(worked):
+            left.pop(0)
+    return spans

@@ -12,8 +12,7 @@ from specrl.data.problems import Prompt
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, Scores, refuse_failure
 from specrl.distributed import Ranks
-from specrl.rollout.bubbles.bubbles import Activity, put_to_use
-from specrl.rollout.bubbles.coordinator import BubbleCoordinator, EngineRank
+from specrl.rollout.bubbles.coordinator import Activity, BubbleCoordinator, EngineRank, put_to_use
 from specrl.rollout.bubbles.earlier import EarlierResponses
 from specrl.rollout.bubbles.pregeneration import Pregeneration, store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, deliver_texts

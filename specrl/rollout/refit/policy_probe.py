@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from specrl.config import Config, PrecisionConfig
@@ -102,13 +100,6 @@ def expected_difference(config: PrecisionConfig) -> float:
     return 0.0 if same else math.sqrt(2 * config.max_kl)
 
 
-def from_first(routes: list[NDArray[Any] | None]) -> list[NDArray[Any] | None]:
-    """Broadcast routes (collective)."""
-    values = [routes]  # ranks that share a policy must send a token to the same experts, and have engines of their own
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
-
-
 class RefitProbe:
     """Compares engine and trainer on a few sequences (invariant 4); the drafter has a guard of its own."""
 
@@ -126,7 +117,10 @@ class RefitProbe:
                 allow, or are still those of an earlier policy.
         """
         found, routes = engine.score(self._sequences)
-        trainer = self._trainer_logprobs(policy, routes if policy.routing is None else from_first(routes))
+        if policy.routing is not None:
+            # Ranks that share a policy must send a token to the same experts, and have engines of their own.
+            routes = policy.ranks.gather(routes if policy.ranks.is_first else [])[0]
+        trainer = self._trainer_logprobs(policy, routes)
         report = check_policy(found, trainer, self._tolerance)
         if self._earlier is None or check_moved_on(found, trainer, self._earlier):
             self._earlier = trainer

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from specrl.artifacts import atomic_path
 from specrl.config import Config
 from specrl.distributed import Ranks
 from specrl.models.families import Family
 from specrl.precision.kv_scales import KvObserver
 from specrl.precision.recipe import KvScales, Recipe
-from specrl.schemas import Rollout
+from specrl.schemas import Rollout, write_table
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.calibration.measures import KlDivergence, flops_per_token
 from specrl.training.megatron.fp8 import LinearPrecision
@@ -220,6 +219,4 @@ def recipe_from(calibration: Calibration, family: Family, num_layers: int) -> Re
 
 
 def write_layers(path: Path, rows: list[LayerRow]) -> None:
-    table = pa.Table.from_pylist([asdict(row) for row in rows])
-    with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), table.schema) as writer:
-        writer.write_table(table)
+    write_table(path, pa.Table.from_pylist([asdict(row) for row in rows]))

@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from specrl.distributed import sum_arrays
 from specrl.timeline import SPOT_TRAINING
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.drafter.ttt import metrics_from_sums
@@ -81,12 +82,9 @@ class SpotTraining:
         if not total:
             return {}
         drafter.average(counts[ranks.rank] / total)
-        measured = torch.cat([self._sums.flatten(), torch.tensor([self._loss, self._norm], dtype=torch.float64)])
-        measured = measured.to(ranks.device)
-        if ranks.world_size > 1:
-            dist.all_reduce(measured)
-        loss, norm = measured[-2:].tolist()
-        sums = measured[:-2].view_as(self._sums).cpu()
+        measured = sum_arrays(ranks, np.array([self._loss, self._norm, *self._sums.flatten().tolist()]))
+        loss, norm = measured[:2].tolist()
+        sums = torch.from_numpy(measured[2:]).view_as(self._sums)
         self._reset()
         return {"loss": loss / total, "grad_norm": norm / total, **metrics_from_sums(sums)}
 
