@@ -34,7 +34,7 @@ GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
 MAX_LOGITS = 2**27  # that exist at a time (`training/megatron/scores.py`)
 LOGIT_CHUNK = {0: 2**21, 1: 2**25}  # of them in float32, on a CPU and on a GPU
 MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
-CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration/calibration.py`)
+CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration.py`)
 DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/attention.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
 

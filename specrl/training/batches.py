@@ -7,7 +7,7 @@ arXiv 2506.05433): log-probs and gradients are those of separate sequences, up t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class TokenSequence:
     """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
     sampled: NDArray[np.bool_] | None = None
     """For each response token, whether the policy sampled it; None where it sampled all of them."""
+    generation_logprobs: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
+    """The engine's log-prob of each sampled token, of the whole distribution; empty where no loss is computed."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,30 +19,6 @@ from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
 """A value for each sampled token, by the number of the rollout."""
-
-
-@dataclass(frozen=True)
-class OwnRollouts:
-    """The rollouts that this rank trains on, as arrays."""
-
-    places: dict[int, int]
-    """The position in the columns by the number of the rollout."""
-    columns: Mapping[str, Ragged]
-    """By name, a row for each rollout: `prompt` and `response`, int32 tokens; `turns`, int32 as `Rollout.turns`; where
-    the loss is computed, `generation_logprobs`, float32 under the whole distribution; for a policy with experts
-    `routes`, those of all tokens but the last."""
-
-    def row(self, column: str, number: int) -> NDArray[np.generic]:
-        return self.columns[column][self.places[number]]
-
-    def sequence(self, number: int) -> TokenSequence:
-        prompt, response = self.row("prompt", number), self.row("response", number)
-        tokens = np.concatenate([prompt, response])
-        routes = self.row("routes", number) if "routes" in self.columns else None
-        turns = self.row("turns", number)
-        sampled = sampled_mask(turns) if len(turns) else None
-        kept = None if routes is None or not len(routes) else routes
-        return TokenSequence(tokens, len(prompt), number, kept, sampled)
 
 
 @dataclass(frozen=True)
@@ -78,10 +55,10 @@ class TrainingShares:
 
     def deliver(
         self, rollouts: RolloutBatch, experts: tuple[str, tuple[int, int]] | None = None, *, logprobs: bool = True
-    ) -> OwnRollouts:
+    ) -> dict[int, TokenSequence]:
         """Send each rollout's tokens, and routes of this type and shape, to the ranks that train on it (collective).
 
-        The engine's log-probs go to the ranks that compute the loss.
+        The engine's log-probs go to the ranks that compute the loss. What comes back are this rank's, by their numbers.
         """
         held = list(rollouts.held.values())
         trained = [self._trained_by(rank) for rank in range(self.ranks.world_size)]
@@ -99,7 +76,11 @@ class TrainingShares:
             chosen = [() if rollout.routes is None else rollout.routes for rollout in held]
             ragged = Ragged.of(chosen, *experts)
             columns |= rollouts.deliver(self.ranks, {"routes": ragged}, trained)
-        return OwnRollouts({int(number): i for i, number in enumerate(trained[self.ranks.rank])}, columns)
+        filled = {name: column for name, column in columns.items() if len(column)}
+        return {
+            number: _sequence(number, {name: column[place] for name, column in filled.items()})
+            for place, number in enumerate(trained[self.ranks.rank].tolist())
+        }
 
     def return_logprobs(self, rollouts: RolloutBatch, found: Rows) -> None:
         """Give rollouts the `policy_logprobs` that were found, where they are written (collective)."""
@@ -118,6 +99,18 @@ class TrainingShares:
     def _trained_by(self, rank: int) -> NDArray[np.int64]:
         dp_rank = int(self.dp_ranks[rank])
         return np.array(sorted(number for update in self.dealt for number in update[dp_rank]), np.int64)
+
+
+def _sequence(number: int, row: Mapping[str, NDArray[Any]]) -> TokenSequence:
+    turns, routes = row["turns"], row.get("routes")
+    return TokenSequence(
+        np.concatenate([row["prompt"], row["response"]]),
+        len(row["prompt"]),
+        number,
+        None if routes is None or not len(routes) else routes,
+        sampled_mask(turns) if len(turns) else None,
+        row.get("generation_logprobs", np.empty(0, np.float32)),
+    )
 
 
 def deal_groups(

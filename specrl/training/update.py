@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,13 +18,13 @@ from specrl.data.problems import derive_seed
 from specrl.distributed import Ragged
 from specrl.models.families import expert_shape_of_model
 from specrl.precision.mismatch import MismatchSums
-from specrl.training.batches import MicroBatch, pack
+from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.features import Features, FeatureSpec
 from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 from specrl.training.sample import Sample, sample_sequences
 from specrl.training.schedules import lr_factor
-from specrl.training.shares import OwnRollouts, Rows, TrainingShares
+from specrl.training.shares import Rows, TrainingShares
 
 OF_UPDATES = ("loss", "grad_norm", "lr")
 """The metrics of an update as a whole; the others are means over its tokens."""
@@ -53,7 +53,8 @@ class StepLoss:
     """The loss of all updates of a step, a `LossFn` that looks up what it needs of each sequence of a micro-batch."""
 
     config: TrainConfig
-    own: OwnRollouts
+    own: Mapping[int, TokenSequence]
+    """The rollouts that this rank trains on, by their numbers."""
     advantages: NDArray[np.float64]
     num_tokens: float
     """What the loss of an update is divided by, the same on all ranks."""
@@ -75,7 +76,7 @@ class StepLoss:
         return total / self.num_tokens, {name: value / self.num_tokens for name, value in metrics.items()}
 
     def targets(self, batch: MicroBatch) -> TokenTargets:
-        rows = [self.own.row("generation_logprobs", number) for number in batch.indices]
+        rows = [self.own[number].generation_logprobs for number in batch.indices]
 
         def spread(values: NDArray[np.float64]) -> Tensor:
             found = [np.full(len(row), values[number]) for number, row in zip(batch.indices, rows, strict=True)]
@@ -144,7 +145,7 @@ def update_policy(
         features = sample.arrange(kept, chain.from_iterable(batches), policy.model_rank)
     sampled_with = old or _rows(loss.recorded)
     shares.return_logprobs(rollouts, sampled_with)
-    counted = [own.row("generation_logprobs", number) for number in sampled_with] if shares.reports else []
+    counted = [own[number].generation_logprobs for number in sampled_with] if shares.reports else []
     mismatch = MismatchSums.of(_joined(list(sampled_with.values()) if shares.reports else []), _joined(counted))
     metrics |= {"num_tokens": float(sum(int(rollouts.lengths[part].sum()) for part in parts)), "logprob_s": logprob_s}
     if parts and kl is not None:
@@ -167,7 +168,7 @@ def _penalise_rewards(policy: Policy, rollouts: RolloutBatch, config: Config) ->
     reference = _reference_logprobs(policy, [_micro_batches(policy, own, shares.own(0), config)], config)
     found: dict[int, float] = {}
     for number, row in reference.items() if shares.reports else ():
-        logprobs, others = torch.tensor(own.row("generation_logprobs", number)), torch.tensor(row)
+        logprobs, others = torch.tensor(own[number].generation_logprobs), torch.tensor(row)
         estimates = kl_estimates(logprobs, others, config.train.kl_estimator)
         found[number] = float(estimates.double().sum())
     for sums in policy.ranks.gather(found):
@@ -262,9 +263,10 @@ def _split_by_group(rollouts: RolloutBatch, chosen: list[int], parts: int) -> li
     return [[number for group in part for number in groups[group]] for part in dealt]
 
 
-def _micro_batches(policy: Policy, own: OwnRollouts, numbers: list[int], config: Config) -> list[MicroBatch]:
-    sequences = [own.sequence(number) for number in numbers]
-    return pack(sequences, config.policy.tokens_per_micro_batch, policy.pad_multiple)
+def _micro_batches(
+    policy: Policy, own: Mapping[int, TokenSequence], numbers: list[int], config: Config
+) -> list[MicroBatch]:
+    return pack([own[number] for number in numbers], config.policy.tokens_per_micro_batch, policy.pad_multiple)
 
 
 def _run_updates(

@@ -18,7 +18,7 @@ from specrl.config import PolicyConfig
 from specrl.distributed import Ranks, join, leave
 from specrl.precision.kv_scales import KvObserver
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.calibration.calibration import CalibrationData, calibrate
+from specrl.training.calibration import CalibrationData, calibrate
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 from tests.forks import fork, wait

@@ -85,8 +85,8 @@ def check_rollouts(ranks: Ranks) -> None:
     assert [len(trained[rank]) for rank in range(3)] == [2, 1, 1]
     for number in trained[ranks.rank]:
         prompt, sample = int(batch.prompt_ids[number]), int(batch.samples[number])
-        assert own.sequence(number).tokens.tolist() == [prompt, prompt, sample, prompt, sample]
-        assert own.row("generation_logprobs", number).tolist() == [-0.5] * 4
+        assert np.asarray(own[number].tokens).tolist() == [prompt, prompt, sample, prompt, sample]
+        assert own[number].generation_logprobs.tolist() == [-0.5] * 4
     found = {number: np.full(4, -number, np.float32) for number in trained[ranks.rank]}
     shares.return_logprobs(batch, found)
     assert all(list(rollout.policy_logprobs or ()) == [-number] * 4 for number, rollout in batch.held.items())

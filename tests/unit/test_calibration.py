@@ -24,8 +24,9 @@ from specrl.distributed import Ranks, join, leave
 from specrl.models.families import LLAMA
 from specrl.precision.recipe import edge_layers, layer_names, load_recipe, write_recipe
 from specrl.schemas import Rollout
-from specrl.training.calibration.calibration import (
+from specrl.training.calibration import (
     Calibration,
+    KlDivergence,
     calibrate,
     calibration_data,
     grown_prefix,
@@ -33,7 +34,6 @@ from specrl.training.calibration.calibration import (
     smallest_prefix,
     write_layers,
 )
-from specrl.training.calibration.measures import KlDivergence
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 

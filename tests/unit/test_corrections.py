@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specrl.config.algorithms import CORRECTIONS
-from specrl.training.calibration.calibration import LayerRow, write_layers
+from specrl.training.calibration import LayerRow, write_layers
 from specrl.validation.precision import EngineMismatchError, check_agreement
 
 RATIOS = torch.tensor([[1.0, 3.0, 0.2, 9.0], [1.1, 0.9, 1.0, 0.1], [1.5, 1.5, 8.0, 1.0]])

@@ -28,7 +28,7 @@ from specrl.precision.recipe import (
     write_recipe,
 )
 from specrl.training.batches import TokenSequence, pack
-from specrl.training.calibration.calibration import calibrate, calibration_data, recipe_from
+from specrl.training.calibration import calibrate, calibration_data, recipe_from
 from specrl.training.megatron.fp8 import LinearPrecision, layer_of
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.policy import Policy

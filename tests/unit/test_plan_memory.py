@@ -25,7 +25,7 @@ from specrl.models.tiny import write_tiny_model
 from specrl.projection import memory
 from specrl.projection.memory import GIB, Rank, activations
 from specrl.training.batches import MicroBatch, TokenSequence, pack
-from specrl.training.calibration.calibration import KL_POSITIONS
+from specrl.training.calibration import KL_POSITIONS
 from specrl.training.drafter import attention, chains
 from specrl.training.drafter.kinds.mtp import Mtp, mtp_shape
 from specrl.training.drafter.trainer import Drafter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from specrl.training.drafter import chains
 from specrl.training.features import FeatureSpec, Window
 from specrl.training.megatron import policy as policies
 from specrl.training.megatron.policy import Policy
-from specrl.training.shares import OwnRollouts
 from specrl.training.update import StepLoss
 from tests.unit.test_drafter import DEEP, make_drafter, make_features, write_policy
 from tests.waits import counting
@@ -86,7 +86,7 @@ def test_a_micro_batch_of_the_policy_waits_for_nothing(
     config = parse_config({"name": "waits", "train": {"loss": "gspo", "correction": "seq-mask", "kl_coef": 0.1}})
     policy = Policy(tmp_path, PolicyConfig(), dtype="float32", ranks=ranks, seed=0)
     rows = {item.index: np.full(item.response_length, -4.0, np.float32) for item in sequences()}
-    own = OwnRollouts({number: number for number in rows}, {"generation_logprobs": rows})  # type: ignore[dict-item]
+    own = {item.index: replace(item, generation_logprobs=rows[item.index]) for item in sequences()}
     loss = StepLoss(config.train, own, np.ones(6), 100.0, old=rows, reference=rows)
     spec = FeatureSpec((1, 2, 4), torch.arange(16))
     kept = {index: Window(3, 12) for index in (0, 3, 4)} if windows else None
