@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, PRESETS, Algorithm, Registry
-from specrl.config.base import STAGES, ConfigError, PositiveInt, Section, StageName
+from specrl.config.base import STAGES, ConfigError, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
@@ -40,7 +40,6 @@ from specrl.metrics import OF_PARTS
 
 __all__ = [
     "STAGES",
-    "BubblesConfig",
     "ClusterConfig",
     "Config",
     "ConfigError",
@@ -51,23 +50,18 @@ __all__ = [
     "GeneratorConfig",
     "ModelConfig",
     "PolicyConfig",
-    "PositiveInt",
     "PrecisionConfig",
-    "RefitConfig",
     "Resources",
     "RewardPart",
     "SamplingConfig",
     "Section",
     "SpeculationConfig",
     "StageName",
-    "StageResources",
     "StopConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",
-    "ValidateConfig",
     "ValidationSetConfig",
-    "WarmStartConfig",
     "change_config",
     "dump_config",
     "load_config",

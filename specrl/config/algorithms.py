@@ -51,8 +51,6 @@ class Algorithm(BaseModel):
 
 @dataclass(frozen=True)
 class Registered:
-    """A function and the model of its options."""
-
     function: Callable[..., Any]
     options: type[Options]
     metrics: tuple[str, ...] | None
@@ -99,7 +97,6 @@ class Registry:
         return decorate
 
     def default(self) -> Algorithm:
-        """The default function with the default options."""
         return self.choose(self._default)
 
     def choose(self, value: Any, *, import_own: bool = False) -> Algorithm:

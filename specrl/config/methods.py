@@ -77,7 +77,6 @@ METHODS: dict[str, DraftMethod] = {
 
 
 def check_method(name: str) -> str:
-    """Check that `name` is a method, and return it."""
     if name not in METHODS:
         raise ValueError(f'speculation.method = "{name}": allowed: {", ".join(METHODS)}')
     return name

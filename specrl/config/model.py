@@ -102,7 +102,6 @@ class RewardPart(Section):
 
     @property
     def shown_name(self) -> str:
-        """The label, given or not."""
         return self.label or self.name.rpartition(":")[2]
 
     def __str__(self) -> str:
@@ -214,7 +213,6 @@ class DataConfig(Section):
 
     @property
     def part_weights(self) -> tuple[float, ...]:
-        """The weights of the reward, or of its parts."""
         return tuple(part.weight for part in self.reward)
 
     @property

@@ -82,7 +82,6 @@ class SpeculationConfig(Section):
 
     @property
     def draft_method(self) -> DraftMethod:
-        """The method's row in the table of draft methods."""
         return METHODS[self.method]
 
     @property

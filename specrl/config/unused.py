@@ -55,7 +55,6 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
 
 
 def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
-    """Yield the settings of held-out problems that are held out in another way."""
     if data.num_problems is not None and data.source == "file":
         yield Unused(
             ("data.num_problems",),

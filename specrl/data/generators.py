@@ -77,7 +77,6 @@ class ReasoningGym:
 
 
 def make_generator(config: GeneratorConfig) -> ReasoningGym | WorkedSums:
-    """The generator of one entry of `data.generators`."""
     if config.name != "worked_sums":
         return _reasoning_gym(config)
     try:

@@ -121,7 +121,6 @@ class PromptSource:
         return self._prompts("held-out", self._problems.held_out(count))
 
     def validation(self, name: str) -> list[Prompt]:
-        """The prompts of a held-out set."""
         chosen = self._config.validate_.held_out_sets[name]
         count = chosen.num_prompts or self._config.validate_.num_prompts
         if not chosen.has_problems:

@@ -94,11 +94,9 @@ class GeneratorMixture:
         return range(first // size, -(-(first + count) // size) if count else first // size)
 
     def has(self, stream: str, number: int) -> bool:
-        """Whether a shard is in the folder."""
         return self._path(stream, number).exists()
 
     def keep(self, stream: str, number: int) -> None:
-        """Draw a shard unless it is in the folder."""
         if not self.has(stream, number):
             self._shard(stream, number)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from specrl.config import PositiveInt, Section
+from specrl.config.base import PositiveInt, Section
 from specrl.data.problems import Problem
 
 ANSWER = re.compile(r"Answer: (-?\d+)")  # how a response states its sum

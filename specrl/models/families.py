@@ -158,7 +158,6 @@ FAMILIES: dict[str, Family] = {}  # all rows by name
 
 
 def register_family(family: Family) -> Family:
-    """Add a row to `FAMILIES` and return it."""
     FAMILIES[family.name] = family
     return family
 

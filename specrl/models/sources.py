@@ -107,7 +107,6 @@ def _check_layers(config: Config, family: Family, layers: int) -> None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a Hugging Face directory."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # which would ask

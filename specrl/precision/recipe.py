@@ -90,7 +90,6 @@ def policy_digest(policy_dir: Path, ranks: Ranks | None = None) -> str:
 
 
 def write_recipe(path: Path, recipe: Recipe, policy_dir: Path) -> None:
-    """Write a recipe for the policy in `policy_dir` as JSON."""
     value = {
         "format": "e4m3",
         "policy_digest": policy_digest(policy_dir),

@@ -125,7 +125,6 @@ def collect(
 
 
 def make_request(prompt: Prompt, sample: int, config: Config, origin: Origin) -> Request:
-    """Make the request of one response, with its own seed."""
     sampling = config.sampling
     return Request(
         prompt_tokens=prompt.tokens,

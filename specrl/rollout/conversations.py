@@ -42,7 +42,6 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens after the prompt."""
         written = [tokens for _, tokens in self.between] + [[]]
         return [token for turn, more in zip(self.turns, written, strict=False) for token in (*turn.tokens, *more)]
 
@@ -54,7 +53,6 @@ class Conversation:
         return RewardFailure(shortened(self.prompt.text), shortened(self.texts[-1]), self.prompt.unopened)
 
     def request(self, seed: int) -> Request:
-        """The request of the next turn."""
         if not self.turns:
             return self.first
         tokens = self.tokens

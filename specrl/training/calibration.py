@@ -46,8 +46,6 @@ PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row of the layer table."""
-
     name: str
     flops_per_token: int
     kl_alone: float

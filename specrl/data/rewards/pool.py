@@ -68,8 +68,6 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class FailureTally:
-    """The failures of a reward, summed up."""
-
     count: int = 0
     reasons: tuple[tuple[str, int], ...] = ()  # (reason, failures), the most frequent first
     first: RewardFailure | None = None
@@ -121,7 +119,6 @@ class Scores:
 
     @property
     def rewards(self) -> list[float]:
-        """The weighted sum of each response's parts."""
         return [weighted(self.weights, parts) for parts in self.parts]
 
     def log(self, what: str, on_failure: float) -> Scores:

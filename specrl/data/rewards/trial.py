@@ -22,8 +22,6 @@ SHOWN = 400  # characters of a problem
 
 @dataclass(frozen=True)
 class Trial:
-    """What a reward made of a response."""
-
     problem: int
     question: str
     answer: str

@@ -62,12 +62,10 @@ class BubbleCoordinator:
         self._all_done, self._asked_at = False, 0.0
 
     def arrive(self) -> None:
-        """Say that this engine's own share is done."""
         if self._place.is_first:
             self._all_done = self._store.add(f"done/{self._round}", 1) == self._place.num_engines
 
     def all_done(self) -> bool:
-        """Whether every engine's share is done."""
         now = time.monotonic()
         if self._place.is_first and not self._all_done and now - self._asked_at >= self._poll_seconds:
             self._asked_at = now

@@ -33,7 +33,6 @@ class EarlierResponses:
             self._put([PregeneratedText(prompt_id, rollout.seed, rollout.response_tokens) for rollout in kept])
 
     def to(self, prompt_ids: Iterable[int]) -> list[PregeneratedText]:
-        """List the responses to these prompts."""
         return [text for prompt_id in prompt_ids for text in self._groups.get(prompt_id, ())]
 
     def restore(self, rollouts_dir: Path, first_step: int, engine: int, num_engines: int) -> None:

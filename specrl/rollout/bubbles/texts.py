@@ -60,10 +60,8 @@ def deliver_texts(
 
 
 def write_texts(path: Path, texts: Sequence[PregeneratedText]) -> None:
-    """Write texts as an Arrow file with a row for each."""
     write_table(path, pa.Table.from_pylist([text._asdict() for text in texts], schema=SCHEMA))
 
 
 def read_texts(path: Path) -> list[PregeneratedText]:
-    """Read the texts of a file that `write_texts` wrote."""
     return [PregeneratedText(**row) for row in read_table(path).to_pylist()]

@@ -82,7 +82,6 @@ class StoredPolicy:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference policy is stored too."""
         (name, piece), *_ = next(iter(self._held.values()))
         return stored_name(REFERENCE, piece) in set(self.file(name).keys())
 
