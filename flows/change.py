@@ -90,8 +90,8 @@ def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: b
         raise ConfigError(f"--set: name and runs_dir of run {run_dir.name} cannot change; move its folder instead")
     changes = config_changes(old, new)
     keys = {change.key for change in changes}
-    if lines := [setting.line for setting in new.unused if not keys.isdisjoint(setting.keys)]:
-        raise ConfigError("\n".join(lines))  # what the run has had before has no effect either, and hinders nothing
+    if lines := new.unused_after(keys):
+        raise ConfigError("\n".join(lines))
     check(new)
     files = named_files(new)
     changes += [change for change in file_changes(record.files, files, new) if change.key not in keys]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -34,7 +36,7 @@ from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, Samp
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
 from specrl.config.text import NAME, PlainPath, check_text, redacted
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
-from specrl.config.unused import Unused, unused_data, unused_drafting, unused_reward, unused_training
+from specrl.config.unused import unused_data, unused_drafting, unused_reward, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
 from specrl.metrics import OF_PARTS
 
@@ -80,6 +82,8 @@ def _unreserved(name: str) -> str:
     return name
 
 
+MAY_LEAVE_OTHERS = ("speculation.method", "data.source")
+"""The settings of a run that may change although others then have no effect."""
 RUNS_DIR = "SPECRL_RUNS_DIR"
 """The variable that names the folder of the runs, where neither configuration nor command does."""
 
@@ -148,14 +152,19 @@ class Config(Section):
         return self.drafter.source is not None and self.speculation.draft_method.model == "drafter"
 
     @property
-    def unused(self) -> list[Unused]:
-        """The settings that have no effect beside the others; `load_config` refuses them."""
+    def unused(self) -> list[str]:
+        """A line for each setting that has no effect beside the others; `load_config` refuses them."""
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
             *unused_reward(self.data, self.validate_, self.environment),
             *unused_training(self.train),
         ]
+
+    def unused_after(self, changed: Collection[str]) -> list[str]:
+        """Those lines that a change of these settings has brought about: what a run has had before hinders nothing."""
+        keys = "|".join(re.escape(key.removesuffix(".name")) for key in changed if key not in MAY_LEAVE_OTHERS)
+        return [line for line in self.unused if keys and re.search(rf"\b({keys})\b", line)]
 
     def resources_of(self, stage: StageName) -> Resources:
         """`[resources]` with the stage's own overrides applied."""
@@ -367,7 +376,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         _apply_override(data, override)
     config = parse_config(data, import_own=True)
     if config.unused:
-        raise ConfigError("\n".join(setting.line for setting in config.unused))
+        raise ConfigError("\n".join(config.unused))
     return config
 
 

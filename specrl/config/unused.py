@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from specrl.config.algorithms import LOSSES, PRESETS
@@ -22,15 +21,7 @@ from specrl.config.validation import ValidateConfig, suggest_metric
 from specrl.metrics import METRICS, POLICY, find_metric
 
 
-@dataclass(frozen=True)
-class Unused:
-    """A setting that has no effect."""
-
-    keys: tuple[str, ...]  # the keys of which a change brings this about
-    line: str  # what is wrong, in one line with the key, its value and what is allowed
-
-
-def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> Iterator[Unused]:
+def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> Iterator[str]:
     """Yield the settings of drafts that `speculation.method` does not make.
 
     The drafter's sizes and its training are left alone: a file that has them is also run with other methods, as a
@@ -38,76 +29,68 @@ def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> I
     """
     method, chosen = speculation.draft_method, f'with speculation.method = "{speculation.method}"'
     if method.drafts and method.vllm is None and _is_given(speculation, "k"):
-        yield Unused(
-            ("speculation.k",),
+        yield (
             f"speculation.k = {speculation.k} {chosen}: it drafts from text alone, up to speculation.replay_k tokens; "
-            f"leave k at {_default(speculation, 'k')}",
+            f"leave k at {_default(speculation, 'k')}"
         )
     rows = METHODS.values()
     drafters = [row.name for row in rows if row.model == "drafter"], [row.name for row in rows if row.has_weights]
     for name, allowed in (("source", drafters[0]), ("data", drafters[1])):
         if not method.has_weights and _is_given(drafter, name):
-            yield Unused(
-                (f"drafter.{name}",),
+            yield (
                 f"drafter.{name} = {_words(getattr(drafter, name))} {chosen}: no drafter is trained; leave it out, or "
-                f"set the method to one of {', '.join(allowed)}",
+                f"set the method to one of {', '.join(allowed)}"
             )
 
 
-def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[Unused]:
+def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[str]:
     if data.num_problems is not None and data.source == "file":
-        yield Unused(
-            ("data.num_problems",),
+        yield (
             f'data.num_problems = {data.num_problems} with data.source = "file": a file has its own number; leave it '
-            "out",
+            "out"
         )
     path = f"data.validation_path = {_words(data.validation_path)}"
     if data.validation_path is not None and data.source != "file":
-        yield Unused(
-            ("data.validation_path",),
+        yield (
             f'{path} with data.source = "{data.source}": problems of generators are held out by '
             'data.validation_fraction; the path is allowed with data.source = "file" alone (or as that of a set in '
-            "validate.sets)",
+            "validate.sets)"
         )
     elif (
         data.validation_path is not None
         and _is_given(data, "validation_fraction")
         and not any(chosen.generators for chosen in validate.sets.values())  # what these hold out goes by the fraction
     ):
-        yield Unused(
-            ("data.validation_fraction",),
+        yield (
             f"data.validation_fraction = {data.validation_fraction:g} beside {path}: that file alone is held out; "
-            "leave one of the two out",
+            "leave one of the two out"
         )
 
 
-def unused_reward(data: DataConfig, validate: ValidateConfig, environment: EnvironmentConfig) -> Iterator[Unused]:
+def unused_reward(data: DataConfig, validate: ValidateConfig, environment: EnvironmentConfig) -> Iterator[str]:
     """Yield the rewards that an environment takes the place of, and the turns where there is no environment."""
     if environment.name is None and _is_given(environment, "max_turns"):
-        yield Unused(
-            ("environment.max_turns", "environment.name"),
+        yield (
             f"environment.max_turns = {environment.max_turns} without environment.name: a response is one turn; leave "
-            "it out, or name an environment",
+            "it out, or name an environment"
         )
     given = {f"validate.sets.{name}.reward": chosen.reward for name, chosen in validate.sets.items()}
     given["data.reward"] = data.reward if _is_given(data, "reward") else None
     for key, reward in given.items() if environment.name is not None else ():
         if reward is not None:
-            yield Unused(
-                (key, "environment.name"),
+            yield (
                 f'{key} = {_words(reward)} with environment.name = "{environment.name}": the environment rewards each '
-                "turn; leave one of the two out",
+                "turn; leave one of the two out"
             )
 
 
-def unused_training(train: TrainConfig) -> Iterator[Unused]:
+def unused_training(train: TrainConfig) -> Iterator[str]:
     """Yield the settings of the RL steps that would never come to anything."""
     every, step = train.keep_every, train.checkpoint_every
     if every is not None and every % step and step % every:
-        yield Unused(
-            ("train.keep_every", "train.checkpoint_every"),
+        yield (
             f"train.keep_every = {every} with train.checkpoint_every = {step}: step {every} writes no checkpoint that "
-            f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all",
+            f"could be kept; keep_every must be a multiple of {step}, or 1 to keep all"
         )
     yield from _clips_nothing(train)
     yield from _penalises_nothing(train)
@@ -116,70 +99,64 @@ def unused_training(train: TrainConfig) -> Iterator[Unused]:
         yield from _is_never_measured(train, train.stop_when.metric)
 
 
-def _clips_nothing(train: TrainConfig) -> Iterator[Unused]:
+def _clips_nothing(train: TrainConfig) -> Iterator[str]:
     """Yield the settings of ratios that are 1, because a step's only update trains the policy that sampled."""
     loss, defaults = train.loss, LOSSES.default().options
     why = "with train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
     if train.updates_per_step > 1:
         return
     if loss.name in ("gspo", "cispo"):
-        line = f'train.loss = "{loss.name}" {why}; take "grpo", or raise train.updates_per_step'
-        yield Unused(("train.loss.name", "train.updates_per_step"), line)
+        yield f'train.loss = "{loss.name}" {why}; take "grpo", or raise train.updates_per_step'
     for name, value in loss.options.items() if loss.name == "grpo" else ():
         if value != defaults[name]:
-            line = f"train.loss.{name} = {value:g} {why}; leave it at {defaults[name]:g}, or raise that"
-            yield Unused((f"train.loss.{name}", "train.updates_per_step"), line)
+            yield f"train.loss.{name} = {value:g} {why}; leave it at {defaults[name]:g}, or raise that"
 
 
-def _penalises_nothing(train: TrainConfig) -> Iterator[Unused]:
+def _penalises_nothing(train: TrainConfig) -> Iterator[str]:
     """Yield the settings of a KL penalty that is not there, or that has no effect but noise."""
     for name in ("kl_estimator", "kl_in", "reference_every") if not train.kl_coef else ():
         if _is_given(train, name):
             line = f"train.{name} = {_words(getattr(train, name))} with train.kl_coef = 0: nothing is penalised; "
-            yield Unused((f"train.{name}", "train.kl_coef"), line + "leave it out, or set kl_coef above 0")
+            yield line + "leave it out, or set kl_coef above 0"
     if train.penalises_tokens and train.kl_estimator == "k1":
         line = 'train.kl_estimator = "k1" with train.kl_in = "loss": its gradient is 0 on average, and noise is left; '
-        yield Unused(("train.kl_estimator", "train.kl_in"), line + 'take "k2" or "k3", or train.kl_in = "reward"')
+        yield line + 'take "k2" or "k3", or train.kl_in = "reward"'
 
 
-def _teaches_nothing(train: TrainConfig) -> Iterator[Unused]:
+def _teaches_nothing(train: TrainConfig) -> Iterator[str]:
     """Yield what is learned from nobody, and what acts through rewards where nothing is learned from these."""
     if train.teacher is None and _is_given(train, "teacher_coef"):
         line = f"train.teacher_coef = {train.teacher_coef:g} without train.teacher: there is no teacher; "
-        yield Unused(("train.teacher_coef", "train.teacher"), line + "leave it out, or name a teacher")
+        yield line + "leave it out, or name a teacher"
     if train.teacher is not None and train.loss.name == "gspo":
         line = 'train.loss = "gspo" with train.teacher: one ratio for a response averages what the teacher '
-        yield Unused(("train.loss.name", "train.teacher"), line + 'says of each token; take "grpo" or "cispo"')
+        yield line + 'says of each token; take "grpo" or "cispo"'
     if train.advantage.name != "none":
         return
     if train.teacher is None:
-        line = 'train.advantage = "none" without train.teacher: nothing is learned; name a teacher, or take "grpo"'
-        yield Unused(("train.advantage.name", "train.teacher"), line)
+        yield 'train.advantage = "none" without train.teacher: nothing is learned; name a teacher, or take "grpo"'
     for name in ("refill_rounds", "overlong_window"):
         if _is_given(train, name):
             line = f'train.{name} = {_words(getattr(train, name))} with train.advantage = "none": '
             line += "no reward is learned from; set 0 or leave it out, or take another advantage"
             if getattr(train, name) == PRESETS["dapo"][name]:
                 line += '; train.algorithm = "dapo" sets it: give its other settings one by one'
-            yield Unused((f"train.{name}", "train.advantage.name"), line)
+            yield line
     if train.kl_coef and train.kl_in == "reward":
-        line = 'train.kl_in = "reward" with train.advantage = "none": no reward is learned from; take "loss"'
-        yield Unused(("train.kl_in", "train.advantage.name"), line)
+        yield 'train.kl_in = "reward" with train.advantage = "none": no reward is learned from; take "loss"'
 
 
-def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[Unused]:
+def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[str]:
     """Yield why no step measures a metric; names that are made at run time may be right unless all are known."""
     if metric in METRICS and metric.endswith("_I"):
-        line = f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
-        yield Unused(("train.stop_when.metric",), line)
+        yield f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
     if metric == "policy/teacher_kl" and train.teacher is None:
-        line = f'train.stop_when.metric = "{metric}" without train.teacher: it is not measured; name a teacher'
-        yield Unused(("train.stop_when.metric", "train.teacher"), line)
+        yield f'train.stop_when.metric = "{metric}" without train.teacher: it is not measured; name a teacher'
     names = LOSSES.find(train.loss.name).metrics if find_metric(metric) is POLICY else None
     if names is not None and metric.removeprefix("policy/") not in names:
         near = suggest_metric(metric, [f"policy/{name}" for name in names])
         line = f'train.stop_when.metric = "{metric}": neither specrl/metrics.py nor train.loss = {train.loss.name} has '
-        yield Unused(("train.stop_when.metric", "train.loss.name"), f"{line}a metric of this name{near}")
+        yield f"{line}a metric of this name{near}"
 
 
 def _is_given(section: Section, name: str) -> bool:
