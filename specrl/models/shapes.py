@@ -45,10 +45,6 @@ class ModelShape:
         return self.num_heads % ranks == 0 and max(self.num_kv_heads, ranks) % min(self.num_kv_heads, ranks) == 0
 
     @property
-    def attention_parameters_per_layer(self) -> int:
-        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-
-    @property
     def expert_parameters(self) -> int:
         return 3 * self.hidden_size * self.expert_size
 
@@ -59,8 +55,9 @@ class ModelShape:
     @property
     def linear_parameters_per_layer(self) -> int:
         """The weights that FP8 applies to: those of linear layers and experts, not of a router."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         mlp = 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
-        return self.attention_parameters_per_layer + mlp + self.expert_parameters_per_layer
+        return attention + mlp + self.expert_parameters_per_layer
 
     def adapter_parameters_per_layer(self, rank: int, parts: int = 1) -> int:
         """Those of LoRA that one of so many tensor-parallel ranks holds, of a model without experts."""

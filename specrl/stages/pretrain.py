@@ -48,8 +48,10 @@ def main(context: StageContext) -> None:
         if drafter_dir is not None and start is not None and start.has_drafter:
             take_drafter(context, start, ranks, drafter_dir)
         elif drafter_dir is not None:
-            others = read_data_responses(context, ranks)
-            lessons = RolloutBatch.gather(ranks, [*own, *others]) if context.config.drafter.data else rollouts
+            lessons = rollouts
+            if context.config.drafter.data is not None:
+                path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
+                lessons = RolloutBatch.gather(ranks, [*own, *(read_rollouts(path) if path.exists() else [])])
             metrics = pretrain_drafter(context, ranks, lessons, drafter_dir, tracker, progress)
         rewards = rollouts.rewards.tolist()
         if ranks.is_first:
@@ -134,11 +136,6 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         rewards.close()
     engine.shutdown()
     return rollouts
-
-
-def read_data_responses(context: StageContext, ranks: Ranks) -> list[Rollout]:
-    path = rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank)
-    return read_rollouts(path) if context.config.drafter.data is not None and path.exists() else []
 
 
 def take_drafter(context: StageContext, start: Continuation, ranks: Ranks, drafter_dir: Path) -> None:

@@ -73,7 +73,10 @@ def main(context: StageContext) -> None:
     started = time.monotonic()
     lifetime.current().expect_steps()
     with stage_rank(context) as (ranks, tracker, progress):
-        log_start(context, tracker)
+        if context.continues is not None:
+            changes = changes_by_step(context.stage_dir)
+            words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
+            tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
         trainer = build(context, ranks, tracker)
         first_step = trainer.restore()
         policy_dir = context.input("prepare", PrepareResult).policy_dir
@@ -82,14 +85,6 @@ def main(context: StageContext) -> None:
             last = trainer.run(first_step, progress)
         finish(context, trainer, last, tracker, time.monotonic() - started)
         trainer.shutdown()
-
-
-def log_start(context: StageContext, tracker: Tracker) -> None:
-    if context.continues is None:
-        return
-    changes = changes_by_step(context.stage_dir)
-    words = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in changes.items())
-    tracker.log_tags({"specrl.continues": context.continues.words, "specrl.changes": words})
 
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
@@ -118,7 +113,9 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             recipe=recipe,
             reads_policy=False,  # the first refit brings them
         )
-    source = open_prompts(context, engine.tokenizer)
+    start = context.continues  # where steps count on from a checkpoint, the prompts go on where that stands
+    begun = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
+    source = PromptSource(config, engine.tokenizer, begun, prompts_dir=context.prompts_dir)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
     layers_path = context.input("calibrate", CalibrateResult).layers_path
     return Trainer(
@@ -144,14 +141,6 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
         lifetime=lifetime.current(),
         continues=context.continues,
     )
-
-
-def open_prompts(context: StageContext, tokenizer: Any) -> PromptSource:
-    """The source of the prompts; where steps count on from a checkpoint, it goes on where that stands."""
-    start, begun = context.continues, (0, 0)
-    if start is not None and start.counts_on:
-        begun = (start.step, start.num_prompts)
-    return PromptSource(context.config, tokenizer, begun, prompts_dir=context.prompts_dir)
 
 
 def make_refit(context: StageContext, ranks: Ranks, engine: Engine, policy: Policy, drafter: Drafter | None) -> Refit:

@@ -133,10 +133,6 @@ class RolloutBatch:
         for number, rollout in self.held.items():
             rollout.advantage = float(self.advantages[number])
 
-    def held_by(self, world_size: int) -> list[NDArray[np.int64]]:
-        by_engine = [np.flatnonzero(self.engines == engine) for engine in range(world_size // self.engine_size)]
-        return [by_engine[rank // self.engine_size] for rank in range(world_size)]
-
     def homes(self) -> NDArray[np.int64]:
         """One of the ranks that hold each rollout: the ranks of an engine take its rollouts in turn."""
         found = self.first_ranks()
@@ -152,7 +148,8 @@ class RolloutBatch:
         self, ranks: Ranks, columns: Mapping[str, Ragged], wanted: Sequence[NDArray[np.int64]]
     ) -> dict[str, Ragged]:
         """Send rows of the rollouts in `held` to the ranks that want them, by their numbers (collective)."""
-        return deliver(ranks, columns, Route(self.first_ranks(), wanted, self.held_by(ranks.world_size)))
+        held = [np.flatnonzero(self.engines == rank // self.engine_size) for rank in range(ranks.world_size)]
+        return deliver(ranks, columns, Route(self.first_ranks(), wanted, held))
 
 
 def overlong_penalties(lengths: NDArray[np.int64], longest: int, window: float) -> NDArray[np.float64]:
