@@ -18,7 +18,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EAGAIN, ENOSYS, EPERM
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -195,13 +194,8 @@ def landlock_version() -> int:
     return max(0, _call("landlock_create_ruleset", None, 0, 1))
 
 
-@cache
-def _landlock_rights(version: int) -> int:
-    return 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
-
-
 def _allow_writing(scratch: Path, version: int, network: bool) -> None:
-    rights = _landlock_rights(version)
+    rights = 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
     tcp = 0 if network else 3
     attributes = struct.pack("QQQ", rights, tcp, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     rules = _checked(_call("landlock_create_ruleset", attributes, len(attributes), 0))
@@ -236,7 +230,6 @@ def _filter_calls(held: Confinement, network: bool, processes: bool) -> int | No
     return found if processes else None
 
 
-@cache
 def _program(held: Confinement, network: bool, processes: bool) -> bytes:
     load, jump_equal, jump_at_least, jump_set, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     to_start = _NOTIFY if processes else _ERRNO | EPERM
