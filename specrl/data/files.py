@@ -38,7 +38,7 @@ def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> 
     fitted = fit([_problem(where, row, columns, others=others, compared=compared) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
-        if misfit.rule != "drop" or len(misfits) == len(found):  # the latter where all prompts are too long
+        if not misfit.dropped or len(misfits) == len(found):  # the latter where all prompts are too long
             raise ConfigError(f"{where}: {misfit.text}")
     return [one for one in fitted if isinstance(one, Problem)]
 
@@ -138,7 +138,9 @@ class FileProblems:
                 f"something else than the {len(reserved)} of them do; add rows, or hold out fewer or others"
             )
         self._sizes = [len(rows) for rows in sets]
-        self._drawn = _shares(self._sizes, config.weights)
+        whole = sum(config.weights)
+        drawn = [max(1, round(sum(self._sizes) * weight / whole)) for weight in config.weights]
+        self._drawn = drawn or self._sizes
 
     def notes(self, count: int) -> list[str]:
         """A line for each thing about the rows that a user may not expect of steps of `count` prompts."""
@@ -188,9 +190,3 @@ class FileProblems:
             first += size
         random.shuffle(order)
         return order
-
-
-def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    if not weights:
-        return list(sizes)
-    return [max(1, round(sum(sizes) * weight / sum(weights))) for weight in weights]

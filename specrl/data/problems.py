@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Misfit:
     """A problem that no prompt can be made of, or whose prompt is too long."""
 
     text: str  # what is wrong with it
-    rule: Literal["unusable", "drop", "refuse"] = "unusable"  # what `data.overlong` says, if it is too long
+    dropped: bool = False  # because it is too long and `data.overlong` says so
 
 
 @dataclass

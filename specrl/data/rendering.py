@@ -142,10 +142,10 @@ class Rendering:
         counts.overlong += 1
         text = f"its prompt has {length} tokens, and at most {self.limit} are allowed (data.max_prompt_tokens)"
         if self._rule == "drop":
-            return Misfit(text, "drop")
+            return Misfit(text, dropped=True)
         if self._rule == "error":
             text += '; data.overlong = "drop", "truncate_left" or "truncate_right" would take care of it'
-            return Misfit(text, "refuse")
+            return Misfit(text)
         return self._truncated(problem)
 
     def _truncated(self, problem: Problem) -> Problem | Misfit:

@@ -142,8 +142,6 @@ class GeneratorMixture:
         if isinstance(found, Problem):
             return found
         self._misfit = found.text
-        if found.rule == "refuse":
-            raise ConfigError(f"data.generators: {self.config.generators[candidate.generator].name}: {found.text}")
         return None
 
     def _why_so_few(self, advice: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specrl.config import Config, ConfigError
 from specrl.data.held_out import make_problems
-from specrl.data.problems import Problem, Prompt, fit_all
+from specrl.data.problems import Prompt, fit_all
 from specrl.data.rendering import CHAT, check_template
 from specrl.data.rewards.functions import of_references, shortened
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scores, describe
@@ -51,11 +51,14 @@ def try_reward(config: Config, response: str, number: int) -> Trial:
     """Score a response to the training problem with this number."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
+    question, template = problem.question, config.data.template
+    text = question if template == CHAT else template.format(prompt=question)
+    prompt = Prompt(0, text, [], problem.answer, problem.metadata)
     with closing(RewardPool(config.data, environment=config.environment.name)) as pool:
         pool.wait_until_ready()
         started = time.perf_counter()
         try:
-            scores = _scored(pool, [(_prompt(config, problem), response if pool.environment is None else (response,))])
+            scores = _scored(pool, [(prompt, response if pool.environment is None else (response,))])
         except RewardError as reason:
             raise ConfigError(str(reason)) from reason
         seconds = time.perf_counter() - started
@@ -92,9 +95,3 @@ def _scored(pool: RewardPool, asked: Sequence[tuple[Prompt, str | tuple[str, ...
     for number, (prompt, response) in enumerate(asked):
         scoring.submit(number, prompt, response)
     return scoring.wait(logs=False)
-
-
-def _prompt(config: Config, problem: Problem) -> Prompt:
-    question, template = problem.question, config.data.template
-    text = question if template == CHAT else template.format(prompt=question)
-    return Prompt(0, text, [], problem.answer, problem.metadata)
