@@ -81,6 +81,8 @@ class DraftModule(nn.Module, ABC):
 
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
     """The policy's tensors that drafting reads: the name on disk to the attribute here."""
+    policy_head: Callable[[Tensor], Tensor] | None = None
+    """The function from features to the policy's logits; None for a drafter with a head of its own."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -103,11 +105,6 @@ class DraftModule(nn.Module, ABC):
 
     def name_on_disk(self, name: str) -> str:
         return name
-
-    @property
-    def policy_head(self) -> Callable[[Tensor], Tensor] | None:
-        """The function from features to the policy's logits; None for a drafter with a head of its own."""
-        return None
 
     @property
     @abstractmethod

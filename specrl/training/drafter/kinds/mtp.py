@@ -8,7 +8,7 @@ e is zero in slot 0. Embeddings and head are the policy's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -62,10 +62,6 @@ class Mtp(DraftModule):
         return self.layout.name_on_disk(name)
 
     @property
-    def policy_head(self) -> Callable[[Tensor], Tensor]:
-        return self._policy_logits
-
-    @property
     def attentions(self) -> tuple[Attention]:
         return (self.self_attn,)
 
@@ -93,7 +89,7 @@ class Mtp(DraftModule):
         return F.linear(hidden, self.head)
 
     @torch.no_grad()
-    def _policy_logits(self, hidden: Tensor) -> Tensor:
+    def policy_head(self, hidden: Tensor) -> Tensor:
         return F.linear(self._policy_norm(hidden), self.head)
 
     @torch.no_grad()
