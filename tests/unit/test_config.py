@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specrl.config import STAGES, ConfigError, change_config, dump_config, load_config, parse_config
 from specrl.config.algorithms import LOSSES
+from specrl.lineage.revision import config_changes
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -187,6 +189,24 @@ def test_a_setting_without_an_effect_is_one_line_but_loads_where_it_is_stored(
 )
 def test_a_setting_with_an_effect_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
     assert load_config(write(tmp_path), overrides).unused == []
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "refused"),
+    [
+        ({"drafter": {"source": "a/b"}}, ["speculation.method=ngram"], 0),
+        ({"speculation": {"method": "ngram"}}, ["drafter.source=a/b"], 1),
+        ({"train": {"loss": "gspo", "updates_per_step": 2}}, ["train.updates_per_step=1"], 1),
+        ({"train": {"loss": "gspo"}}, ["policy.lr=1e-6"], 0),
+        ({}, ["train.loss=gspo"], 1),
+    ],
+)
+def test_a_change_of_a_run_is_refused_for_what_it_leaves_without_an_effect_unless_another_method_does(
+    before: dict[str, Any], overrides: list[str], refused: int
+) -> None:
+    old = parse_config({"name": "run", **before})
+    new = change_config(old, overrides)
+    assert len(new.unused_after([change.key for change in config_changes(old, new)])) == refused
 
 
 def test_a_metric_that_only_the_run_can_name_may_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
