@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specrl.distributed import sum_arrays
 from specrl.timeline import SPOT_TRAINING
@@ -68,9 +67,7 @@ class SpotTraining:
         seconds = time.perf_counter() - started
         area = len(rows) * max(row.tokens.shape[1] for row in rows)
         self._area = max(1, int(area * min(2.0, MICRO_STEP_SECONDS / seconds)))
-        self._loss += loss
-        self._sums += sums
-        self._norm += norm
+        self._measured += [loss, norm, *sums.flatten().tolist()]
         self.micro_steps += 1
         return True
 
@@ -82,16 +79,14 @@ class SpotTraining:
         if not total:
             return {}
         drafter.average(counts[ranks.rank] / total)
-        measured = sum_arrays(ranks, np.array([self._loss, self._norm, *self._sums.flatten().tolist()]))
-        loss, norm = measured[:2].tolist()
-        sums = torch.from_numpy(measured[2:]).view_as(self._sums)
+        loss, norm, *sums = sum_arrays(ranks, self._measured).tolist()
         self._reset()
-        return {"loss": loss / total, "grad_norm": norm / total, **metrics_from_sums(sums)}
+        metrics = metrics_from_sums(torch.tensor(sums, dtype=torch.float64).view(-1, 3))
+        return {"loss": loss / total, "grad_norm": norm / total, **metrics}
 
     def _reset(self) -> None:
         self.micro_steps = 0
-        self._loss, self._norm = 0.0, 0.0
-        self._sums: Tensor = torch.zeros(self._drafter.config.ttt_steps + 1, 3, dtype=torch.float64)
+        self._measured = np.zeros(2 + 3 * (self._drafter.config.ttt_steps + 1))  # loss, norm, and `Tally.sums`
 
     def _micro_batches(self) -> list[list[Features]]:
         """The kept features as micro-batches of similar length, in random order.
