@@ -183,7 +183,7 @@ def step_metrics(
         "reward/std": pstdev(rewards),
         **{f"{OF_PARTS}{name}": fmean(column.tolist()) for name, column in rollouts.reward_parts.items()},
         "reward/zero_std_fraction": zero_signal_fraction(rewards, groups),
-        **generated.metrics(),
+        **generated.metrics,
         "rollout/response_length_mean": fmean(lengths),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_fraction": fmean(rollouts.truncated.tolist()),

@@ -36,14 +36,9 @@ class StepRollouts:
     bubbles: list[Bubble]
     """In rank order."""
     failures: FailureTally
-    reward_s: float
-    """The longest time that a rank waited for rewards with nothing else to do, in seconds."""
-    shaping: dict[str, float]
-    """What dynamic sampling, the punishment of length and an environment have done, by the names in MLflow."""
-
-    def metrics(self) -> dict[str, float]:
-        """What the rewards cost, and what became of them, by the names in MLflow."""
-        return {"reward/failures": float(self.failures.count), "timing/reward_s": self.reward_s, **self.shaping}
+    metrics: dict[str, float]
+    """What the rewards cost, and what dynamic sampling, the punishment of length and an environment have made of them,
+    by the names in MLflow."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +115,16 @@ class RolloutGenerator:
             prompts += more
             rollouts, counters, failures = self._gather(prompts, own, counted)
         rollouts.assign_advantages(self._config)
-        shaping: dict[str, float] = {}
+        # The time is the longest that a rank waited for rewards with nothing else to do.
+        waited_s = max(rank.reward_s for rank in counters)
+        metrics = {"reward/failures": float(failures.count), "timing/reward_s": waited_s}
         if train.refill_rounds:
             dropped = len(prompts) - train.prompts_per_step
-            shaping |= {"rollout/refill_rounds": float(refills), "rollout/dropped_groups": float(dropped)}
+            metrics |= {"rollout/refill_rounds": float(refills), "rollout/dropped_groups": float(dropped)}
         if self._config.environment.name is not None:
-            shaping["rollout/turns_mean"] = float(rollouts.num_turns.mean())
+            metrics["rollout/turns_mean"] = float(rollouts.num_turns.mean())
         if train.overlong_window:
-            shaping["reward/overlong_penalty"] = float(rollouts.penalties(self._config).mean())
+            metrics["reward/overlong_penalty"] = float(rollouts.penalties(self._config).mean())
         if self._earlier is not None:
             self._earlier.add([prompt.id for prompt in prompts], own)
         self._exchange(texts, step + 1)
@@ -136,8 +133,7 @@ class RolloutGenerator:
             over_engines([rank.stats for rank in counters[:: self._config.engine.tensor_parallel]]),
             [rank.bubble for rank in counters],
             failures,
-            max(rank.reward_s for rank in counters),
-            shaping,
+            metrics,
         )
 
     def _gather(
