@@ -177,7 +177,7 @@ class PromptSource:
                 if count := sum(prompt.metadata["question"] in self._problems.questions for prompt in prompts):
                     lines.append(f"validate.sets.{name}: {count} of its {len(prompts)} problems are trained on too")
         if counts.overlong:
-            done = "dropped" if data.overlong == "drop" else "truncated"
+            done = "truncated" if data.overlong.startswith("truncate") else "dropped"
             lines.append(
                 f"{counts.overlong} of the {counts.seen} prompts looked at have more than {self._rendering.limit} "
                 f"tokens (data.max_prompt_tokens) and were {done} (data.overlong); the longest has {counts.longest}"
