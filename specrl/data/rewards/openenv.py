@@ -44,14 +44,14 @@ class OpenEnv:
             self._session = connect(self.url, proxy=None, max_size=None)
             found = self._ask("reset", self.parameters(problem))
             if found.get("code") != FULL:
-                return self.messages(_data(found))
+                return self.messages(found.get("observation") or {})
             self._session.close()
             time.sleep(RETRY_SECONDS)
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
         """Take an action; a missing reward is 0. RuntimeError if the server reports an error."""
         found = self._ask("step", self.action(text))
-        return self.messages(_data(found)), float(found.get("reward") or 0.0), bool(found.get("done"))
+        return self.messages(found.get("observation") or {}), float(found.get("reward") or 0.0), bool(found.get("done"))
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         with suppress(ConnectionClosed):  # a server that is full says so at once, and hangs up
@@ -61,8 +61,3 @@ class OpenEnv:
         if answer["type"] == "error" and found.get("code") != FULL:
             raise RuntimeError(f"{self.url}: {found.get('message')} ({found.get('code')})")
         return found
-
-
-def _data(found: dict[str, Any]) -> dict[str, Any]:
-    observation: dict[str, Any] = found.get("observation") or {}
-    return observation

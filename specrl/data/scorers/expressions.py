@@ -167,7 +167,8 @@ def bounded_latex(text: str) -> str:
     plain = re.sub(r"\\(?:left|right|,|;|!|:| )|\$", "", text).replace("**", "^")
     plain = re.sub(r"\s*([\^!(){}\[\]])\s*", r"\1", plain)
     powers = [int(digits) for digits in re.findall(r"\^[({+\[-]*(\d+)", plain)]
-    if any(power > 10_000 for power in powers) or _towers(plain):
+    towers = re.findall(r"[\d.]+(?:[)}\]]*\^[({\[+-]*[\d.]+[)}\]]*)+", plain)
+    if any(power > 10_000 for power in powers) or any(map(_is_tall, towers)):
         raise NotAnAnswerError("a power of the answer is too large to be computed")
     factorials = [int(digits) for digits in re.findall(r"(\d+)[)}\]]*!", plain)]
     of_a_power = r"!\W*!|[(\[{][^()\[\]{}]*[!^][^()\[\]{}]*[)\]}]!|\^\{?\d+\}?[)}\]]!"
@@ -178,16 +179,11 @@ def bounded_latex(text: str) -> str:
     return text
 
 
-def _towers(plain: str) -> bool:
-    towers = re.findall(r"[\d.]+(?:[)}\]]*\^[({\[+-]*[\d.]+[)}\]]*)+", plain)
-    return any(_tower_size(tower) > LARGEST_EXPONENT * 100 for tower in towers)
-
-
-def _tower_size(tower: str) -> float:
+def _is_tall(tower: str) -> bool:
     numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", tower)]
     size = 1.0
     for number in reversed(numbers[1:]):
         if size * math.log2(number + 2) > 64:
-            return math.inf
+            return True
         size = max((number + 1) ** size, 1.0) if number else 1.0
-    return size * math.log2(numbers[0] + 2) if numbers else 0.0
+    return bool(numbers) and size * math.log2(numbers[0] + 2) > LARGEST_EXPONENT * 100
