@@ -62,7 +62,7 @@ POINTERS |= dict.fromkeys(["starts", "limits", "counts"], "*i32")
 CONSTANTS = {"all_blocks": 256, "bits": 16, "all_columns": 16, "all_stops": 8}
 
 
-OF_TEXT = dict.fromkeys(["num_sampled", "lengths", "prompt_lengths", "all_tokens", "text", "sources"], "*i32")
+OF_TEXT = dict.fromkeys(["num_sampled", "lengths", "all_tokens", "text", "sources"], "*i32")
 OF_TEXT |= {"draft_lengths": "*i32", "slots": "*i32", "expected": "*fp32", "worth_behind": "*fp32"}
 OF_TEXT |= dict.fromkeys(["stride", "num_stops", "k", "num_tokens", "num_keys", "key_steps"], "i32")
 OF_TEXT |= dict.fromkeys(["drafter_stride", "passes", "draft_length", "offers"], "i32")

@@ -139,12 +139,12 @@ def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor, index: Tex
     prompt and sequence, its limit and the tokens that it has just got."""
     device, num_slots = all_tokens.device, len(all_tokens)
     facts = torch.zeros(num_slots, FACTS, dtype=torch.int64)
-    lengths = torch.ones(2, num_slots, dtype=torch.int32)
+    lengths = torch.ones(num_slots, dtype=torch.int32)
     for slot, row, prompt, seed, prompt_length, length, limit, _ in rows:
-        facts[slot] = torch.tensor([prompt, row, limit, *index.spans.get((prompt, seed), (0, 0))])
-        lengths[0, slot], lengths[1, slot] = prompt_length, length
+        facts[slot] = torch.tensor([prompt, row, limit, *index.spans.get((prompt, seed), (0, 0)), prompt_length])
+        lengths[slot] = length
     slots, new = (torch.tensor([row[at] for row in rows], dtype=torch.int32, device=device) for at in (0, -1))
-    known = (values.to(device) for values in (facts, *lengths))
+    known = (values.to(device) for values in (facts, lengths))
     return Requests(*known, all_tokens), Batch(slots, new)
 
 

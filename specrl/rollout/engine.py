@@ -20,6 +20,7 @@ from specrl.models.sources import load_tokenizer
 from specrl.precision.recipe import RECIPE_FILE, KvScales, Mode, Recipe, recipe_of
 from specrl.rollout.drafting import Drafting
 from specrl.rollout.drafts.acceptance import SpeculationStats
+from specrl.rollout.own_text import read_ahead
 from specrl.rollout.requests import Generation, Request, Response, response_seed
 from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm.engine.arguments import (
@@ -161,15 +162,8 @@ class Engine(VllmEngine):
         started = time.perf_counter()
         responses: dict[int, Response] = {}
         with self._generation(requests, recall=recall, learn=learn) as running:
-            params = [generation_params(request, self.max_length, self.stop_tokens) for request in requests]
-            stops = {asked.stop: StopStrings(self.tokenizer, asked.stop) for asked in requests if asked.stop}
-            for index, (asked, parameters) in enumerate(zip(requests, params, strict=True)):
-                running[self.add(asked.prompt_tokens, parameters, stops.get(asked.stop))] = index
-            decode_steps = self.decode_steps
-            while running:
-                finished = self.step()
-                if self.drafting is not None:
-                    self.drafting.follow(self.last)
+
+            def end(finished: list[RunningRequest]) -> None:
                 for request in finished:
                     index = running.pop(request)
                     responses[index] = self._response(requests[index], request, routes=routes)
@@ -177,6 +171,15 @@ class Engine(VllmEngine):
                         on_response(index, responses[index])
                 if finished and on_progress is not None:
                     on_progress(len(responses), len(requests))
+
+            decode_steps = self.decode_steps
+            running |= {request: index for index, request in enumerate(self._begin(requests))}
+            end([request for request in running if request.finish_reason is not None])
+            while running:
+                finished = self.step()
+                if self.drafting is not None:
+                    self.drafting.follow(self.last)
+                end(finished)
                 if running and stop is not None and self.agreed(stop())[0]:
                     break
             responses |= {index: self._response(requests[index], request) for request, index in running.items()}
@@ -353,6 +356,22 @@ class Engine(VllmEngine):
         for case, response in zip(cases, generation.responses, strict=True):
             crafted.check(case, response)
         crafted.check_drafts(speculates=self.speculates)
+
+    def _begin(self, requests: Sequence[Request]) -> list[RunningRequest]:
+        # Queues them, but for those that have ended with the text of their own seed.
+        prompts = [asked.prompt_tokens for asked in requests]
+        params = [generation_params(asked, self.max_length, self.stop_tokens) for asked in requests]
+        stops = {asked.stop: StopStrings(self.tokenizer, asked.stop) for asked in requests if asked.stop}
+        begun = [RunningRequest(len(asked.prompt_tokens), stops.get(asked.stop)) for asked in requests]
+        if self.replays and self.k != 0:
+            assert self.drafting is not None
+            own = [self.drafting.texts.own(asked.prompt_tokens, asked.seed) for asked in requests]
+            read_ahead(self, prompts, params, dict(enumerate(own)), begun, self.stop_tokens)
+        for prompt, request, asked in zip(prompts, begun, params, strict=True):
+            asked.max_tokens -= len(request.tokens)
+            if request.finish_reason is None:
+                self.add(prompt, asked, request)
+        return begun
 
     @contextmanager
     def _generation(

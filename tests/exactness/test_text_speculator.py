@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from specrl.config import Config
+from specrl.rollout import own_text
 from specrl.rollout.drafts.device_drafts import Counts
 from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
@@ -24,6 +25,14 @@ from tests.text_drafting import Ask, Compared, follow
 from tests.waits import counting
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def only_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text is read ahead of decoding, so that all of it is drafted."""
+    monkeypatch.setattr(own_text, "SHORTEST", 1000)
+
+
 REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
 K = 5
 WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2, 2.2)

@@ -25,9 +25,9 @@ def output(logprobs: list[float], prompt: list[float] | None = None) -> SimpleNa
 
 
 def test_the_token_whose_logits_are_not_finite_is_named_behind_accepted_drafts_and_in_a_scored_prompt() -> None:
-    request = RunningRequest("a", prompt_length=5)
+    request = RunningRequest(5, name="a")
     request.take(output([-0.5, -0.25]))
     with pytest.raises(NonFiniteLogitsError, match="logits for token 9 of request a"):
         request.take(output([-0.5, -1.0, float("nan")]))
     with pytest.raises(NonFiniteLogitsError, match="logits for token 2 of request b"):
-        RunningRequest("b", prompt_length=4).take(output([], [-1.0, float("nan"), -2.0]))
+        RunningRequest(4, name="b").take(output([], [-1.0, float("nan"), -2.0]))

@@ -248,9 +248,9 @@ def test_neither_choice_nor_count_waits_for_the_device() -> None:
     without_values(mode, drafts)
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
-        lengths = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
+        lengths = torch.zeros(4, dtype=torch.int32)
         facts = torch.zeros(4, FACTS, dtype=torch.int64)
-        requests = Requests(facts, *lengths, torch.zeros(4, 80, dtype=torch.int32))
+        requests = Requests(facts, lengths, torch.zeros(4, 80, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafts.observe(requests, batch)
         found = drafts.choose(requests, batch, torch.zeros(2, 3, dtype=torch.int64), K)

@@ -107,9 +107,9 @@ def test_an_iteration_takes_two_launches_and_no_wait(monkeypatch: pytest.MonkeyP
     without_values(mode, drafts)
     without_values(mode, drafts.index)
     with mode, Waits() as waits:
-        lengths = (torch.zeros(SLOTS, dtype=torch.int32) for _ in range(2))
+        lengths = torch.zeros(SLOTS, dtype=torch.int32)
         facts = torch.zeros(SLOTS, FACTS, dtype=torch.int64)
-        requests = Requests(facts, *lengths, torch.zeros(SLOTS, LONGEST_SEQUENCE, dtype=torch.int32))
+        requests = Requests(facts, lengths, torch.zeros(SLOTS, LONGEST_SEQUENCE, dtype=torch.int32))
         batch = Batch(*(torch.zeros(2, dtype=torch.int32) for _ in Batch._fields))
         drafter = torch.zeros(2, 3, dtype=torch.int64)
         waits.calls.clear()

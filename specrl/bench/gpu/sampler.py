@@ -122,12 +122,13 @@ def _drafting(of: type[DeviceDrafts], rows: int, length: int, vocab_size: int, d
     owners = [(ANY_PROMPT if row % 3 == 2 else row, None if row % 3 else row) for row in range(rows)]
     index = TextIndex([Text(text, *owner) for text, owner in zip(texts, owners, strict=True)], device)
     spans = [index.spans.get((row, row), (0, 0)) for row in range(rows)]
-    facts = torch.tensor([(row, row + 1, PROMPT_TOKENS + length, *span) for row, span in enumerate(spans)])
+    facts = torch.tensor(
+        [(row, row + 1, PROMPT_TOKENS + length, *span, PROMPT_TOKENS) for row, span in enumerate(spans)]
+    )
     tokens = torch.from_numpy(np.pad(texts, ((0, 0), (PROMPT_TOKENS, 0)))).to(device)
-    prompts = torch.full((rows,), PROMPT_TOKENS, dtype=torch.int32, device=device)
+    lengths = torch.full((rows,), PROMPT_TOKENS + length // 2, dtype=torch.int32, device=device)
     *iterations, last = [
-        Requests(facts.to(device), prompts, prompts + length // 2 + NEW * iteration, tokens)
-        for iteration in range(ITERATIONS + 1)
+        Requests(facts.to(device), lengths + NEW * iteration, tokens) for iteration in range(ITERATIONS + 1)
     ]
     slots = torch.from_numpy(random.permutation(rows)).int().to(device)
     batch, drafted = Batch(slots, torch.full_like(slots, NEW)), torch.from_numpy(drafter).to(device)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 DRAFTER, REPLAY, RECENT, CONTINUED_DRAFT = "drafter", "replay", "recent", "continued"
 """The names of draft sources: vLLM's proposer, text stored for the prompt, recent responses to any prompt, and the
 proposer with text behind its own tokens."""
+OWN_TEXT = "own"
+"""The name of what is compared in passes over text of a request's own seed; see `own_text`."""
 
 
 class VerifiedDraft(NamedTuple):
@@ -39,9 +41,10 @@ class SourceCounts(NamedTuple):
 class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
-    A draft is one proposal of up to k tokens for one request in one iteration. `accepted_per_pos[i]` counts drafts
-    whose token i was accepted, `drafted_per_pos[i]` those that had a token i. `decode_steps` counts engine iterations
-    in which at least one request was decoding.
+    A draft is one proposal of up to k tokens for one request in one iteration, or a part of its own seed's text that is
+    read in one pass. `accepted_per_pos[i]` counts drafts whose token i was accepted, `drafted_per_pos[i]` those that had
+    a token i, neither of them what is read in such a pass. `decode_steps` counts engine iterations in which at least one
+    request was decoding or reading its own text.
     """
 
     num_drafts: int = 0
@@ -59,8 +62,9 @@ class SpeculationStats:
         parts = []
         for (source, drafted, accepted), number in alike.items():
             counts = SourceCounts(number, number * drafted, number * accepted)
-            per_pos = tuple(number * (i < accepted) for i in range(drafted))
-            parts.append(cls(*counts, per_pos, 0, (number,) * drafted, {source: counts}))
+            columns = 0 if source == OWN_TEXT else drafted
+            per_pos = tuple(number * (i < accepted) for i in range(columns))
+            parts.append(cls(*counts, per_pos, 0, (number,) * columns, {source: counts}))
         return replace(cls.merge(parts), decode_steps=decode_steps)
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:

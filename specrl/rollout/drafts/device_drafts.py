@@ -30,8 +30,8 @@ CANDIDATES = 4
 """The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's, which text
 continues."""
 KINDS = NOTHING + 1
-FACTS = 5
-PROMPT, NUMBER, LIMIT, OWN_START, OWN_END = range(FACTS)
+FACTS = 6
+PROMPT, NUMBER, LIMIT, OWN_START, OWN_END, START = range(FACTS)
 """The columns of `Requests.facts`."""
 
 
@@ -39,10 +39,9 @@ class Requests(NamedTuple):
     """What is known of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 5] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
-    length, prompt included, at which it ends at the latest; where the text of its own seed begins and ends."""
-    prompt_lengths: Tensor
-    """[slots] int32."""
+    """[slots, 6] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    length, prompt included, at which it ends at the latest; where the text of its own seed begins and ends; the length
+    of its prompt."""
     lengths: Tensor
     """[slots] int32, the tokens of prompt and response together, those of this iteration included."""
     tokens: Tensor
@@ -151,11 +150,12 @@ class DeviceDrafts:
                 made none.
         """
         slots = batch.slots.long()
-        facts, lengths, prompt_lengths = requests.facts[slots], requests.lengths[slots], requests.prompt_lengths[slots]
+        facts, lengths = requests.facts[slots], requests.lengths[slots]
+        prompt_lengths = facts[:, START]
         back = lengths.long()[:, None] - 1 - self._back
         tokens = requests.tokens[slots[:, None], back.clamp(min=0)].long()
         last = torch.where(back >= prompt_lengths[:, None], tokens, END)
-        found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START:], lengths - prompt_lengths)
+        found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START : OWN_END + 1], lengths - prompt_lengths)
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         length, passes = max(length, 1), 0 if drafter is None else drafter.shape[1]

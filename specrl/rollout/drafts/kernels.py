@@ -29,6 +29,7 @@ NUMBER = tl.constexpr(device_drafts.NUMBER)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
 OWN_START = tl.constexpr(device_drafts.OWN_START)
 OWN_END = tl.constexpr(device_drafts.OWN_END)
+START = tl.constexpr(device_drafts.START)
 FACTS = tl.constexpr(device_drafts.FACTS)
 
 
@@ -107,7 +108,6 @@ def compare(
 def find_drafts(
     slots,
     facts,
-    prompt_lengths,
     lengths,
     all_tokens,
     stride,
@@ -144,7 +144,7 @@ def find_drafts(
     slot = tl.load(slots + request).to(tl.int64)
     facts, drafter = facts + slot * FACTS, drafter + request * drafter_stride
     prompt = tl.load(facts)
-    length, first = tl.load(lengths + slot).to(tl.int64), tl.load(prompt_lengths + slot).to(tl.int64)
+    length, first = tl.load(lengths + slot).to(tl.int64), tl.load(facts + START)
     back = tl.arange(0, LONGEST)
     in_response = length - 1 - back >= first
     last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
 
@@ -30,8 +31,8 @@ class TextStore:
         self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
-        self._counts: Counter[int] = Counter()  # the stored responses by prompt, and their lengths by seed too
-        self._lengths: dict[tuple[int, int | None], int] = {}
+        self._counts: Counter[int] = Counter()  # the stored responses by prompt, and their tokens by seed too
+        self._own: dict[tuple[int, int | None], Sequence[int] | NDArray[np.int32]] = {}
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
         self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
@@ -51,7 +52,7 @@ class TextStore:
                 Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
             ]
         self._counts = Counter(text.prompt for text in self._stored)
-        self._lengths = {(text.prompt, text.seed): len(text.tokens) for text in reversed(self._stored)}
+        self._own = {(text.prompt, text.seed): text.tokens for text in reversed(self._stored)}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -96,7 +97,11 @@ class TextStore:
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """How many responses to the prompt are stored, and how many tokens the one of this seed has."""
         number = self.number_of(prompt_tokens)
-        return self._counts[number], self._lengths.get((number, seed), 0)
+        return self._counts[number], len(self._own.get((number, seed), ()))
+
+    def own(self, prompt_tokens: Sequence[int], seed: int) -> list[int]:
+        """The stored response to the prompt with this seed; of several, the first."""
+        return list(map(int, self._own.get((self.number_of(prompt_tokens), seed), ())))
 
     def index(self, device: torch.device | str) -> TextIndex:
         """An index of all texts, the latest responses before older ones; some of the latest may be missing."""

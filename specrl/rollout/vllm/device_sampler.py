@@ -7,6 +7,7 @@ of `Columns`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE, PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
@@ -23,6 +25,7 @@ from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import LIMIT
 from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
+from specrl.rollout.vllm.engine.arguments import PROMPT_LENGTH
 
 DRAFT_BASE = 4096
 """A draft leaves as the number of its source times this, plus the number of its tokens."""
@@ -57,7 +60,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Keep what drafts and their verification need to know of a request."""
         super().add_request(req_idx, sampling_params)
-        self.req_states.set_seed(req_idx, sampling_params.seed)
+        self.req_states.describe(sampling_params.seed, (sampling_params.extra_args or {}).get(PROMPT_LENGTH))
         stops = list(sampling_params.stop_token_ids or ())
         if len(stops) > MOST_STOP_TOKENS:
             raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")
@@ -152,10 +155,60 @@ class InvariantVerifier(RejectionSampler):  # type: ignore[misc]
         return self.sampler.output(input_batch, picked, verified, leaving)
 
 
-def score(logits: Tensor, _num_logprobs: int, token_ids: Tensor, **_: Any) -> LogprobsTensors:
-    """The log-probs of the tokens of a prompt, given the logits before each, without their ranks.
+class PromptScorer(PromptLogprobsWorker):  # type: ignore[misc]
+    """Scores the tokens of prompts in one pass over their logits; vLLM ranks each token in two more.
 
-    Only vLLM's warm-up on GPUs asks for those of other tokens, and gets none.
+    A request that asks for `PromptColumns` also gets the token that it would have sampled in the place of each.
     """
-    ranks = torch.zeros(len(token_ids), dtype=torch.int64, device=logits.device)
-    return LogprobsTensors(token_ids[:, None], logprobs_of(logits, token_ids)[:, None], ranks)
+
+    sampler: InvariantSampler | None = None
+    """The sampler of the same runner; None while vLLM warms up."""
+
+    def compute_prompt_logprobs(self, logits_fn: Any, hidden_states: Tensor, batch: InputBatch, *others: Any) -> Any:
+        """As vLLM's, with the rows of the batch in the place of `logits_fn`, for `score`."""
+        return super().compute_prompt_logprobs(Rows(logits_fn, batch, self.sampler), hidden_states, batch, *others)
+
+
+class Rows(NamedTuple):
+    """What is known of the rows of a batch with prompts."""
+
+    logits_of: Callable[[Tensor], Tensor]
+    batch: InputBatch
+    sampler: InvariantSampler | None
+
+    def picked(self, logits: Tensor, first: int) -> Picked:
+        """What the requests would sample after the rows from `first` on, whose logits these are."""
+        batch, rows = self.batch, slice(first, first + len(logits))
+        if self.sampler is None:
+            zeros = logits.new_zeros(len(logits))
+            return Picked(zeros.long(), zeros, zeros)
+        counts = batch.query_start_loc[: batch.num_reqs + 1].diff()
+        requests = batch.idx_mapping.repeat_interleave(counts, output_size=batch.num_tokens)
+        return self.sampler.pick(logits, requests[rows], batch.positions[: batch.num_tokens][rows])
+
+
+class PromptColumns(NamedTuple):
+    """What leaves with each token of a prompt but the first, as if it were the log-probs of several tokens."""
+
+    logprob: Any
+    """At temperature 1."""
+    picked_logprob: Any
+    picked_log_kept_mass: Any
+
+
+NUM_PROMPT_COLUMNS = len(PromptColumns._fields)
+
+
+def score(token_ids: Tensor, hidden: Tensor, rows: Rows, num_logprobs: int, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that follow each row, and those that are picked there; their `PromptColumns`; and no ranks."""
+    tokens, columns = [token_ids.long()[:, None]], []
+    for first in range(0, len(token_ids), CHUNK_SIZE):
+        logits = rows.logits_of(hidden[first : first + CHUNK_SIZE])
+        found = [logprobs_of(logits, tokens[0][first : first + CHUNK_SIZE, 0])]
+        if num_logprobs:
+            picked = rows.picked(logits, first)
+            tokens.append(picked.tokens[:, None])
+            found += [picked.logprobs, picked.log_kept_mass]
+        columns.append(torch.stack(found, 1))
+    picks = [torch.cat(tokens[1:])] * num_logprobs
+    return torch.cat([tokens[0], *picks], 1), torch.cat(columns), torch.zeros_like(tokens[0][:, 0])

@@ -50,10 +50,16 @@ REPLACEMENTS = (
         SAME_TOKENS,
     ),
     Replacement(
-        f"{RUNNER}.sample.prompt_logprob.compute_topk_scores",
+        f"{RUNNER}.sample.prompt_logprob.compute_prompt_logprobs_with_chunking",
         f"{SAMPLER}.score",
         "prompts are scored in one pass; vLLM ranks every token in two more, by kernels that CPUs lack",
         "tests/integration/test_engine.py::test_generation_logprobs_are_those_of_scoring_at_temperature_one",
+    ),
+    Replacement(
+        f"{RUNNER}.model_runner.PromptLogprobsWorker",
+        f"{SAMPLER}.PromptScorer",
+        "text of a request's own seed is compared with what it would sample there; vLLM samples after prompts alone",
+        "tests/exactness/test_own_text.py::test_text_of_the_own_seed_is_verified_as_a_prompt_is_read",
     ),
     Replacement(
         f"{RUNNER}.cudagraph_utils.CudaGraphManager._init_candidates",

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from specrl.rollout.drafts.device_drafts import FACTS, OWN_START, PROMPT, Batch, DeviceDrafts, Requests
+from specrl.rollout.drafts.device_drafts import FACTS, Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import END
 from specrl.rollout.drafts.text_store import TextStore
 
@@ -46,13 +46,15 @@ class KnownRequests(RequestState):  # type: ignore[misc]
     ) -> None:
         """Add a request, or one that was preempted."""
         super().add_request(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
-        slot = self.req_id_to_index[req_id]
-        prompt, limit = self.texts.number_of(all_token_ids[:prompt_len]), prompt_len + max_tokens
-        self.facts.np[slot] = prompt, next(self._numbers), min(limit, self.max_model_len), 0, 0
+        limit = min(prompt_len + max_tokens, self.max_model_len)
+        self._added = self.req_id_to_index[req_id], all_token_ids, limit
 
-    def set_seed(self, slot: int, seed: int) -> None:
-        """Find the text of a request's own seed, which `InvariantSampler` gets to know after it was added."""
-        self.facts.np[slot, OWN_START:] = self.texts.own_span(int(self.facts.np[slot, PROMPT]), seed)
+    def describe(self, seed: int, prompt_length: int | None) -> None:
+        """Find the texts for the request that was added last; `InvariantSampler` gets to know these of it."""
+        slot, tokens, limit = self._added
+        prompt = self.texts.number_of(tokens[:prompt_length])
+        start = len(tokens) if prompt_length is None else prompt_length
+        self.facts.np[slot] = prompt, next(self._numbers), limit, *self.texts.own_span(prompt, seed), start
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
@@ -102,8 +104,7 @@ class TextSpeculator:
 
     def _known(self) -> Requests:
         requests = self._requests
-        lengths = requests.prompt_len.gpu, requests.total_len.gpu
-        return Requests(requests.facts.gpu, *lengths, requests.all_token_ids.gpu)
+        return Requests(requests.facts.gpu, requests.total_len.gpu, requests.all_token_ids.gpu)
 
     def _from_drafter(self, asked: dict[str, Any], passes: int) -> Tensor | None:
         speculator, is_lookup = self._speculator, isinstance(self._speculator, NgramGPUSpeculator)

@@ -39,6 +39,8 @@ ENVIRONMENT = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
+PROMPT_LENGTH = "prompt_length"
+"""The key of `SamplingParams.extra_args` under which the length of the prompt without its response's beginning stands."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)
@@ -212,7 +214,17 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={PROMPT_LENGTH: len(request.prompt_tokens)},
     )
+
+
+def reading_params(params: Any, *, cached: bool) -> Any:
+    """Those of the same request for a pass over text behind its prompt, with the columns of `PromptColumns`."""
+    from specrl.rollout.vllm.device_sampler import NUM_PROMPT_COLUMNS
+
+    read = params.clone()
+    read.max_tokens, read.prompt_logprobs, read.skip_reading_prefix_cache = 1, NUM_PROMPT_COLUMNS - 1, not cached
+    return read
 
 
 def scoring_params() -> Any:

@@ -18,7 +18,6 @@ from torch import nn
 
 from specrl.processes import importing
 from specrl.rollout.errors import RefitError
-from specrl.rollout.stop_strings import StopStrings
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
 from specrl.rollout.vllm.engine.running import RunningRequest
@@ -63,6 +62,7 @@ class VllmEngine:
         assert hasattr(self.runner, "req_states"), "not vLLM's V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER"
         self.sampler = self.runner.sampler
         """The sampler inside the engine, an `InvariantSampler`."""
+        self.runner.prompt_logprobs_worker.sampler = self.sampler
         self.policy: nn.Module = self.runner.model
         """The policy's module."""
         self.drafter: nn.Module | None = self.runner.get_draft_model()
@@ -126,15 +126,16 @@ class VllmEngine:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=self._group.cpu_group)
         return bool(shared)
 
-    def add(self, prompt_tokens: list[int], params: Any, stops: StopStrings | None = None) -> RunningRequest:
-        """Queue a request with vLLM's `SamplingParams`, and the strings that end it, of which vLLM knows nothing."""
-        name = str(self._num_requests)
+    def add(self, prompt_tokens: list[int], params: Any, begun: RunningRequest | None = None) -> RunningRequest:
+        """Queue a request with vLLM's `SamplingParams`, or what is left of one that has begun."""
+        request = begun or RunningRequest(len(prompt_tokens))
+        request.name = str(self._num_requests)
         self._num_requests += 1
-        prompt = {"prompt_token_ids": prompt_tokens}
-        request = self.llm.input_processor.process_inputs(name, prompt, params, self.llm.get_supported_tasks())
-        self.llm.engine_core.add_request(request)
-        self._running[name] = RunningRequest(name, len(prompt_tokens), stops)
-        return self._running[name]
+        prompt = {"prompt_token_ids": prompt_tokens + request.tokens}
+        asked = self.llm.input_processor.process_inputs(request.name, prompt, params, self.llm.get_supported_tasks())
+        self.llm.engine_core.add_request(asked)
+        self._running[request.name] = request
+        return request
 
     def step(self) -> list[RunningRequest]:
         """Run one iteration and return the requests that it finished.
@@ -146,7 +147,7 @@ class VllmEngine:
         """
         outputs = self.llm.engine_core.get_output().outputs
         requests = [self._running[output.request_id] for output in outputs]
-        decoding = sum(bool(request.tokens) for request in requests)
+        decoding = sum(request.decodes for request in requests)
         for request, output in zip(requests, outputs, strict=True):
             request.take(output)
         self.decode_steps += decoding > 0

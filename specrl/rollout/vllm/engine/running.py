@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrl.rollout.drafts.acceptance import VerifiedDraft
+from specrl.rollout.drafts.acceptance import OWN_TEXT, VerifiedDraft
 from specrl.rollout.drafts.text_index import SOURCES
 from specrl.rollout.errors import NonFiniteLogitsError
 from specrl.rollout.stop_strings import StopStrings
@@ -20,10 +22,11 @@ from specrl.rollout.stop_strings import StopStrings
 class RunningRequest:
     """What vLLM has returned of one request so far."""
 
-    name: str
-    """vLLM's own name of it."""
     prompt_length: int
     stops: StopStrings | None = None
+    """The strings that end it, of which vLLM knows nothing."""
+    name: str = ""
+    """vLLM's own name of it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """The log-probs of the tokens, under the distribution that they were sampled from."""
@@ -32,6 +35,11 @@ class RunningRequest:
     drafts: list[VerifiedDraft] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
+    prompt_picks: list[tuple[int, float, float]] = field(default_factory=list)
+    """What would be sampled in the place of each of the last prompt tokens, those that no cached prefix held, with its
+    log-prob and `log_kept_mass`; empty unless it was asked for."""
+    decodes: bool = False
+    """Whether vLLM has returned a token of it."""
     finish_reason: str | None = None
     started_at: float = 0.0
     """When its first token arrived, in Unix seconds."""
@@ -47,9 +55,8 @@ class RunningRequest:
         """
         from specrl.rollout.vllm.device_sampler import DRAFT_BASE, Columns
 
-        self.finished_at = time.time()
-        if not self.tokens:
-            self.started_at = self.finished_at
+        self.decodes, self.finished_at = True, time.time()
+        self.started_at = self.started_at or self.finished_at
         context = self.prompt_length + len(self.tokens)
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
@@ -61,15 +68,51 @@ class RunningRequest:
             if drafted:
                 accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
                 self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        if (scored := output.new_prompt_logprobs_tensors) is not None:
+            self.prompt_logprobs, *columns = scored.logprobs.T.tolist()
             self._refuse_nan(self.prompt_logprobs, 1)
+            if columns:
+                self.prompt_picks = list(zip(scored.logprob_token_ids[:, 1].tolist(), *columns, strict=True))
         if output.routed_experts is not None:
             self._routes.append(output.routed_experts)
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
         if self.stops is not None:
             self._stop(self.stops, context - self.prompt_length)
+
+    def follow(
+        self, text: Sequence[int], size: int, read: RunningRequest, stop_tokens: Container[int], limit: int
+    ) -> bool:
+        """Take what was sampled in the place of the first `size` tokens of a text and after them.
+
+        The tokens so far are the first ones of the text.
+
+        Args:
+            read: The request with these tokens of the text at the end of its prompt.
+            limit: The most tokens of the response.
+
+        Returns:
+            Whether the response is still the text's, and neither has ended.
+        """
+        before = len(self.tokens)
+        picks = [*read.prompt_picks[before - size :], (read.tokens[0], read.logprobs[0], read.log_kept_mass[0])]
+        assert len(picks) == size - before + 1, "a cached prefix held tokens that were to be compared"
+        drafted = text[before:size]
+        agreed = (pick[0] == token and token not in stop_tokens for pick, token in zip(picks, drafted, strict=False))
+        taken = picks[: min(1 + sum(takewhile(bool, agreed)), limit - before)]
+        for column, values in zip((self.tokens, self.logprobs, self.log_kept_mass), zip(*taken), strict=True):
+            column += values
+        self.drafts.append(VerifiedDraft(self.prompt_length + before, size - before, len(taken) - 1, OWN_TEXT))
+        self.started_at, self.finished_at = self.started_at or read.started_at, read.finished_at
+        self._routes = read._routes
+        if self.tokens[-1] in stop_tokens:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == limit:
+            self.finish_reason = "length"
+        if self.stops is not None:
+            self._stop(self.stops, before)
+        now = len(self.tokens)
+        return self.finish_reason is None and now < len(text) and self.tokens == list(text[:now])
 
     def _refuse_nan(self, logprobs: list[float], first: int) -> None:
         if isnan(sum(logprobs)):

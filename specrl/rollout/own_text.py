@@ -1,0 +1,62 @@
+"""Text of a request's own seed, read ahead of decoding as a prompt is read: many tokens in one pass.
+
+The random number of each position is known, so that one pass over such a text says what the policy samples in the place
+of each of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as
+much as those before it together, so that little is read in vain of a text that soon differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specrl.rollout.vllm.engine.arguments import reading_params
+from specrl.rollout.vllm.engine.lifecycle import VllmEngine
+from specrl.rollout.vllm.engine.running import RunningRequest
+
+FIRST = 64
+"""The tokens of a text that are read first."""
+SHORTEST = 16
+"""The tokens of the shortest text that is read: for fewer, a pass is not worth it."""
+Tokens = list[int]
+
+
+def read_ahead(
+    engine: VllmEngine,
+    prompts: Sequence[Tokens],
+    params: Sequence[Any],
+    texts: Mapping[int, Tokens],
+    begun: Sequence[RunningRequest],
+    stop_tokens: Sequence[int],
+) -> None:
+    """Let requests begin with the texts of their own seeds, as far as these are what they sample.
+
+    Args:
+        params: vLLM's `SamplingParams` of each request.
+        texts: By the places of the requests; `begun` has the requests themselves, still without a token.
+    """
+    stops, size = frozenset(stop_tokens), FIRST
+    texts = {at: text[: params[at].max_tokens] for at, text in texts.items() if len(text) >= SHORTEST}
+    while texts:
+        parts = {at: text[:size] for at, text in texts.items()}
+        read = _read(engine, {at: (prompts[at] + part, params[at]) for at, part in parts.items()}, cached=True)
+        # Responses may begin alike: then a cached prefix of another one holds tokens that are still to be compared.
+        missed = [at for at, part in parts.items() if len(read[at].prompt_picks) < len(part) - len(begun[at].tokens)]
+        read |= _read(engine, {at: (prompts[at] + parts[at], params[at]) for at in missed}, cached=False)
+        texts = {
+            at: text
+            for at, text in texts.items()
+            if begun[at].follow(text, len(parts[at]), read[at], stops, params[at].max_tokens)
+        }
+        size *= 2
+
+
+def _read(
+    engine: VllmEngine, sequences: Mapping[int, tuple[Tokens, Any]], *, cached: bool
+) -> dict[int, RunningRequest]:
+    read = {at: engine.add(tokens, reading_params(own, cached=cached)) for at, (tokens, own) in sequences.items()}
+    left = len(read)
+    while left:
+        left -= len(engine.step())
+        engine.decode_steps += 1
+    return read
