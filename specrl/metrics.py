@@ -60,7 +60,9 @@ _DEFINITIONS = (
     Metric(
         "spec/acceptance_rate_pos_I", "", "Tokens accepted at position I (from 1) over drafts of at least I tokens."
     ),
-    Metric("spec/own_draft_tokens", "tokens", "The part of spec/num_draft_tokens that was read ahead, of own seeds' text."),
+    Metric(
+        "spec/own_draft_tokens", "tokens", "The part of spec/num_draft_tokens that was read ahead, of own seeds' text."
+    ),
     Metric("spec/own_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that was read ahead."),
     Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),

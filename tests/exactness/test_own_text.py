@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,10 @@ def plain(engine_of: Start) -> list[Response]:
 @pytest.fixture(params=["replay", "eagle3+replay", "replay, prompts in pieces", "replay, no cached prefixes"])
 def engine(request: pytest.FixtureRequest, engine_of: Start, directories: tuple[Path, Path]) -> Iterator[Engine]:
     method, _, how = request.param.partition(", ")
-    overrides = {"prompts in pieces": {"max_num_batched_tokens": 64}, "no cached prefixes": {"enable_prefix_caching": False}}
+    overrides: dict[str, dict[str, Any]] = {
+        "prompts in pieces": {"max_num_batched_tokens": 64},
+        "no cached prefixes": {"enable_prefix_caching": False},
+    }
     if not how:
         yield engine_of(method)
         return

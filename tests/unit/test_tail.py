@@ -18,7 +18,7 @@ def curve(running: int, generated: float) -> float:
     return min(1.0 + (running - 1) / 2, 2.0)
 
 
-SPEED = DecodingSpeed((curve,), 8.0)
+SPEED = DecodingSpeed((curve,))
 
 
 def make(*lengths: int, pace: float = 1.0) -> list[SimulatedResponse]:
@@ -33,9 +33,16 @@ def test_decoding_slows_down_less_and_less_as_responses_end() -> None:
 
 
 def test_stored_text_and_drafts_save_iterations_and_waiting_responses_wait() -> None:
-    assert decode(make(80), [80], SPEED, 8).iterations == pytest.approx(10)
-    assert decode(make(80, pace=2.0), [40], SPEED, 8).iterations == pytest.approx(25)
+    assert decode(make(80), [80], SPEED, 8).iterations == pytest.approx(0)
+    assert decode(make(80, pace=2.0), [40], SPEED, 8).iterations == pytest.approx(20)
     assert decode(make(10, 10), [0, 0], SPEED, most_running=1).seconds == pytest.approx(20)
+
+
+def test_text_is_read_until_it_differs_and_as_much_again_at_most() -> None:
+    work = decode(make(80), [70], DecodingSpeed((curve,), read_s=0.1, carried=20), 8)
+    assert work.iterations == pytest.approx(60) and work.seconds == pytest.approx(60 + 4)
+    work = decode(make(80), [30], DecodingSpeed((curve,), read_s=0.1, carried=20), 8)
+    assert work.seconds == pytest.approx(60 + 3) and work.tokens == [80]
 
 
 def test_a_limit_leaves_responses_unfinished() -> None:
@@ -54,14 +61,14 @@ def drafting_s(running: int, _: float) -> float:
 
 def test_nothing_is_drafted_for_those_that_drafts_bring_little() -> None:
     responses = [SimulatedResponse(0, 10, (1.0, 2.0)), SimulatedResponse(1, 30, (1.0, 1.2))]
-    assert decode(
-        responses, [0, 0], DecodingSpeed((plain_s, drafting_s), 8.0), most_running=1
-    ).seconds == pytest.approx(10 / 2 * 1.5 + 30)
+    assert decode(responses, [0, 0], DecodingSpeed((plain_s, drafting_s)), most_running=1).seconds == pytest.approx(
+        10 / 2 * 1.5 + 30
+    )
 
 
 def test_the_draft_length_follows_the_number_of_running_responses() -> None:
     responses = [SimulatedResponse(prompt, length, (1.0, 2.0)) for prompt, length in enumerate((10, 30, 50))]
-    speed = DecodingSpeed((plain_s, drafting_s), 8.0)
+    speed = DecodingSpeed((plain_s, drafting_s))
     work = decode(responses, [0, 0, 0], speed, most_running=8)
     assert work.seconds == pytest.approx(10 * 3 + 20 * 2 + 10 * 1.5)  # two tokens an iteration
     assert work.iterations == pytest.approx(10 + 20 + 10) and work.tokens == [10, 30, 50]
@@ -114,7 +121,7 @@ def test_both_pregenerates_and_uses_the_rest_of_a_bubble() -> None:
 
 @pytest.mark.parametrize("limit", [0.1, 1 / 3, 0.7, 2 / 3 + 1e-12])
 def test_a_limit_is_reached_however_it_is_rounded(limit: float) -> None:
-    speed = DecodingSpeed((lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2,), 8.0)
+    speed = DecodingSpeed((lambda running, _: 0.1 / 3 + (0.7 / 9 - 0.1 / 3) * (running - 1) / 2,))
     work = decode(make(10, 20, 30, pace=1.1), [0, 0, 0], speed, 8, limit=limit)
     assert work.seconds == limit
 

@@ -32,8 +32,9 @@ ON_GPUS = {
     "passes": "passes_per_token",
     "stored accepted": "replay_accepted",
     "recent accepted": "recent_accepted",
-    **{f"{gpus} GPUs": f"step_{gpus}_gpus_by_epoch" for gpus in GPUS},
 }
+STEPS = {f"{gpus} GPUs": f"step_{gpus}_gpus_by_epoch" for gpus in GPUS}
+ON_GPUS |= STEPS
 SCALED = """
 ## On GPUs
 
@@ -45,6 +46,12 @@ cells that differ in `speculation.k` and `speculation.replay_k` alone: the engin
 nothing, whichever brings the most tokens per second to the requests that run. These are no measurements;
 `specrl project` has the assumptions.
 """
+IDLE = """
+The same steps with idle time put to use, as that many engines have it and not the ranks that were counted: engines that
+have finished generate text of the next step, with its seeds. How long a response *agrees* with its text after the
+update is assumed; `specrl bench rollouts --after-update` measures it. It is read ahead in passes like a prompt's.
+"""
+AGREES = {"100 tokens": 100.0, "1000 tokens": 1000.0, "to its end": float("inf")}
 LEARNED = {
     **{"mean reward": "reward_mean", "difference": "reward_difference", "accuracy": "accuracy"},
     **{"better, worse": "better_and_worse_prompts", "p": "p_value", "token_mult_prob_error": "token_mult_prob_error"},
@@ -75,6 +82,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
         ),
         table(rows, NAMES | SPEED),
         SCALED + "\n" + table([*rows, *by_batch(rows)], NAMES | ON_GPUS),
+        *([IDLE + "\n" + table(idle, NAMES | titled("agrees") | STEPS)] if (idle := with_idle_time(rows)) else []),
         "\n\n".join(["## What was learned", LEARNING.strip(), table(rows, NAMES | LEARNED), *_curves(job, rows)]),
         "## Where the time goes\n\nMedians of the counted steps, and the start:\n\n"
         + table(rows, NAMES | titled(*SECONDS, "start_s")),
@@ -100,14 +108,27 @@ def _curves(job: BenchJob, rows: Rows) -> list[str]:
     return [f"![Accuracy on held-out prompts by RL step, with its 95 % intervals]({picture.name})"]
 
 
-def on_gpus(epochs: Iterable[Sequence[DraftCounts]], drafter_updates: float) -> dict[str, list[float]]:
-    """Columns with a figure for each epoch, in which engines choose between these draft lengths."""
+def on_gpus(
+    epochs: Iterable[Sequence[DraftCounts]], drafter_updates: float, carried: float = 0.0
+) -> dict[str, list[float]]:
+    """Columns with a figure for each epoch; the arguments are those of `step_seconds`."""
     lengths = [tuple(epoch) for epoch in epochs]
     found = {}
     for gpus in GPUS:
         plain_s = step_seconds((DraftCounts(),), gpus)
-        found[f"step_{gpus}_gpus_by_epoch"] = [plain_s / step_seconds(one, gpus, drafter_updates) for one in lengths]
+        seconds = [step_seconds(one, gpus, drafter_updates, carried) for one in lengths]
+        found[f"step_{gpus}_gpus_by_epoch"] = [plain_s / step for step in seconds]
     return found
+
+
+def with_idle_time(rows: Rows) -> list[dict[str, Any]]:
+    """Rows of the cells that draft from text, as if idle engines generated text ahead for them."""
+    names = [name for name in NAMES.values() if name in rows[0]]
+    return [
+        {**{name: row[name] for name in names}, "agrees": agrees, **columns}
+        for row in rows
+        for agrees, columns in row.get("with_idle_time", {}).items()
+    ]
 
 
 def by_batch(rows: Rows) -> list[dict[str, Any]]:

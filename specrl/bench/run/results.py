@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from specrl.artifacts import SetScore, read_curve
-from specrl.bench.run.page import SECONDS, on_gpus
+from specrl.bench.run.page import AGREES, SECONDS, on_gpus
 from specrl.bench.run.trainings import Training
 from specrl.bench.spread import ratios
 from specrl.projection.simulator.measured import DraftCounts
@@ -182,9 +182,13 @@ class Results:
         epochs = [range(first, min(first + size, len(self.metrics))) for first in range(0, len(self.metrics), size)]
         drafts = [self.drafts(steps) for steps in epochs]
         updates = (method.has_weights and config.drafter.online_lr > 0) / config.drafter.update_every
+        idle = {}
+        if method.replays and config.bubbles.use == "none":
+            idle = {agrees: on_gpus([[one] for one in drafts], updates, tokens) for agrees, tokens in AGREES.items()}
         return {
             "family": self.training.cell.family if method.drafts and not speculation.adaptive else None,
             "drafts_by_epoch": [asdict(one) for one in drafts],
             "drafter_updates": updates,
             **on_gpus([[one] for one in drafts], updates),
+            "with_idle_time": idle,
         }

@@ -11,7 +11,7 @@ from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import model_shape, teacher_shape
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.hardware import HARDWARE, Hardware
-from specrl.projection.simulator.step import REPLAYED_TOKENS, Speculation, StepModel, StepTime, acceptance_length
+from specrl.projection.simulator.step import AGREES, Speculation, StepModel, StepTime, acceptance_length
 from specrl.projection.simulator.workload import Lengths, Responses, Workload
 
 ACCEPTANCE = (0.88, 0.75, 0.64)
@@ -101,7 +101,8 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
         "measured (--published)",
         "each drafted position is a pass of the drafter",
-        f"{REPLAYED_TOKENS:g} tokens an iteration along pre-generated text; training the drafter makes no draft better",
+        f"a response agrees with its pre-generated text for {AGREES:g} tokens",
+        "training the drafter makes no draft better",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",

@@ -35,7 +35,7 @@ class EngineModel:
         """Compute the seconds of an iteration of `running` requests with that mean of generated tokens."""
         rows, size = running * (self.k + 1), 1 if self.is_fp8 else BF16
         context = self.prompt_tokens + generated
-        weights, products = self._weight_bytes(rows, size) / self._bandwidth, rows * self._row_s
+        weights, products = self._weight_bytes(rows, size) / self._bandwidth, rows * self.row_s
         kv_bytes = 2 * self.shape.kv_size * self.shape.num_layers * size
         attention = running * context * kv_bytes * (1 + self.efficiency.verified_row * self.k) / self._bandwidth
         exchange = 2 * self.shape.num_layers * self.efficiency.message_s if self.gpus > 1 else 0.0
@@ -64,7 +64,8 @@ class EngineModel:
         return (self._dense + experts) * size + shape.embedding_parameters * BF16
 
     @cached_property
-    def _row_s(self) -> float:
+    def row_s(self) -> float:
+        """The seconds of the products for one more row."""
         shape = self.shape
         active = self._dense + shape.num_layers * shape.experts_per_token * shape.expert_parameters
         flops = self._bf16_flops * (self.hardware.fp8_flops / self.hardware.bf16_flops if self.is_fp8 else 1.0)

@@ -1,8 +1,9 @@
 """Generation of a step on any number of engines: the tail of long responses, and what idle engines do meanwhile.
 
 Each engine decodes its responses together. An iteration takes a time that depends on how many are running, and gives
-every response some tokens, more of them where it follows stored text. Engines that have finished pre-generate for the
-next step as real ones do: they claim responses in the same pieces, in the order of the prompts.
+every response some tokens. Engines that have finished pre-generate for the next step as real ones do: they claim
+responses in the same pieces, in the order of the prompts. There a response begins with what was pre-generated of it,
+which is read ahead like a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Seconds = Callable[[int, float], float]
 @dataclass(frozen=True)
 class DecodingSpeed:
     lengths: tuple[Seconds, ...]  # of an iteration, by draft length, at least one
-    replayed_tokens: float  # per request and iteration along stored text
+    read_s: float = 0.0  # for each token of stored text that is read ahead
+    carried: float = float("inf")  # tokens that a response agrees with its stored text, if both are as long
 
     def best(self, running: int, generated: float, tokens: Sequence[float]) -> int:
         """The number of the draft length that brings the most tokens per second, if an iteration brings so many."""
@@ -38,14 +40,8 @@ class SimulatedResponse:
 
     prompt: int
     length: int
-    paces: tuple[float, ...]  # tokens per iteration where it does not follow stored text, by draft length
+    paces: tuple[float, ...]  # tokens per iteration, by draft length
     sample: int = 0  # among the responses to its prompt
-
-    def by_length(self, stored: float, replayed_tokens: float) -> list[float]:
-        """Its tokens per iteration with each draft length, on average if it follows stored text first."""
-        followed = min(stored, self.length)
-        needs = [followed / replayed_tokens + (self.length - followed) / pace for pace in self.paces]
-        return [self.length / max(1.0, need) for need in needs]
 
 
 Shares = Sequence[Sequence[SimulatedResponse]]  # the responses of each engine in a step, those to a prompt adjacent
@@ -77,21 +73,26 @@ def decode(
 
     `stored` are the tokens of stored text that each response has to follow.
     """
-    paces = [item.by_length(text, speed.replayed_tokens) for item, text in zip(responses, stored, strict=True)]
+    tokens = [min(text, speed.carried, item.length) for item, text in zip(responses, stored, strict=True)]
+    # Until the text ends, or until as much again was read in vain.
+    now = speed.read_s * sum(min(text, 2 * agreed) for text, agreed in zip(stored, tokens, strict=True))
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
-    tokens, since = [0.0] * len(responses), [0.0] * len(responses)  # of each response, at that iteration
+    since = [0.0] * len(responses)  # the iteration up to which `tokens` has those of a response
     number = 0  # of the draft length
-    now = iterations = generated = 0.0
+    iterations = generated = 0.0
     together = [0.0] * len(speed.lengths)  # the tokens per iteration of all running requests, by draft length
 
     def add(index: int, sign: int) -> None:
-        for length, pace in enumerate(paces[index]):
+        for length, pace in enumerate(responses[index].paces):
             together[length] += sign * pace
+
+    def ends(index: int) -> float:
+        return iterations + (responses[index].length - tokens[index]) / responses[index].paces[number]
 
     def count_tokens() -> None:
         for _, index in running:
-            tokens[index] += paces[index][number] * (iterations - since[index])
+            tokens[index] += responses[index].paces[number] * (iterations - since[index])
             since[index] = iterations
 
     while (waiting or running) and now < limit:
@@ -99,12 +100,13 @@ def decode(
             index = waiting.pop()
             add(index, 1)
             since[index] = iterations
-            heapq.heappush(running, (iterations + responses[index].length / paces[index][number], index))
+            generated += tokens[index]
+            heapq.heappush(running, (ends(index), index))
         best = speed.best(len(running), generated / len(running), together)
         if best != number:
             count_tokens()
             number, indices = best, [index for _, index in running]
-            running = [(iterations + (responses[i].length - tokens[i]) / paces[i][best], i) for i in indices]
+            running = [(ends(index), index) for index in indices]
             heapq.heapify(running)
         ahead = running[0][0] - iterations
         pace = together[number]

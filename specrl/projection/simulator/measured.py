@@ -46,8 +46,14 @@ class DraftCounts:
 
 
 @cache
-def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: float = 0.0) -> float:
-    """The seconds of a step with that many updates of the drafter, whose engines choose between these draft lengths."""
+def step_seconds(
+    lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: float = 0.0, carried: float = 0.0
+) -> float:
+    """The seconds of a step with that many updates of the drafter, whose engines choose between these draft lengths.
+
+    Args:
+        carried: For how many tokens responses agree with text that idle engines generate ahead; 0 where they do not.
+    """
     model = _model(gpus)
     engine, drafted = model.engine, [_drafted(dealt(groups, gpus, 0, 1.0), lengths) for groups in model.drawn]
     if lengths[0].whole_vocabulary:
@@ -56,7 +62,8 @@ def step_seconds(lengths: tuple[DraftCounts, ...], gpus: int, drafter_updates: f
     tokens = sum(response.tokens for step in model.drawn for group in step for response in group) / STEPS
     flops = drafter_updates * 3 * 2 * engine.drafter_parameters * TTT_STEPS * tokens
     update_s = flops / (gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)
-    return model.time(drafted, DecodingSpeed(choices, replayed_tokens=1.0)).total + update_s
+    speed = DecodingSpeed(choices, engine.row_s, carried)
+    return model.time(drafted, speed, "pregenerate" if carried else "none").total + update_s
 
 
 @cache

@@ -14,7 +14,7 @@ from specrl.projection.simulator.generation import DecodingSpeed, Shares, simula
 from specrl.projection.simulator.workload import Drawn, Workload, dealt
 
 STEPS = 3  # that are simulated
-REPLAYED_TOKENS = 6.0  # an iteration along pre-generated text: 0.17 decoding steps per token, measured at k = 7
+AGREES = 20.0  # tokens of a response and its pre-generated text: the median measured (benchmarks/after-update.md)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class StepModel:
     def step(self, speculation: Speculation) -> StepTime:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
         steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
-        speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), max(REPLAYED_TOKENS, pace))
+        speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), self.engine.row_s, AGREES)
         return self.time(steps, speed, speculation.bubbles)
 
     def time(self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none") -> StepTime:

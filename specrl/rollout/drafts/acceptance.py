@@ -41,10 +41,10 @@ class SourceCounts(NamedTuple):
 class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
-    A draft is one proposal of up to k tokens for one request in one iteration, or a part of its own seed's text that is
-    read in one pass. `accepted_per_pos[i]` counts drafts whose token i was accepted, `drafted_per_pos[i]` those that had
-    a token i, neither of them what is read in such a pass. `decode_steps` counts engine iterations in which at least one
-    request was decoding or reading its own text.
+    A draft is one proposal of up to k tokens for one request in one iteration, or text of its own seed that one pass
+    reads. `accepted_per_pos[i]` counts drafts whose token i was accepted, `drafted_per_pos[i]` those that had a token i;
+    neither counts what such passes read. `decode_steps` counts engine iterations in which at least one request was
+    decoding, and such passes.
     """
 
     num_drafts: int = 0

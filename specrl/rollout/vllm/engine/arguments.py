@@ -40,7 +40,7 @@ ENVIRONMENT = {
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
 PROMPT_LENGTH = "prompt_length"
-"""The key of `SamplingParams.extra_args` under which the length of the prompt without its response's beginning stands."""
+"""The key of `SamplingParams.extra_args` for the length of the prompt without the beginning of its response."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)

@@ -100,8 +100,9 @@ class RunningRequest:
         drafted = text[before:size]
         agreed = (pick[0] == token and token not in stop_tokens for pick, token in zip(picks, drafted, strict=False))
         taken = picks[: min(1 + sum(takewhile(bool, agreed)), limit - before)]
-        for column, values in zip((self.tokens, self.logprobs, self.log_kept_mass), zip(*taken), strict=True):
-            column += values
+        self.tokens += [token for token, _, _ in taken]
+        self.logprobs += [logprob for _, logprob, _ in taken]
+        self.log_kept_mass += [mass for _, _, mass in taken]
         self.drafts.append(VerifiedDraft(self.prompt_length + before, size - before, len(taken) - 1, OWN_TEXT))
         self.started_at, self.finished_at = self.started_at or read.started_at, read.finished_at
         self._routes = read._routes
