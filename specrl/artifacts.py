@@ -201,14 +201,13 @@ class ParityCounts(Artifact):
     num_unexplained: int
     """The number of differences that are not near-ties, and of tokens that are not what their own distribution gives.
     Validation fails unless it is 0."""
-    cdf_noise: float
-    """The largest movement of a CDF step between two batch shapes of plain decoding; 0 where no token differs, since it
-    is not measured then."""
-    logprob_gap_noise: float  # the largest movement of the gap between the two best log-probs, in nats
+    lead_noise: float
+    """The largest movement of a token's lead between two batch shapes of plain decoding, in nats; 0 where no token
+    differs, since it is not measured then."""
     limit: float
-    """The largest distance that a near-tie may have: of the CDF for sampled responses, in nats for greedy ones."""
+    """The largest distance that a near-tie may have, in nats."""
     largest_distance: float
-    """The largest distance of a difference that was found, in the same unit; 0 without differences."""
+    """The largest distance of a difference that was found, in nats; 0 without differences."""
 
 
 class ExactnessResult(Artifact):

@@ -194,9 +194,9 @@ _DEFINITIONS = (
     Metric("validate/greedy_differences_per_1000_tokens", "", "The same in greedy responses."),
     Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
     Metric(
-        "validate/cdf_noise",
-        "",
-        "Largest movement of a CDF step between batches of plain decoding, where tokens differ.",
+        "validate/lead_noise",
+        "nats",
+        "Largest movement of a token's lead between batches of plain decoding, where tokens differ.",
     ),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric("speedup/generation", "", "Median of speedup/generation_batch_I over the batch sizes measured."),

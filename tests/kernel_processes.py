@@ -53,6 +53,7 @@ POINTERS = {"logits": "*{dtype}", "top_k": "*i64", "seeds": "*i64", "positions":
 POINTERS |= {
     "sums": "*fp64",
     "whole": "*fp64",
+    "leaders": "*i32",
     "stride": "i32",
     "vocab": "i32",
     "num_blocks": "i32",
@@ -73,7 +74,7 @@ def compiled(capability: int, dtype: str) -> dict[str, tuple[str, int]]:
     from specrl.rollout.sampling import kernels
 
     found = {}
-    for kernel in (kernels.sum_blocks, kernels.keep_most_probable, kernels.choose_token, kernels.accept):
+    for kernel in (kernels.race_blocks, kernels.keep_most_probable, kernels.choose_block, kernels.accept):
         constants: dict[str, Any] = {name: CONSTANTS[name] for name in kernel.arg_names if name in CONSTANTS}
         signature = {name: POINTERS.get(name, "*fp32").format(dtype=dtype) for name in kernel.arg_names}
         if "bits" in constants:

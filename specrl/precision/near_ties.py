@@ -1,8 +1,9 @@
 """Compare two generations of the same requests: what differs, and whether rounding alone explains it.
 
 The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape decides in
-which order a kernel adds. Such a difference is a *near-tie*: u(seed, position) lies beside a step of the CDF, nearer
-than the step moves between two shapes of *plain* decoding, or two best log-probs are as near in greedy decoding.
+which order a kernel adds. The token that is picked leads all others by its log-prob and noise together, in greedy
+decoding by its log-prob alone. A difference is a *near-tie* if neither token leads by more than leads move between two
+shapes of *plain* decoding.
 """
 
 from __future__ import annotations
@@ -10,28 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-FLOOR = 1e-6
-"""The smallest noise that is assumed, of the CDF and in nats: FP32 sums of a thousand terms round this far."""
-BF16_CDF, BF16_GAP = 2.0**-6, 2.0**-3
-"""The same where logits are BF16: numbers from 16 to 32 are 1/8 apart, and a step of one logit moves the CDF by up to
-p (1 - p) / 8, at most 1/32. `ALLOWANCE` doubles both."""
+FLOOR = 4e-6
+"""The smallest movement that is assumed, in nats: FP32 numbers from 32 to 64 are as far apart."""
+BF16_FLOOR = 2.0**-3
+"""The same where logits are BF16: numbers from 16 to 32 are 1/8 apart."""
 HOLDS = 1e-5
-"""How far u may lie outside of the recorded step of its token: the recorder sums in another order."""
+"""How far the picked token may be behind as recorded, in nats: the recorder rounds otherwise."""
 ALLOWANCE = 2.0
 """The factor on the largest movement in a sample, which rarely holds the largest there is."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One token as it was picked, with the edges of its step in the CDF of what top-k and top-p leave, and the gap
-    between the two largest log-probs at temperature 1, in nats."""
+    """One token as it was picked."""
 
     token: int
-    u: float
-    lower: float
-    upper: float
-    gap: float
-    greedy: bool
+    lead: float
+    """By how much it leads the best other token, of those that top-k and top-p leave, in nats at its temperature."""
+    greedy: bool = False
 
 
 Trace = Mapping[int, Pick]
@@ -42,21 +39,18 @@ Trace = Mapping[int, Pick]
 class Noise:
     """How far plain decoding in two batch shapes disagrees where both picked the same token after the same tokens."""
 
-    cdf: float
-    """The largest movement of an edge of a token's step."""
-    gap: float
-    """The largest change of a gap, in nats."""
+    lead: float
+    """The largest movement of a lead, in nats."""
     num_tokens: int
 
-    def limit(self, *, greedy: bool) -> float:
-        """The largest distance of a near-tie: nats for greedy responses, a part of the CDF for sampled ones."""
-        return ALLOWANCE * max(self.gap if greedy else self.cdf, FLOOR)
+    @property
+    def limit(self) -> float:
+        """The largest distance of a near-tie, in nats."""
+        return ALLOWANCE * max(self.lead, FLOOR)
 
     def or_rounding(self, dtype: str) -> Noise:
         """Noise of at least one rounding step of a logit in `dtype`."""
-        if dtype != "bfloat16":
-            return self
-        return replace(self, cdf=max(self.cdf, BF16_CDF), gap=max(self.gap, BF16_GAP))
+        return replace(self, lead=max(self.lead, BF16_FLOOR)) if dtype == "bfloat16" else self
 
 
 @dataclass(frozen=True)
@@ -70,22 +64,16 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """How far the CDF, or for greedy picks the gap in nats, must have moved if both picks are right."""
-        if self.left.greedy:
-            return max(self.left.gap, self.right.gap)
-        first, second = sorted((self.left, self.right), key=lambda pick: pick.token)
-        return max(0.0, first.upper - second.lower)
+        """How far leads must have moved if both picks are right, in nats."""
+        return max(self.left.lead, self.right.lead)
 
     def explained(self, noise: Noise) -> bool:
-        """Whether this is a near-tie: both tokens are right at u, and the distance is within the limit."""
-        is_near = self.distance <= noise.limit(greedy=self.left.greedy)
-        if self.left.greedy:
-            return is_near
-        return is_near and self.left.u == self.right.u and all(_holds_u(pick) for pick in (self.left, self.right))
+        """Whether this is a near-tie: both tokens lead, and the distance is within the limit."""
+        return self.distance <= noise.limit and _leads(self.left) and _leads(self.right)
 
 
-def _holds_u(pick: Pick) -> bool:
-    return pick.greedy or pick.lower - HOLDS <= pick.u <= pick.upper + HOLDS
+def _leads(pick: Pick) -> bool:
+    return pick.lead >= -HOLDS
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Comparison:
     """The number of compared tokens: equal ones before any difference, and first differences."""
     divergences: tuple[Divergence, ...]
     num_unexplained: int
-    """Divergences that are no near-ties, and tokens anywhere that are not what their own distribution gives at u."""
+    """Divergences that are no near-ties, and tokens anywhere that do not lead in their own distribution."""
 
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
@@ -106,20 +94,17 @@ def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
     Raises:
         ValueError: One response is a proper beginning of the other.
     """
-    cdf = gap = 0.0
-    num_tokens = 0
+    lead, num_tokens = 0.0, 0
     for a, b in zip(left, right, strict=True):
         for position in _agreement(a, b)[0]:
-            p, q = a[position], b[position]
-            cdf = max(cdf, abs(p.lower - q.lower), abs(p.upper - q.upper))
-            gap = max(gap, abs(p.gap - q.gap))
+            lead = max(lead, abs(a[position].lead - b[position].lead))
             num_tokens += 1
-    return Noise(cdf, gap, num_tokens)
+    return Noise(lead, num_tokens)
 
 
 def worst(first: Noise, second: Noise) -> Noise:
     """The larger noise of two measurements, with the tokens of both."""
-    return Noise(max(first.cdf, second.cdf), max(first.gap, second.gap), first.num_tokens + second.num_tokens)
+    return Noise(max(first.lead, second.lead), first.num_tokens + second.num_tokens)
 
 
 def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comparison:
@@ -136,7 +121,7 @@ def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comp
             num_tokens += 1
             divergences.append(Divergence(index, position, a[position], b[position]))
     unexplained = sum(not divergence.explained(noise) for divergence in divergences)
-    unexplained += sum(not _holds_u(pick) for trace in (*left, *right) for pick in trace.values())
+    unexplained += sum(not _leads(pick) for trace in (*left, *right) for pick in trace.values())
     return Comparison(len(left), num_tokens, tuple(divergences), unexplained)
 
 

@@ -254,8 +254,8 @@ def _accuracy_rows(found: ValidateResult) -> list[tuple[str, str]]:
 
 def _exactness_rows(exactness: ExactnessResult) -> list[tuple[str, str]]:
     return [
-        ("exactness, sampled", _near_ties(exactness.sampled, "of the CDF")),
-        ("exactness, greedy", _near_ties(exactness.greedy, "nats")),
+        ("exactness, sampled", _near_ties(exactness.sampled)),
+        ("exactness, greedy", _near_ties(exactness.greedy)),
         (
             "exactness, drafts compared",
             f"{exactness.num_accepted_tokens} of {_count(exactness.num_draft_tokens, 'drafted token')} accepted",
@@ -263,9 +263,9 @@ def _exactness_rows(exactness: ExactnessResult) -> list[tuple[str, str]]:
     ]
 
 
-def _near_ties(counts: ParityCounts, unit: str) -> str:
+def _near_ties(counts: ParityCounts) -> str:
     text = f"{_count(counts.num_differences, 'difference')} in {_count(counts.num_tokens, 'token')}"
-    distance = f"largest distance {counts.largest_distance:.2g} {unit}, limit {counts.limit:.2g}"
+    distance = f"largest distance {counts.largest_distance:.2g} nats, limit {counts.limit:.2g}"
     return f"{text}, all near-ties: {distance}" if counts.num_differences else text
 
 

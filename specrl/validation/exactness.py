@@ -11,7 +11,7 @@ from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
-NO_NOISE = Noise(0.0, 0.0, 0)
+NO_NOISE = Noise(0.0, 0)
 Tokens = tuple[int, ...]
 
 
@@ -26,7 +26,7 @@ def exactness_metrics(found: ExactnessResult) -> dict[str, float]:
         "validate/differences_per_1000_tokens": per_1000[0],
         "validate/greedy_differences_per_1000_tokens": per_1000[1],
         "validate/unexplained_differences": float(found.sampled.num_unexplained + found.greedy.num_unexplained),
-        "validate/cdf_noise": found.sampled.cdf_noise,
+        "validate/lead_noise": found.sampled.lead_noise,
         "validate/exactness_accepted_tokens": float(found.num_accepted_tokens),
     }
 
@@ -37,8 +37,7 @@ def check(found: ExactnessResult) -> None:
         if way.num_unexplained:
             raise ExactnessError(
                 f"speculation changed {name} responses: near-ties do not explain {way.num_unexplained} tokens; their "
-                f"limits are {found.sampled.limit:.1e} of the CDF for sampled and {found.greedy.limit:.1e} nats for "
-                "greedy responses"
+                f"limit is {way.limit:.1e} nats"
             )
 
 
@@ -66,20 +65,19 @@ def exactness_of(sampled: Comparison, greedy: Comparison, noise: Noise, drafts: 
     return ExactnessResult(
         num_draft_tokens=drafts.num_draft_tokens,
         num_accepted_tokens=drafts.num_accepted_tokens,
-        sampled=_counts(sampled, noise, greedy=False),
-        greedy=_counts(greedy, noise, greedy=True),
+        sampled=_counts(sampled, noise),
+        greedy=_counts(greedy, noise),
     )
 
 
-def _counts(found: Comparison, noise: Noise, *, greedy: bool) -> ParityCounts:
+def _counts(found: Comparison, noise: Noise) -> ParityCounts:
     return ParityCounts(
         num_responses=found.num_responses,
         num_tokens=found.num_tokens,
         num_differences=len(found.divergences),
         num_unexplained=found.num_unexplained,
-        cdf_noise=noise.cdf,
-        logprob_gap_noise=noise.gap,
-        limit=noise.limit(greedy=greedy),
+        lead_noise=noise.lead,
+        limit=noise.limit,
         largest_distance=max((item.distance for item in found.divergences), default=0.0),
     )
 

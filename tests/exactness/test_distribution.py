@@ -24,7 +24,7 @@ from specrl.rollout.drafts.acceptance import DRAFTER, REPLAY
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import SamplerError
 from specrl.rollout.requests import Generation
-from specrl.rollout.sampling.inverse_cdf import Picked
+from specrl.rollout.sampling.gumbel import Picked
 from specrl.rollout.sampling.verification import Sampling, Verified
 from specrl.rollout.vllm.weights.load import read_weights
 from tests.exactness.chi_squared import ChiSquared, chi_squared

@@ -31,7 +31,7 @@ def test_every_difference_in_bf16_is_a_near_tie(engine: Engine) -> None:
     check(result)
     assert 0 < result.num_accepted_tokens < result.num_draft_tokens
     assert result.sampled.num_tokens > 1000 and result.greedy.num_tokens > 1000
-    assert result.sampled.cdf_noise < 0.05  # none at all where a toy's shapes round alike
+    assert result.sampled.lead_noise < 0.2  # none at all where a toy's shapes round alike
 
 
 def test_recording_changes_no_token(engine: Engine) -> None:

@@ -10,14 +10,14 @@ from specrl.precision.near_ties import Noise, Pick, compare, measure_noise, wors
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.validation.exactness import ExactnessError, check, exactness_metrics, exactness_of
 
-NOISE = Noise(cdf=1e-3, gap=0.1, num_tokens=100)
-LEFT = Pick(token=3, u=0.5, lower=0.2, upper=0.5004, gap=1.0, greedy=False)
-RIGHT = Pick(token=4, u=0.5, lower=0.4999, upper=0.9, gap=1.0, greedy=False)
+NOISE = Noise(lead=1e-3, num_tokens=100)
+LEFT = Pick(token=3, lead=4e-4)
+RIGHT = Pick(token=4, lead=5e-4)
 DRAFTS = SpeculationStats()
-SAME = Pick(token=7, u=0.3, lower=0.1, upper=0.4, gap=1.0, greedy=False)
+SAME = Pick(token=7, lead=1.0)
 
 
-def test_a_step_of_the_cdf_that_moved_by_no_more_than_noise_explains_a_difference() -> None:
+def test_leads_that_are_no_longer_than_noise_moves_them_explain_a_difference() -> None:
     comparison = compare([{5: SAME, 6: LEFT, 7: SAME}], [{5: SAME, 6: RIGHT}], NOISE)
     assert [(d.request, d.position) for d in comparison.divergences] == [(0, 6)]
     assert comparison.divergences[0].distance == pytest.approx(5e-4)
@@ -29,9 +29,8 @@ def test_a_step_of_the_cdf_that_moved_by_no_more_than_noise_explains_a_differenc
 @pytest.mark.parametrize(
     "other",
     [
-        replace(RIGHT, lower=0.49, upper=0.9),  # the step moved further than noise does
-        replace(RIGHT, lower=0.51, upper=0.9),  # u is not in the step of the token picked
-        replace(RIGHT, u=0.6),  # another random number
+        replace(RIGHT, lead=0.01),  # it leads by more than noise moves
+        replace(RIGHT, lead=-0.01),  # it does not lead
     ],
 )
 def test_other_differences_are_not_explained(other: Pick) -> None:
@@ -39,23 +38,22 @@ def test_other_differences_are_not_explained(other: Pick) -> None:
 
 
 def test_a_token_that_its_own_distribution_does_not_give_is_found_without_a_difference() -> None:
-    wrong = replace(SAME, u=0.7)
+    wrong = replace(SAME, lead=-0.1)
     comparison = compare([{5: wrong}], [{5: wrong}], NOISE)
     assert not comparison.divergences
     assert comparison.num_unexplained == 2
 
 
-@pytest.mark.parametrize(("gap", "unexplained"), [(0.05, 0), (0.15, 0), (0.25, 1)])
-def test_greedy_differences_are_explained_by_the_distance_of_the_two_best(gap: float, unexplained: int) -> None:
-    left, right = (Pick(token, 0.5, 0.2, 0.4, gap, greedy=True) for token in (3, 4))
-    assert compare([{6: left}], [{6: right}], NOISE).num_unexplained == unexplained
+@pytest.mark.parametrize(("lead", "unexplained"), [(0.05, 0), (0.15, 0), (0.25, 1)])
+def test_greedy_differences_are_explained_by_the_distance_of_the_two_best(lead: float, unexplained: int) -> None:
+    left, right = (Pick(token, lead, greedy=True) for token in (3, 4))
+    assert compare([{6: left}], [{6: right}], Noise(0.1, 100)).num_unexplained == unexplained
 
 
 def test_noise_is_the_largest_movement_over_common_tokens() -> None:
-    moved = replace(SAME, lower=0.1002, upper=0.3995, gap=1.3)
+    moved = replace(SAME, lead=1.3)
     noise = measure_noise([{5: SAME, 6: LEFT}], [{5: moved, 6: RIGHT}])
-    assert noise.cdf == pytest.approx(5e-4)
-    assert noise.gap == pytest.approx(0.3)
+    assert noise.lead == pytest.approx(0.3)
     assert noise.num_tokens == 1
 
 
@@ -67,7 +65,7 @@ def test_a_response_that_only_goes_on_is_an_error() -> None:
 @pytest.mark.parametrize(("broken", "message"), [("sampled", "sampled responses"), ("greedy", "greedy responses")])
 def test_a_failed_gate_is_an_error_with_its_figures(broken: str, message: str) -> None:
     fine = compare([{5: SAME}], [{5: SAME}], NOISE)
-    wrong = compare([{6: LEFT}], [{6: replace(RIGHT, u=0.6)}], NOISE)
+    wrong = compare([{6: LEFT}], [{6: replace(RIGHT, lead=0.6)}], NOISE)
     good = exactness_of(fine, fine, NOISE, DRAFTS)
     check(good)
     assert exactness_metrics(good)["validate/unexplained_differences"] == 0
@@ -76,7 +74,7 @@ def test_a_failed_gate_is_an_error_with_its_figures(broken: str, message: str) -
 
 
 def test_noise_is_never_assumed_below_one_rounding_of_a_logit() -> None:
-    measured = Noise(cdf=0.0, gap=0.5, num_tokens=10)
+    measured = Noise(lead=0.0, num_tokens=10)
     assert measured.or_rounding("float32") == measured
-    assert measured.or_rounding("bfloat16") == Noise(cdf=2**-6, gap=0.5, num_tokens=10)
-    assert worst(measured, NOISE) == Noise(cdf=1e-3, gap=0.5, num_tokens=110)
+    assert measured.or_rounding("bfloat16") == Noise(lead=2**-3, num_tokens=10)
+    assert worst(measured, NOISE) == Noise(lead=1e-3, num_tokens=110)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.rollout.sampling import inverse_cdf as sampling
-from specrl.rollout.sampling.inverse_cdf import pick, weights
+from specrl.rollout.sampling import gumbel as sampling
+from specrl.rollout.sampling.gumbel import noise, pick, weights
 
+LN_2 = math.log(2)
 JUST_BELOW_ONE = 1 - 2.0**-24
 
 
@@ -65,14 +68,13 @@ def test_many_rows_keep_what_each_keeps_alone(rows: list[tuple[str, int, float, 
     temperature = torch.tensor([t for *_, t in rows])
     expected = reference(logits, temperature, top_k, top_p)
     assert torch.equal(weights(logits, temperature, top_k, top_p), expected)
-    u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, u)
+    seeds, positions = torch.randint(2**62, (2, len(rows)), generator=generator) >> torch.tensor([[0], [40]])
+    tokens, logprobs, log_kept_mass = pick(logits, temperature, top_k, top_p, seeds, positions)
     drawn = temperature > 0
-    cdf = expected.double().cumsum(-1)
-    upper, mass = cdf.gather(-1, tokens[:, None])[:, 0], expected.double().gather(-1, tokens[:, None])[:, 0]
-    total = cdf[:, -1]
+    mass, total = expected.double().gather(-1, tokens[:, None])[:, 0], expected.double().sum(-1)
     assert bool((mass > 0)[drawn].all())
-    assert bool((((upper - mass) / total < u + 1e-6) & (u < upper / total + 1e-6))[drawn].all())
+    races = expected.double().log() + noise(seeds, positions, vocab).double() * LN_2
+    assert bool((races.gather(-1, tokens[:, None])[:, 0] > races.amax(-1) - 1e-4)[drawn].all())
     torch.testing.assert_close(logprobs[drawn].double(), (mass / total).log()[drawn], atol=1e-4, rtol=0)
     assert torch.equal(tokens[~drawn], logits.argmax(-1)[~drawn])
     assert bool((logprobs[~drawn] == 0).all())
@@ -92,8 +94,8 @@ def test_nuclei_of_any_size_are_found(scale: float, top_k: int, top_p: float) ->
 
 def test_the_size_of_a_piece_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(8)) * 3
-    settings = torch.ones(9), torch.tensor([0, 5, 0] * 3), torch.tensor([0.9, 1.0, 1.0] * 3)
-    u = torch.rand(9, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    whole = pick(logits, *settings, u)
+    limits = torch.ones(9), torch.tensor([0, 5, 0] * 3), torch.tensor([0.9, 1.0, 1.0] * 3)
+    settings = *limits, torch.arange(9), torch.arange(9)
+    whole = pick(logits, *settings)
     monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", {"cpu": 1000})
-    assert all(torch.equal(a, b) for a, b in zip(whole, pick(logits, *settings, u), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, pick(logits, *settings), strict=True))

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrl.rollout.sampling.inverse_cdf import Picked, pick, uniforms
+from specrl.rollout.sampling.gumbel import Picked, pick
 from specrl.rollout.sampling.verification import Verified, verify
 from tests.kernel_processes import compiled, use_interpreter
 from tests.kernel_processes import pick as pick_in_triton
@@ -82,9 +82,9 @@ def test_pick_gives_the_tokens_of_the_pytorch_sampler(interpreter: ProcessPoolEx
         top_k = torch.tensor([k for _, _, k, _ in rows], dtype=torch.int64)
         seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator)
         positions = torch.randint(2**17, (len(rows),), generator=generator)
-        arguments = logits, temperature.float(), top_k, top_p.float()
-        found = Picked(*interpreter.submit(pick_in_triton, *arguments, seeds, positions).result())
-        assert_same(found, pick(*arguments, uniforms(seeds, positions)))
+        arguments = logits, temperature.float(), top_k, top_p.float(), seeds, positions
+        found = Picked(*interpreter.submit(pick_in_triton, *arguments).result())
+        assert_same(found, pick(*arguments))
 
     holds()
 

@@ -16,7 +16,7 @@ from specrl.bench.gpu.models import Row, Scale
 from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, NOTHING, Text, TextIndex
-from specrl.rollout.sampling.inverse_cdf import pick_at
+from specrl.rollout.sampling.gumbel import pick
 from specrl.rollout.sampling.verification import Sampling, verify
 
 K = 3
@@ -39,7 +39,7 @@ class Implementation(NamedTuple):
     drafts: type[DeviceDrafts]
 
 
-PYTORCH = Implementation("PyTorch", Sampling(pick_at, verify), DeviceDrafts)
+PYTORCH = Implementation("PyTorch", Sampling(pick, verify), DeviceDrafts)
 
 
 class Case(NamedTuple):

@@ -42,9 +42,9 @@ class SpeculationStats:
     """Counters of one or more generations; `a + b` merges them.
 
     A draft is one proposal of up to k tokens for one request in one iteration, or text of its own seed that one pass
-    reads. `accepted_per_pos[i]` counts drafts whose token i was accepted, `drafted_per_pos[i]` those that had a token i;
-    neither counts what such passes read. `decode_steps` counts engine iterations in which at least one request was
-    decoding, and such passes.
+    reads. `accepted_per_pos[i]` counts drafts whose token i was accepted, and `drafted_per_pos[i]` those that had one;
+    neither counts what such passes read. `decode_steps` counts such passes, and engine iterations in which at least one
+    request was decoding.
     """
 
     num_drafts: int = 0

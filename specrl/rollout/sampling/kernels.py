@@ -1,9 +1,10 @@
-"""`inverse_cdf.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
+"""`gumbel.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
-A first kernel sums the weights of every block of the vocabulary, and a second one finds the block and the token in it.
-Rows with top-k or top-p pass through a third kernel between them, which finds the least logit that is kept by bisection
-over its bits. No block size is tuned and sums of weights are exact, so that a row's token does not depend on its batch.
-Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `inverse_cdf`.
+A first kernel finds the token of every block of the vocabulary that leads with its noise, and sums the weights of the
+block; another takes the best block. Rows with top-k or top-p pass through a third kernel between them, which finds the
+least logit that is kept by bisection over its bits. No block size is tuned and sums of weights are exact, so that a row's
+token does not depend on its batch.
+Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `gumbel`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specrl.rollout.sampling import inverse_cdf
-from specrl.rollout.sampling.inverse_cdf import MAX_VOCAB, Picked
+from specrl.rollout.sampling import gumbel
+from specrl.rollout.sampling.gumbel import MAX_VOCAB, Picked
 from specrl.rollout.sampling.verification import Verified
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -22,29 +23,33 @@ WHOLE_ROW = {**OPTIONS, "num_warps": 16}
 """The options of the kernel whose programs read a whole row many times."""
 WIDTH = tl.constexpr(4096)
 """The number of logits that the search for the least logit reads at once."""
-BLOCK = tl.constexpr(inverse_cdf.BLOCK)
-UNIT = tl.constexpr(inverse_cdf.UNIT)
-LOWEST = tl.constexpr(inverse_cdf.LOWEST)
-ROUNDER = tl.constexpr(inverse_cdf.ROUNDER)
-LOG2_E = tl.constexpr(inverse_cdf.LOG2_E)
-LOG_2 = tl.constexpr(0.6931471805599453)
+BLOCK = tl.constexpr(gumbel.BLOCK)
+UNIT = tl.constexpr(gumbel.UNIT)
+LOWEST = tl.constexpr(gumbel.LOWEST)
+ROUNDER = tl.constexpr(gumbel.ROUNDER)
+LOG2_E = tl.constexpr(gumbel.LOG2_E)
+LN_2 = tl.constexpr(0.6931471805599453)
 POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6 = (
-    tl.constexpr(coefficient * inverse_cdf.UNIT) for coefficient in inverse_cdf.POWER
+    tl.constexpr(coefficient * gumbel.UNIT) for coefficient in gumbel.POWER
 )
-TO_UNIFORM = tl.constexpr(2.0**-53)
+LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7, LOG_8 = map(tl.constexpr, gumbel.LOGARITHM)
+HALF_ROOT_BITS = tl.constexpr(gumbel.HALF_ROOT_BITS)
+WORDS = tl.constexpr(gumbel.WORDS)
+STEP, HALF_STEP, MOST = tl.constexpr(2.0**-32), tl.constexpr(2.0**-33), tl.constexpr(1 - 2.0**-24)
 LEAST_KEY = tl.constexpr(-(2**31))
 ALL_BUT_SIGN = tl.constexpr(2**31 - 1)
 
 
 def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Picked:
-    """Pick tokens as `inverse_cdf.pick_at` does; rows of `logits`, FP32 or BF16, are contiguous."""
+    """Pick tokens as `gumbel.pick` does; rows of `logits`, FP32 or BF16, are contiguous."""
     rows, vocab = logits.shape
     assert vocab <= MAX_VOCAB and logits.stride(1) == 1, (logits.shape, logits.stride())
-    num_blocks = triton.cdiv(vocab, inverse_cdf.BLOCK)
+    num_blocks = triton.cdiv(vocab, gumbel.BLOCK)
     all_blocks = triton.next_power_of_2(num_blocks)
     sums = logits.new_empty(rows, num_blocks, dtype=torch.float64)
-    references = logits.new_empty(rows, num_blocks, dtype=torch.float32)
-    whole, least = logits.new_empty(rows, dtype=torch.float64), logits.new_empty(rows, dtype=torch.float32)
+    references, leads = (logits.new_empty(rows, num_blocks, dtype=torch.float32) for _ in range(2))
+    leaders = logits.new_empty(rows, num_blocks, dtype=torch.int32)
+    whole = logits.new_empty(rows, dtype=torch.float64)
     picked = Picked(
         logits.new_empty(rows, dtype=torch.int64),
         logits.new_empty(rows, dtype=torch.float32),
@@ -52,14 +57,12 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     )
     if not rows:
         return picked
-    row_of = logits, logits.stride(0), vocab, temperature
-    sum_blocks[rows, num_blocks](*row_of, sums, references, num_blocks, **OPTIONS)
+    row_of = logits, logits.stride(0), vocab, temperature, seeds, positions
+    of_blocks = sums, references, leads, leaders, num_blocks
+    race_blocks[rows, num_blocks](*row_of, *of_blocks, **OPTIONS)
     bits = 16 if logits.dtype is torch.bfloat16 else 32
-    keep_most_probable[(rows,)](
-        *row_of, top_k, top_p, sums, references, whole, least, num_blocks, all_blocks, bits, **WHOLE_ROW
-    )
-    limits = sums, references, whole, least, num_blocks
-    choose_token[(rows,)](*row_of, *limits, seeds, positions, *picked, all_blocks, **OPTIONS)
+    keep_most_probable[(rows,)](*row_of, top_k, top_p, whole, *of_blocks, all_blocks, bits, **WHOLE_ROW)
+    choose_block[(rows,)](logits, logits.stride(0), temperature, whole, *of_blocks, *picked, all_blocks, **OPTIONS)
     return picked
 
 
@@ -103,15 +106,22 @@ def accept(
 
 
 @triton.jit
-def sum_blocks(logits, stride, vocab, temperature, sums, references, num_blocks):
-    """Write the sum of the weights of one block of one row, and its largest logit: NaN if a logit is NaN or +inf."""
+def race_blocks(logits, stride, vocab, temperature, seeds, positions, sums, references, leads, leaders, num_blocks):
+    """Write of one block of one row the sum of the weights; the largest logit, NaN if a logit is NaN or +inf; and the
+    token that leads with its noise, and by how much it does over the largest logit."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = _load(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab)
     largest = tl.max(x)
     is_finite = tl.min((x < float("inf")).to(tl.int32)) == 1  # false for NaN, too
-    total = tl.sum(_weights(x, _bounded(largest), _scale(tl.load(temperature + row))).to(tl.float64))
-    tl.store(sums + row * num_blocks + block, total)
-    tl.store(references + row * num_blocks + block, tl.where(is_finite, largest, float("nan")))
+    t = tl.load(temperature + row)
+    distance = (x - _bounded(largest)) * _scale(t)
+    race = distance + _noise(tl.load(seeds + row), tl.load(positions + row), block)
+    race = tl.where(t == 0, distance, race)
+    at = row * num_blocks + block
+    tl.store(sums + at, tl.sum(tl.floor(_powers(distance)).to(tl.float64)))
+    tl.store(references + at, tl.where(is_finite, largest, float("nan")))
+    tl.store(leads + at, tl.max(race))
+    tl.store(leaders + at, tl.argmax(race, 0).to(tl.int32))
 
 
 @triton.jit
@@ -120,24 +130,26 @@ def keep_most_probable(
     stride,
     vocab,
     temperature,
+    seeds,
+    positions,
     top_k,
     top_p,
+    whole,
     sums,
     references,
-    whole,
-    least,
+    leads,
+    leaders,
     num_blocks,
     all_blocks: tl.constexpr,
     bits: tl.constexpr,
 ):
     """Replace the sums of a row with top-k or top-p by those of what is kept, relative to the row's largest logit, and
-    write the least logit that is kept and the sum of all weights; `whole` is 0 for other rows."""
+    the leading tokens by those among it; write the sum of all weights to `whole`, and 0 for other rows."""
     row = tl.program_id(0).to(tl.int64)
     t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     has_top_k = (k > 0) & (k < vocab)
     if (t == 0) | ((not has_top_k) & (p >= 1)):
         tl.store(whole + row, 0.0)
-        tl.store(least + row, float("-inf"))
         return
     logits += row * stride
     scale = _scale(t)
@@ -163,28 +175,31 @@ def keep_most_probable(
             mass = _mass(logits, vocab, largest, scale, tl.maximum(candidate, kept), bits)
             threshold = tl.where(mass >= target, candidate, threshold)
     total = tl.full((), 0.0, tl.float64)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
     for block in range(num_blocks):
         x = _load(logits, block * BLOCK + tl.arange(0, BLOCK), vocab)
-        w = _weights(x, largest, scale).to(tl.float64)
+        w, is_kept = _weights(x, largest, scale).to(tl.float64), _key(x, bits) >= threshold
         total += tl.sum(w)
-        tl.store(sums + row * num_blocks + block, tl.sum(tl.where(_key(x, bits) >= threshold, w, 0.0)))
+        at = row * num_blocks + block
+        race = (x - _bounded(tl.load(references + at))) * scale + _noise(seed, position, block)
+        race = tl.where(is_kept, race, float("-inf"))
+        tl.store(sums + at, tl.sum(tl.where(is_kept, w, 0.0)))
+        tl.store(leads + at, tl.max(race))
+        tl.store(leaders + at, tl.argmax(race, 0).to(tl.int32))
     tl.store(whole + row, total)
-    tl.store(least + row, _logit(threshold, bits))
 
 
 @triton.jit
-def choose_token(
+def choose_block(
     logits,
     stride,
-    vocab,
     temperature,
+    whole,
     sums,
     references,
-    whole,
-    least,
+    leads,
+    leaders,
     num_blocks,
-    seeds,
-    positions,
     tokens,
     logprobs,
     log_kept_mass,
@@ -192,35 +207,24 @@ def choose_token(
 ):
     """Write what is picked for a row."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
     t, all_mass = tl.load(temperature + row), tl.load(whole + row)
     scale, is_greedy, is_limited = _scale(t), t == 0, all_mass > 0
-    of_blocks = tl.arange(0, all_blocks)
-    in_row = of_blocks < num_blocks
-    maxima = tl.load(references + row * num_blocks + of_blocks, mask=in_row, other=float("-inf"))
+    block = tl.arange(0, all_blocks)
+    in_row, at = block < num_blocks, row * num_blocks + block
+    maxima = tl.load(references + at, mask=in_row, other=float("-inf"))
     largest = tl.max(maxima)
     finite = (tl.min((maxima < float("inf")).to(tl.int32)) == 1) & (largest > float("-inf"))
 
-    reference = tl.where(is_limited, _bounded(largest), _bounded(maxima))
-    factor = (_powers((reference - _bounded(largest)) * scale) / UNIT).to(tl.float64)
-    across = tl.floor(tl.load(sums + row * num_blocks + of_blocks, mask=in_row, other=0.0) * factor)
-    total = tl.sum(across)
-    u = _uniform(tl.load(seeds + row), tl.load(positions + row))
-    target = tl.minimum(tl.floor(u * total), total - 1)
-    block = tl.sum((tl.cumsum(across, 0) <= target).to(tl.int32))
-    block = tl.where(is_greedy, tl.argmax(maxima, 0), tl.minimum(block, num_blocks - 1))
-    is_chosen = of_blocks == block
-    inside = target - tl.sum(tl.where(of_blocks < block, across, 0.0))
+    behind = (_bounded(maxima) - _bounded(largest)) * scale
+    factor = tl.where(is_limited, 1.0, (_powers(behind) / UNIT).to(tl.float64))
+    total = tl.sum(tl.floor(tl.load(sums + at, mask=in_row, other=0.0) * factor))
+    lead = tl.load(leads + at, mask=in_row, other=float("-inf")) + behind
+    best = tl.argmax(tl.where(in_row, lead, float("-inf")), 0)
+    token = best * BLOCK + tl.sum(tl.where(block == best, tl.load(leaders + at, mask=in_row, other=0), 0))
+    token = tl.where(finite, token, 0)
 
-    x = _load(logits, block * BLOCK + tl.arange(0, BLOCK), vocab)
-    w = _weights(x, tl.sum(tl.where(is_chosen, reference, 0.0)), scale).to(tl.float64)
-    w = tl.where(x < tl.load(least + row), 0.0, w)
-    within = tl.floor(tl.cumsum(w, 0) * tl.sum(tl.where(is_chosen, factor, 0.0)))
-    token = tl.where(is_greedy, tl.argmax(x, 0), tl.sum((within <= inside).to(tl.int32)))
-    token = tl.where(finite, tl.minimum(block * BLOCK + token, vocab - 1), 0)
-
-    exponent = ((tl.load(logits + token).to(tl.float32) - largest) * scale).to(tl.float64)
-    logprob = tl.where(is_greedy, 0.0, (exponent - tl.log2(total / UNIT)) * LOG_2)
+    exponent = ((tl.load(logits + row * stride + token).to(tl.float32) - largest) * scale).to(tl.float64)
+    logprob = tl.where(is_greedy, 0.0, (exponent - tl.log2(total / UNIT)) * LN_2)
     kept = tl.where(is_limited & (not is_greedy), tl.log(total / tl.where(is_limited, all_mass, 1.0)), 0.0)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.where(finite, logprob, float("nan")).to(tl.float32))
@@ -228,10 +232,32 @@ def choose_token(
 
 
 @triton.jit
-def _uniform(seed, position):
-    low, high, _, _ = tl.philox(seed, position.to(tl.uint32), 0, 0, 0)
-    bits = (high.to(tl.uint64) << 21) | (low.to(tl.uint64) >> 11)
-    return bits.to(tl.float64) * TO_UNIFORM
+def _noise(seed, position, block):
+    """The noise of the tokens of a block, as `gumbel.noise` has it."""
+    place = (tl.arange(0, BLOCK // WORDS) + block * (BLOCK // WORDS)).to(tl.uint32)
+    zero = place * 0
+    first, second, third, fourth = tl.philox(seed, zero + position.to(tl.uint32), place, zero, zero)
+    words = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (BLOCK,))
+    small = tl.minimum(words.to(tl.float32) * STEP + HALF_STEP, MOST)
+    rest = 1 - small
+    lost = (1 - rest) - small
+    return -_log2(-(_log2(rest) + lost * LOG2_E))
+
+
+@triton.jit
+def _log2(value):
+    bits = value.to(tl.int32, bitcast=True)
+    exponent = (bits - HALF_ROOT_BITS) >> 23
+    rest = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1
+    result = rest * LOG_8
+    result = (result + LOG_7) * rest
+    result = (result + LOG_6) * rest
+    result = (result + LOG_5) * rest
+    result = (result + LOG_4) * rest
+    result = (result + LOG_3) * rest
+    result = (result + LOG_2) * rest
+    result = (result + LOG_1) * rest
+    return (result + LOG_0) * rest + exponent.to(tl.float32)
 
 
 @triton.jit
@@ -286,12 +312,3 @@ def _key(x, bits: tl.constexpr):
     """An integer of so many bits that is larger where x is; the last bits of BF16 tell nothing."""
     key = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 and 0 are the same
     return (key ^ ((key >> 31) & ALL_BUT_SIGN)) >> (32 - bits)
-
-
-@triton.jit
-def _logit(key, bits: tl.constexpr):
-    """The logit whose key it is."""
-    key = key.to(tl.int32)
-    if bits == 16:
-        key = (key << 16) | tl.where(key < 0, 0xFFFF, 0)
-    return (key ^ ((key >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specrl.precision.near_ties import Pick
-from specrl.rollout.sampling.inverse_cdf import Picked, uniforms, weights
+from specrl.rollout.sampling.gumbel import Picked, noise, weights
 
+LN_2 = math.log(2)
 ROWS_TOGETHER = 64
 """The number of rows of logits that are looked at at once: in FP64 they take much memory."""
 
@@ -43,13 +46,11 @@ class Recorder:
 
     def _record(self, *rows: Tensor) -> None:
         logits, temperature, top_k, top_p, seeds, positions, tokens = rows
-        probs = weights(logits, temperature, top_k, top_p).double()
-        probs /= probs.sum(-1, keepdim=True)
-        upper = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
-        lower = upper - probs.gather(1, tokens[:, None])[:, 0]
-        best = logits.float().log_softmax(-1).topk(2).values
-        found = tokens, uniforms(seeds, positions), lower, upper, best[:, 0] - best[:, 1], temperature == 0
-        columns = (column.tolist() for column in (seeds, positions, *found))
+        greedy, chosen = temperature == 0, tokens[:, None]
+        races = weights(logits, temperature, top_k, top_p).double().log()
+        races += (noise(seeds, positions, logits.shape[1]).double() * LN_2).masked_fill(greedy[:, None], 0)
+        leads = races.gather(1, chosen) - races.scatter(1, chosen, -torch.inf).amax(-1, keepdim=True)
+        columns = (column.tolist() for column in (seeds, positions, tokens, leads[:, 0], greedy))
         for seed, position, *values in zip(*columns, strict=True):
             # What was picked behind a rejected draft gives way to what is picked there next.
             self.traces.setdefault(seed, {})[position] = Pick(*values)

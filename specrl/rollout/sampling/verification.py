@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specrl.rollout.sampling.inverse_cdf import Picked
+from specrl.rollout.sampling.gumbel import Picked
 
 
 class Verified(NamedTuple):
@@ -21,7 +21,7 @@ class Verified(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How tokens are picked, see `inverse_cdf.pick_at`, and drafts verified; the results are the same everywhere."""
+    """How tokens are picked, see `gumbel.pick`, and drafts verified; the results are the same everywhere."""
 
     pick: Callable[..., Picked]
     verify: Callable[..., Verified]

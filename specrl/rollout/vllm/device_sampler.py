@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 
 from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import LIMIT
-from specrl.rollout.sampling.inverse_cdf import Picked, logprobs_of, pick_at
+from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
 from specrl.rollout.vllm.engine.arguments import PROMPT_LENGTH
 
@@ -50,7 +50,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.sampling = Sampling(pick_at, verify)
+        self.sampling = Sampling(pick, verify)
         if arguments["device"].type == "cuda":
             from specrl.rollout.sampling import kernels
 
@@ -201,14 +201,14 @@ NUM_PROMPT_COLUMNS = len(PromptColumns._fields)
 
 def score(token_ids: Tensor, hidden: Tensor, rows: Rows, num_logprobs: int, _: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens that follow each row, and those that are picked there; their `PromptColumns`; and no ranks."""
-    tokens, columns = [token_ids.long()[:, None]], []
+    token_ids, picks, columns = token_ids.long(), [], []
     for first in range(0, len(token_ids), CHUNK_SIZE):
         logits = rows.logits_of(hidden[first : first + CHUNK_SIZE])
-        found = [logprobs_of(logits, tokens[0][first : first + CHUNK_SIZE, 0])]
+        found = [logprobs_of(logits, token_ids[first : first + CHUNK_SIZE])]
         if num_logprobs:
             picked = rows.picked(logits, first)
-            tokens.append(picked.tokens[:, None])
+            picks.append(picked.tokens)
             found += [picked.logprobs, picked.log_kept_mass]
         columns.append(torch.stack(found, 1))
-    picks = [torch.cat(tokens[1:])] * num_logprobs
-    return torch.cat([tokens[0], *picks], 1), torch.cat(columns), torch.zeros_like(tokens[0][:, 0])
+    ids = [token_ids, *([torch.cat(picks)] * num_logprobs if picks else [])]
+    return torch.stack(ids, 1), torch.cat(columns), torch.zeros_like(token_ids)

@@ -1,6 +1,6 @@
 """The start-up test of the sampler inside an engine: it gets crafted logits and drafts, and every token is checked.
 
-An engine starts only after every token that the installed sampler gives has been compared with `inverse_cdf` on the
+An engine starts only after every token that the installed sampler gives has been compared with `gumbel` on the
 CPU, row by row: plain rows, accepted and rejected drafts, greedy decoding, top-k, top-p and temperatures, mixed in one
 batch.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specrl.rollout.errors import SamplerError
 from specrl.rollout.requests import Request, Response
-from specrl.rollout.sampling.inverse_cdf import Picked, pick_at
+from specrl.rollout.sampling.gumbel import Picked, pick
 from specrl.rollout.sampling.verification import Verified
 
 NUM_TOKENS = 20
@@ -56,7 +56,7 @@ class CraftedInputs:
         temperature, top_k, top_p, seeds = (values.cpu() for values in self._sampler.settings(requests))
         following = positions.cpu() + 1
         crafted = self._logits(following, logits.shape[1])
-        right = pick_at(crafted, temperature, top_k, top_p, seeds, following).tokens
+        right = pick(crafted, temperature, top_k, top_p, seeds, following).tokens
         first, second = self.support[:2]
         drafts = torch.where(is_right(following), right, torch.where(right == first, second, first))
         self._drafts = drafts.roll(1).to(logits.device)
@@ -84,7 +84,7 @@ class CraftedInputs:
         positions = torch.arange(NUM_TOKENS) + len(case.prompt_tokens)
         settings = (case.temperature, case.top_k, case.top_p, case.seed)
         temperature, top_k, top_p, seeds = (torch.full((NUM_TOKENS,), value) for value in settings)
-        right = pick_at(self._logits(positions, self._vocab_size), temperature, top_k, top_p, seeds, positions)
+        right = pick(self._logits(positions, self._vocab_size), temperature, top_k, top_p, seeds, positions)
         if response.tokens != right.tokens.tolist():
             raise SamplerError(
                 f"the sampler installed in the engine gave the tokens {response.tokens} where {right.tokens.tolist()} "

@@ -1,16 +1,19 @@
 """Drafter-invariant sampling: the token at (seed, position) depends on the policy's distribution alone.
 
-One uniform u(seed, position) picks the token by inverse CDF over the policy's processed probabilities, drafted or not;
-a draft is accepted when it is that token (Daliri, Musco, Suresh: "Coupling without communication and drafter-invariant
-speculative decoding", 2024).
+The picked token has the largest sum of scaled logit and Gumbel noise g(seed, position, token), drafted or not: it is
+distributed as the policy says (the Gumbel-max trick), and a draft is accepted when it is that token (Daliri, Musco,
+Suresh: "Coupling without communication and drafter-invariant speculative decoding", 2024). Two policies that differ
+little, or two roundings of one, seldom pick different tokens: with probability 2 TV / (1 + TV) at most, if TV is their
+total variation distance, however many tokens are likely.
 
-Which token a row of logits gives is defined to the bit, so that neither the batch nor the device nor the order of a sum
-can change it. A token's weight is 2 ** ((logit - reference) * scale) in steps of 2^-35, where `scale` is log2(e) /
-temperature and the reference is the largest logit of the token's block. The power is computed by FP32 multiplications
-and additions that are rounded one by one. Weights are integers (in units of 2^-35), so sums of them are exact in FP64.
-The sums of the blocks are brought to the row's largest logit and rounded down, and the token is found in two levels:
-its block, then the token in it. Rows with top-k or top-p take the row's largest logit as every block's reference.
-`kernels` computes the same in Triton.
+Which token a row of logits gives is defined to the bit, so that neither the batch nor the device can change it. Logits
+are in bits, times log2(e) / temperature, as distances from the largest one of their block, and every step is an FP32
+multiplication or addition that is rounded by itself; of equal sums that of the first token counts. `kernels` computes the
+same in Triton.
+
+The sums that log-probs, top-k and top-p need are exact: a token's weight is 2 to the power of its distance, an integer in
+steps of 2^-35, and FP64 holds sums of these. They are brought to the row's largest logit and rounded down block by block.
+Rows with top-k or top-p take weights relative to the row's largest logit.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """The number of logits worked on at once: 1 MiB in FP32 on a CPU, 256 MiB on a GPU."""
 
 BLOCK = 1024
-"""The tokens in a block. Another number would be another definition: weights are relative to their block."""
+"""The tokens in a block. Another number would be another definition: distances are from the largest of a block."""
 UNIT = 2.0**35
 """The weight of a block's most probable token."""
 MAX_VOCAB = 2**18
@@ -52,6 +55,23 @@ POWER = (
 """The coefficients, exact in FP32, of a polynomial for 2^x from -1/2 to 1/2, lowest first; its error is 1e-7."""
 ROUNDER = 1.5 * 2.0**23
 """FP32 numbers of this size have no fraction: adding it rounds to an integer, which the low bits then hold."""
+WORDS = 4
+"""The random words of a Philox counter, each for a token."""
+HALF_ROOT_BITS = 0x3F3504F3
+"""The bits of sqrt(1/2) in FP32."""
+LOGARITHM = (
+    1.4426950216293335,
+    -0.7213473320007324,
+    0.48091062903404236,
+    -0.3607036769390106,
+    0.2879162132740021,
+    -0.23894518613815308,
+    0.21571628749370575,
+    -0.20726746320724487,
+    0.12583234906196594,
+)
+"""The coefficients, exact in FP32, of a polynomial for log2(1 + x) / x, lowest first, where 1 + x is from sqrt(1/2) to
+sqrt(2); its relative error is 5e-8."""
 
 
 class Picked(NamedTuple):
@@ -88,65 +108,63 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """u(seed, position) in [0, 1), FP64, with the same bits on every device.
+def noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """g(seed, position, token) of every token, FP32 [rows, vocab], in bits and with the same bits on every device.
 
-    The key is the seed, the counter (position, 0, 0, 0). The first two words of the result, low word first, make 64
-    bits, of which the upper 53 become the uniform, as NumPy makes doubles.
+    The key is the seed, the counter (position, token // 4, 0, 0), and the words of the result are for four tokens in
+    turn. A word w stands for v = (w + 1/2) / 2^32, and g = -log2(-log2(1 - v)).
 
     Args:
-        seeds: int64, in [0, 2^63).
-        positions: int64, in the sequence, prompt included; they broadcast against `seeds`.
+        seeds: [rows] int64, in [0, 2^63).
+        positions: [rows] int64, in the sequence, prompt included.
     """
-    zero = torch.zeros_like(positions)
-    low, high, _, _ = philox((positions & LOW_32, zero, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
-    return ((high << 21) | (low >> 11)).double() * 2.0**-53
+    places = torch.arange(-(-vocab // WORDS), device=seeds.device).expand(len(seeds), -1)
+    zero, seeds = torch.zeros_like(places), seeds[:, None]
+    words = philox((positions[:, None] & LOW_32, places, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
+    drawn = torch.stack(words, 2).flatten(1)[:, :vocab].float()
+    small = drawn.mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
+    rest = 1 - small
+    lost = (1 - rest).sub_(small)  # in rounding `rest`: it is all that there is of 1 - v where v is small
+    return _log2(_log2(rest).add_(lost.mul_(LOG2_E)).neg_()).neg_()
 
 
-def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Picked:
-    """Pick one token per row by inverse CDF at `u`; all tensors are on one device.
+def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Picked:
+    """Pick one token per row; all tensors are on one device.
 
     Args:
         logits: [rows, vocab], any floating type; at most `MAX_VOCAB` tokens.
         temperature: [rows] FP32; 0 is greedy.
         top_k: [rows] int64; 0 is all tokens.
         top_p: [rows] FP32; 1 is all tokens.
-        u: [rows] FP64 in [0, 1).
+        seeds: [rows] int64, in [0, 2^63).
+        positions: [rows] int64, those that the tokens will have in the sequence, prompt included.
     """
     assert logits.shape[1] <= MAX_VOCAB, logits.shape
     scales = _scales(temperature)
     sums, references = _block_sums(logits, scales)
     largest = references.amax(-1, keepdim=True)  # [rows, 1], NaN if any logit is
-    factors = _powers((_bounded(references) - _bounded(largest)) * scales).div_(UNIT).double()
-    sums.mul_(factors).floor_()
+    sums.mul_(_powers((_bounded(references) - _bounded(largest)) * scales).div_(UNIT).double()).floor_()
     least, whole = torch.full_like(largest, -torch.inf), sums
-    is_finite = largest[:, 0].isfinite()
-    limited = is_finite & (temperature > 0) & is_limited(top_k, top_p, logits.shape[1])
+    is_finite, greedy = largest[:, 0].isfinite(), temperature == 0
+    limited = is_finite & ~greedy & is_limited(top_k, top_p, logits.shape[1])
     if limited.any():
         rows = limited.nonzero()[:, 0]
-        whole, factors, references = sums.clone(), factors.clone(), references.clone()
+        whole = sums.clone()
         settings = largest[rows], scales[rows], top_k[rows], top_p[rows]
         sums[rows], whole[rows], least[rows] = _kept_sums(logits[rows], *settings)
-        references[rows], factors[rows] = largest[rows], 1
-    tokens = _invert(logits, scales, sums, references, factors, least, u)
+    tokens = logits.argmax(-1, keepdim=True)
+    if not greedy.all():
+        rows = (~greedy).nonzero()[:, 0]
+        tokens[rows] = _race(*(of[rows] for of in (logits, scales, references, largest, least, seeds, positions)))
     totals = sums.sum(-1)
     exponents = (logits.gather(1, tokens) - largest).float() * scales
     logprobs = (exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)
     log_kept_mass = (totals / whole.sum(-1)).log()
-    greedy = temperature == 0
-    best = logits.argmax(-1) if greedy.any() else tokens[:, 0]
     return Picked(
-        torch.where(greedy, best, tokens[:, 0]).masked_fill_(~is_finite, 0),
+        tokens[:, 0].masked_fill_(~is_finite, 0),
         logprobs.masked_fill_(greedy, 0).masked_fill_(~is_finite, torch.nan).float(),
         log_kept_mass.masked_fill_(greedy | ~is_finite, 0).float(),
     )
-
-
-def pick_at(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
-) -> Picked:
-    """Pick one token per row at u(seed, position), with the arguments of `pick` and of `uniforms`."""
-    return pick(logits, temperature, top_k, top_p, uniforms(seeds, positions))
 
 
 def weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -197,21 +215,20 @@ def _kept_sums(
     return kept, whole, least
 
 
-def _invert(
-    logits: Tensor, scales: Tensor, sums: Tensor, references: Tensor, factors: Tensor, least: Tensor, u: Tensor
+def _race(
+    logits: Tensor, scales: Tensor, references: Tensor, largest: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    # The tokens [rows, 1] at `u`; `sums` are the blocks' sums times `factors`, rounded down.
-    across = sums.cumsum(-1)
-    totals = across[:, -1:]
-    target = torch.minimum((u[:, None] * totals).floor_(), totals - 1)
-    block = torch.searchsorted(across, target, right=True).clamp_(max=across.shape[1] - 1)
-    inside = target - (across.gather(1, block) - sums.gather(1, block))
-    chosen = _block(logits, block).float()
-    found_weights = _weights(chosen - _bounded(references.gather(1, block)), scales)
-    found_weights.masked_fill_(chosen < least, 0)
-    within = (found_weights.cumsum(-1, dtype=torch.float64) * factors.gather(1, block)).floor_()
-    token = torch.searchsorted(within, inside, right=True)
-    return (block * BLOCK + token).clamp_(max=logits.shape[1] - 1)
+    # The tokens [rows, 1] with the largest sum of scaled logit and noise.
+    tokens = []
+    for part in _chunks(logits):
+        wide = logits[part].float().masked_fill(logits[part] < least[part], -torch.inf)
+        distances = _split(wide) - _bounded(references[part])[:, :, None]
+        races = distances.mul_(scales[part, :, None]).add_(_split(noise(seeds[part], positions[part], wide.shape[1])))
+        best = races.max(-1)
+        across = best.values + (_bounded(references[part]) - _bounded(largest[part])) * scales[part]
+        block = across.max(-1, keepdim=True).indices
+        tokens.append(block * BLOCK + best.indices.gather(1, block))
+    return torch.cat(tokens)
 
 
 def _weights(distances: Tensor, scales: Tensor) -> Tensor:
@@ -228,6 +245,17 @@ def _powers(exponents: Tensor) -> Tensor:
     result.add_(POWER[0] * UNIT)
     result.view(torch.int32).add_(rounded.view(torch.int32).bitwise_left_shift_(23))  # to the bits of the exponent
     return result
+
+
+def _log2(values: Tensor) -> Tensor:
+    # The logarithm of positive numbers, to base 2, with a relative error of 1e-7 around 1, too.
+    bits = values.view(torch.int32)
+    exponents = (bits - HALF_ROOT_BITS) >> 23
+    rest = (bits - (exponents << 23)).view(torch.float32) - 1
+    result = rest * LOGARITHM[-1]
+    for coefficient in reversed(LOGARITHM[1:-1]):
+        result.add_(coefficient).mul_(rest)
+    return result.add_(LOGARITHM[0]).mul_(rest).add_(exponents.float())
 
 
 def _bounded(references: Tensor) -> Tensor:
@@ -250,8 +278,3 @@ def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
     rest = num_blocks * BLOCK - values.shape[1]
     whole = torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values
     return whole.view(-1, num_blocks, BLOCK)
-
-
-def _block(logits: Tensor, block: Tensor) -> Tensor:
-    vocab, index = logits.shape[1], block * BLOCK + torch.arange(BLOCK, device=logits.device)
-    return logits.gather(1, index.clamp(max=vocab - 1)).masked_fill(index >= vocab, -torch.inf)
