@@ -4,7 +4,7 @@ Each returns its own gradient, so that one pass over the draft vocabulary gives 
 for the backward pass.
 
 What acceptance is depends on how drafts are made. Here a draft is the drafter's most likely token, and it is accepted
-if it is the token that the policy samples with its own random number (`specrl/rollout/sampling`): with probability
+if it is the token that the policy samples with its own noise (`specrl/rollout/sampling`): with probability
 p(draft), whatever the drafter's distribution q is beside its maximum. So the best that a drafter can do is to put its
 maximum where the policy's is, and any loss with that optimum would do for a drafter without limits; a small one has to
 choose where to be right. In rejection sampling of sampled drafts, as in other engines, acceptance is the overlap

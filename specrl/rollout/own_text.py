@@ -1,7 +1,7 @@
 """Text of a request's own seed, read ahead of decoding as a prompt is read: many tokens in one pass.
 
-The random number of each position is known, so that one pass over such a text says what the policy samples in the place
-of each of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as
+The noise of each position is known, so that one pass over such a text says what the policy samples in the place of each
+of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as
 much as those before it together, so that little is read in vain of a text that soon differs.
 """
 

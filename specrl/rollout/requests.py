@@ -19,7 +19,7 @@ class Request:
 
     prompt_tokens: list[int]
     seed: int
-    """A number in [0, 2^63); together with the position it decides the random number of each token."""
+    """A number in [0, 2^63); together with the position it decides the noise of each token."""
     max_tokens: int
     temperature: float
     """The temperature, 0 for greedy decoding, otherwise from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`."""

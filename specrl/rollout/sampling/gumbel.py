@@ -7,13 +7,13 @@ little, or two roundings of one, seldom pick different tokens: with probability 
 total variation distance, however many tokens are likely.
 
 Which token a row of logits gives is defined to the bit, so that neither the batch nor the device can change it. Logits
-are in bits, times log2(e) / temperature, as distances from the largest one of their block, and every step is an FP32
-multiplication or addition that is rounded by itself; of equal sums that of the first token counts. `kernels` computes the
-same in Triton.
+are in bits, times log2(e) / temperature, as distances from the largest one of their block. Every step is an FP32
+multiplication or addition that is rounded by itself, and of equal sums that of the first token counts. `kernels`
+computes the same in Triton.
 
-The sums that log-probs, top-k and top-p need are exact: a token's weight is 2 to the power of its distance, an integer in
-steps of 2^-35, and FP64 holds sums of these. They are brought to the row's largest logit and rounded down block by block.
-Rows with top-k or top-p take weights relative to the row's largest logit.
+The sums that log-probs, top-k and top-p need are exact: a token's weight is 2 to the power of its distance, an integer
+in steps of 2^-35, and FP64 holds sums of these. They are brought to the row's largest logit and rounded down block by
+block. Rows with top-k or top-p take weights relative to the row's largest logit.
 """
 
 from __future__ import annotations
