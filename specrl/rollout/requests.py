@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 
+PROMPT_LENGTH = "prompt_length"
+"""The key of vLLM's `extra_args` for the length of a prompt, where vLLM's has the beginning of the response, too."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -1,9 +1,9 @@
 """`gumbel.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
-A first kernel finds the token of every block of the vocabulary that leads with its noise, and sums the block's weights;
-another takes the best block. Rows with top-k or top-p pass through a third kernel between them, which finds the least
-logit that is kept by bisection over its bits. No block size is tuned and sums of weights are exact, so that the token of
-a row does not depend on its batch.
+A first kernel finds the token of every block of the vocabulary that leads with its noise, and sums the weights of the
+block; another takes the best block. Rows with top-k or top-p pass through a third kernel between them, which finds the
+least logit that is kept by bisection over its bits. No block size is tuned and sums of weights are exact, so that the
+token of a row does not depend on its batch.
 Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `gumbel`.
 """
 

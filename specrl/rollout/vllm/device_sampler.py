@@ -23,9 +23,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 
 from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import LIMIT
+from specrl.rollout.requests import PROMPT_LENGTH
 from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
-from specrl.rollout.vllm.engine.arguments import PROMPT_LENGTH
 
 DRAFT_BASE = 4096
 """A draft leaves as the number of its source times this, plus the number of its tokens."""

@@ -18,7 +18,7 @@ from specrl.models.drafters import has_window
 from specrl.models.hf_io import TensorReader
 from specrl.models.mtp_modules import MTP_LAYERS
 from specrl.rollout.drafts.cost_model import possible_lengths
-from specrl.rollout.requests import Request
+from specrl.rollout.requests import PROMPT_LENGTH, Request
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.drafter.io import check_offsets
 
@@ -39,8 +39,6 @@ ENVIRONMENT = {
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 """Environment variables that are set before vLLM is imported, unless the user has set them."""
-PROMPT_LENGTH = "prompt_length"
-"""The key of `SamplingParams.extra_args` for the length of the prompt without the beginning of its response."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)
@@ -219,11 +217,13 @@ def generation_params(request: Request, max_length: int, stop_tokens: list[int])
 
 
 def reading_params(params: Any, *, cached: bool) -> Any:
-    """Those of the same request for a pass over text behind its prompt, with the columns of `PromptColumns`."""
+    """Those of the same request for a pass over text behind its prompt, with `PromptColumns` of each token."""
     from specrl.rollout.vllm.device_sampler import NUM_PROMPT_COLUMNS
 
     read = params.clone()
-    read.max_tokens, read.prompt_logprobs, read.skip_reading_prefix_cache = 1, NUM_PROMPT_COLUMNS - 1, not cached
+    changes = {"max_tokens": 1, "prompt_logprobs": NUM_PROMPT_COLUMNS - 1, "skip_reading_prefix_cache": not cached}
+    for name, value in changes.items():
+        setattr(read, name, value)
     return read
 
 

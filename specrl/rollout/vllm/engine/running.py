@@ -53,7 +53,7 @@ class RunningRequest:
         Raises:
             NonFiniteLogitsError: A token was picked from logits that are not finite, or scored by them.
         """
-        from specrl.rollout.vllm.device_sampler import DRAFT_BASE, Columns
+        from specrl.rollout.vllm.device_sampler import DRAFT_BASE, NUM_PROMPT_COLUMNS, Columns, PromptColumns
 
         self.decodes, self.finished_at = True, time.time()
         self.started_at = self.started_at or self.finished_at
@@ -69,10 +69,13 @@ class RunningRequest:
                 accepted = min(len(output.new_token_ids) - 1, drafted)  # padding is no draft, though it may be right
                 self.drafts.append(VerifiedDraft(context, drafted, accepted, SOURCES[source]))
         if (scored := output.new_prompt_logprobs_tensors) is not None:
-            self.prompt_logprobs, *columns = scored.logprobs.T.tolist()
+            self.prompt_logprobs = scored.logprobs[:, 0].tolist()
             self._refuse_nan(self.prompt_logprobs, 1)
-            if columns:
-                self.prompt_picks = list(zip(scored.logprob_token_ids[:, 1].tolist(), *columns, strict=True))
+            if scored.logprobs.shape[1] == NUM_PROMPT_COLUMNS:
+                of_prompt = PromptColumns(*scored.logprobs.T.tolist())
+                tokens = scored.logprob_token_ids[:, 1].tolist()
+                picked = tokens, of_prompt.picked_logprob, of_prompt.picked_log_kept_mass
+                self.prompt_picks = list(zip(*picked, strict=True))
         if output.routed_experts is not None:
             self._routes.append(output.routed_experts)
         if output.finish_reason is not None:
