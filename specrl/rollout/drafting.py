@@ -65,9 +65,6 @@ class Drafting:
         self._recalls, self._learns, self._last, self._k = recall, learn, None, -1
         self.texts.begin(request.prompt_tokens for request in requests if recall)
         self._text.begin(stop_tokens)
-        numbers = (self.texts.number_of(request.prompt_tokens) for request in requests)
-        own = [self.texts.own_span(number, request.seed) for number, request in zip(numbers, requests, strict=True)]
-        self.costs.acceptance.own_share = sum(end > start for start, end in own) / max(1, len(own))
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 

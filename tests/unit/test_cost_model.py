@@ -78,7 +78,6 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
     graph_sizes: tuple[int, ...],
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k, graph_sizes)
-    model.acceptance.own_share = 0.5
     model.acceptance.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
     for batch in range(1, MAX_BATCH + 1):
         length = model.best(batch)
@@ -113,7 +112,6 @@ def test_nothing_is_drafted_where_nothing_is_accepted_or_no_text_is_found() -> N
 
 def test_text_of_the_own_seed_is_drafted_as_far_as_rows_are_free() -> None:
     model = model_of(1e-2, 1e-3, 0.0, 0)
-    model.acceptance.own_share = 1.0
     model.acceptance.learn(counts_of({OWN: 0.99}, 2000))
     lengths = [model.best(batch) for batch in range(1, MAX_BATCH + 1)]
     assert lengths[0] == K > lengths[-1]
@@ -208,7 +206,6 @@ def test_the_choice_settles_on_what_pays_for_those_that_run(
     """The running requests have the drafter alone, where on average some text goes on behind it."""
     model = model_of(1e-2, per_row, 1e-4, 3)
     model.acceptance.learn(counts_of({DRAFTERS: rate, OWN: 0.97}, 2000))
-    model.acceptance.own_share = text
     model.begin()
     brings = {k: sum(rate**place for place in range(min(k, 3) + 1)) for k in model.lengths}
     chosen = []

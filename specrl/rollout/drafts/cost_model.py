@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import CONTINUED, DRAFTERS, NOTHING, OWN, SIZES
+from specrl.rollout.drafts.text_index import CONTINUED, DRAFTERS, NOTHING, SIZES
 
 Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
@@ -39,7 +39,8 @@ EVEN_AGREEMENT, OWN_SEED = 2.0, 64
 """The number of agreeing tokens at which text is guessed to go on with the right token half of the time, and the number
 that text of the own seed counts for."""
 PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
-"""The weights of these guesses, in drafts, and of that that every request has a draft, in requests x iterations."""
+"""The weights of these guesses, in drafts, and of that that every request has a draft of the drafter, in requests x
+iterations."""
 WORTHWHILE = 0.01
 """The share by which tokens per second must be expected to rise for anything to be drafted."""
 
@@ -60,10 +61,6 @@ class Acceptance:
         self._drafter_k = drafter_k
         self._seen, self._right = np.zeros((NOTHING, k)), np.zeros((NOTHING, k))
         self._offered = np.zeros(NOTHING + 1)
-        self._own = 0.0
-        """The part of `_offered` that requests with text of their own seed had."""
-        self.own_share = 0.0
-        """The share of the requests of the present generation for which there is text of their own seed."""
         agreements = np.array([OWN_SEED, *SIZES, *SIZES])
         self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
@@ -75,14 +72,12 @@ class Acceptance:
         self._right = self._right * weights + _with_drafters(counts.right[:NOTHING], own)
         weight = min(1, TEXT_WINDOW / max(self._offered.sum(), 1))
         self._offered = self._offered * weight + counts.offered
-        self._own = self._own * weight + self.own_share * counts.offered.sum()
 
     def fade(self) -> None:
         """Let new observations soon outweigh the old ones, because policy or drafter has changed."""
         self._seen *= KEPT_ON_REFIT
         self._right *= KEPT_ON_REFIT
         self._offered *= KEPT_ON_REFIT
-        self._own *= KEPT_ON_REFIT
 
     def by_position(self) -> Floats:
         """The probability that a draft's token is right if those before it are, [kinds, k].
@@ -104,15 +99,11 @@ class Acceptance:
     def tokens(self) -> Floats:
         """The expected tokens of a request in an iteration, [k + 1], by the length of drafts; 1 without one.
 
-        Text of the own seed is known to be there before a generation begins; how long it is followed is learned. Before
-        anything is known it is taken to be always, and other requests to have a draft of the drafter, if there is one.
+        Before anything is known, requests are taken to have a draft of the drafter, if there is one.
         """
-        followed = min(1.0, (PRIOR_REQUESTS + self._offered[OWN]) / (PRIOR_REQUESTS + self._own))
-        others = self._offered.copy()
-        others[OWN] = 0
-        others[DRAFTERS if self._drafter_k else NOTHING] += PRIOR_REQUESTS
-        shares = others / others.sum() * (1 - self.own_share * followed)
-        shares[OWN] = self.own_share * followed
+        offered = self._offered.copy()
+        offered[DRAFTERS if self._drafter_k else NOTHING] += PRIOR_REQUESTS
+        shares = offered / offered.sum()
         tokens: Floats = 1 + self.accepted() @ shares[:NOTHING]
         return tokens
 
