@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import Config, ConfigError
-from specrl.models.checks.config import ROPE_KINDS, rope_keys, rope_of
+from specrl.models.checks.config import ROPE_KINDS, form_problems, rope_keys, rope_of, rope_problems
 from specrl.models.directory import CONFIG_FILE, INDEX_FILE, read_model_config
 from specrl.models.shapes import ModelShape
 from specrl.models.sources import download, source_kind
@@ -26,15 +26,10 @@ FILES = ["config.json", "*.safetensors", INDEX_FILE, PICKLED_FILE]  # downloaded
 MUST_BE = {
     "model_type": "llama",
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
-    "parallel_drafting": False,
     "quantization_config": None,
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
+    **dict.fromkeys(("attention_bias", "mlp_bias", "parallel_drafting", "use_mtp_layernorm"), False),
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
 }
 """The only values that trainer and engine compute alike."""
 DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -137,6 +132,9 @@ def read_published(directory: Path) -> PublishedDrafter:
     if not path.is_file():
         raise ConfigError(f"no drafter in {directory}: {CONFIG_FILE} is missing")
     found = read_model_config(directory)
+    for table in (found, *(found.get(name) or {} for name in ("eagle_config", "transformer_layer_config"))):
+        for problem in form_problems(table):
+            raise ConfigError(f"{path}: {problem}")
     published = _of_speculators(found, path) if "speculators_model_type" in found else _original(found, path)
     _check_computed(published.config, path)
     return published
@@ -151,17 +149,13 @@ def _original(found: dict[str, Any], path: Path) -> PublishedDrafter:
         )
     nested: dict[str, Any] = found.get("eagle_config") or {}
     config = {**found, **{key: value for key, value in nested.items() if key != LAYERS}}
-    notes: list[str] = []
-    if found.get(LAYERS):
-        layers = found[LAYERS]
-    elif nested.get(LAYERS):
+    layers, notes = found.get(LAYERS), list[str]()
+    if not layers and nested.get(LAYERS):
         layers = [layer + 1 for layer in nested[LAYERS]]
         notes.append(
             f"its eagle_config names layers {nested[LAYERS]} by their outputs, as SGLang does: the inputs of layers "
             f"{layers}"
         )
-    else:
-        layers = None
     return PublishedDrafter("original", _filled(config, layers, norm_before_residual=False), tuple(notes))
 
 
@@ -170,8 +164,7 @@ def _of_speculators(found: dict[str, Any], path: Path) -> PublishedDrafter:
     if kind != SPECULATORS_KIND:
         raise ConfigError(f'{path}: speculators_model_type is "{kind}": it must be "{SPECULATORS_KIND}"')
     layer = found.get("transformer_layer_config") or {}
-    own = {key: value for key, value in found.items() if key not in ("transformer_layer_config", "speculators_config")}
-    config = {**layer, **{key: value for key, value in own.items() if key in OWN_KEYS}}
+    config = {**layer, **{key: value for key, value in found.items() if key in OWN_KEYS}}
     filled = _filled(config, found.get(LAYERS), norm_before_residual=True)
     verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     return PublishedDrafter("speculators", filled, (f"it was trained for {verifier.get('name_or_path')}",))
@@ -202,13 +195,13 @@ def _check_computed(config: Mapping[str, Any], path: Path) -> None:
         if value is not None and value != wanted:
             found = "{...}" if isinstance(value, dict) else repr(value)
             raise ConfigError(f"{path}: {key} = {found}: specrl computes drafters with {wanted!r} only")
-    if missing := [key for key in SIZES if not config.get(key)]:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}")
     if len(types := set(config.get("layer_types") or ())) > 1:
         raise ConfigError(f"{path}: layer_types has {' and '.join(sorted(types))}: all of its layers must be alike")
     kind = config["rope_parameters"]["rope_type"]
     if kind not in ROPE_KINDS:
         raise ConfigError(f"{path}: rotary embedding of type {kind!r}: it must be one of {', '.join(ROPE_KINDS)}")
+    for problem in (*form_problems(config, SIZES), *rope_problems(config)):
+        raise ConfigError(f"{path}: {problem}")
 
 
 def suited(published: PublishedDrafter, policy: Mapping[str, Any], directory: Path) -> PublishedDrafter:

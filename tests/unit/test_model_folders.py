@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from flows.preflight import check_model
 from specrl.config import Config, ConfigError, ModelConfig, PolicyConfig
 from specrl.distributed import join, leave
+from specrl.models.checks.config import rope_of
 from specrl.models.checks.folder import check_model_folder
 from specrl.models.checks.headers import HEAD, read_headers, tensor_shapes
 from specrl.models.directory import read_model_config
@@ -171,6 +173,22 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             "use a checkpoint with dual_chunk_attention_config = null",
         ),
         (config(is_causal=False), "is_causal = false"),
+        (config(rms_norm_eps=None), "rms_norm_eps = null: it must be a number above 0"),
+        (config(rms_norm_eps=float("inf")), "rms_norm_eps = Infinity: it must be a number above 0"),
+        (config(attention_dropout="x"), 'attention_dropout = "x": it must be a number from 0 to 1'),
+        (config(initializer_range=float("nan")), "initializer_range = NaN: it must be a decimal from 0.0 to 1.0"),
+        (config(initializer_range=0), "initializer_range = 0: it must be a decimal from 0.0 to 1.0"),
+        (config(hidden_act=None), 'hidden_act = null: it must be "silu"'),
+        (config(attention_bias=0), "attention_bias = 0: it must be true or false"),
+        (config(use_cache=None), "use_cache = null: it must be true or false"),
+        (config(max_window_layers=1.5), "max_window_layers = 1.5: it must be a whole number from 0 on"),
+        (config(auto_map=None), "auto_map = null: it must be an object"),
+        (config(eos_token_id=[None]), "eos_token_id = [null]: it must be the number of a token"),
+        (config(layer_types=[]), "layer_types has 0 entries, and num_hidden_layers = "),
+        (
+            config(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings="32"),
+            'original_max_position_embeddings = "32": it must be a whole number above 0',
+        ),
         (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (config(eos_token_id=[2, 4000]), "eos_token_id = 4000 lies beyond the embeddings"),
         (
@@ -274,6 +292,27 @@ def test_families_with_defaults_of_their_own_must_state_them(tmp_path: Path) -> 
         for key in family.stated:
             config(**found | {key: "-"})(folder)
             assert f"{key} = null: it must be" in refusal(folder)
+
+
+def test_a_number_of_layers_that_is_none_is_said_of_any_family(tmp_path: Path) -> None:
+    folder = materialise_model(tiny("mimo"), 0, tmp_path / "mimo")
+    config(num_nextn_predict_layers=float("nan"))(folder)
+    assert "num_nextn_predict_layers = NaN: it must be a whole number from 0 on" in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 48}])
+def test_the_original_length_beside_the_table_of_yarn_is_that_of_trainer_and_engine(
+    key: str, inside: dict[str, Any], folder: Path
+) -> None:
+    from vllm.transformers_utils.config import get_config
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, **inside}
+    config(**{"rope_parameters": "-", key: yarn}, original_max_position_embeddings=16)(folder)
+    check_model_folder(folder, 64)
+    trainers = rope_of(AutoConfig.from_pretrained(folder).to_dict())
+    assert trainers["original_max_position_embeddings"] == 16
+    assert trainers == get_config(str(folder), trust_remote_code=False).rope_parameters
 
 
 @pytest.mark.parametrize("rope", [YARN, {"type": "linear", "factor": 2.0}])

@@ -338,6 +338,28 @@ def test_a_source_is_checked_before_the_run(tiny: Path) -> None:
         check_source_drafter(context(tiny).config, policy)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_theta": "x"}, 'rope_theta = "x": it must be a number above 0'),
+        ({"rope_scaling": "yarn"}, 'rope_scaling = "yarn": it must be an object'),
+        ({"rope_scaling": {"rope_type": "linear"}}, 'rope_type = "linear" has factor = null'),
+        ({"max_position_embeddings": "64"}, 'max_position_embeddings = "64": it must be a whole number above 0'),
+        ({"draft_vocab_size": float("nan")}, "draft_vocab_size = NaN: it must be a whole number above 0"),
+        ({"num_attention_heads": 1.5}, "num_attention_heads = 1.5: it must be a whole number above 0"),
+        ({"architectures": 1}, "architectures = 1: it must be a list"),
+        ({"eagle_config": "x"}, 'eagle_config = "x": it must be an object'),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "it must be a list of whole numbers"),
+        ({"vocab_size": None}, "vocab_size = null: it must be a whole number above 0"),
+    ],
+)
+def test_a_key_of_another_form_is_one_line_before_the_run(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "drafter", original({}, **changes), {})
+    with pytest.raises(ConfigError) as error:
+        check_source_drafter(parse_config({"name": "x", "drafter": {"source": str(source)}}), None)
+    assert words in str(error.value) and str(source / "config.json") in str(error.value)
+
+
 def test_a_window_of_the_source_is_its_own(policy_dir: Path, tmp_path: Path) -> None:
     window = {"sliding_window": 16, "layer_types": ["sliding_attention"], "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     source = write(tmp_path / "drafter", original({}, **window), {**tensors({}), "d2t": OFFSETS})

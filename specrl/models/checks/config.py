@@ -7,33 +7,44 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from specrl.config import ConfigError
 from specrl.models.families import Family, expert_shape, family_of
 
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
-_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
-SIZES, OTHER_SIZES = _SIZES.split(), _OTHERS.split()
-"""The whole numbers that every `config.json` has, and those that it may have."""
+ORIGINAL = "original_max_position_embeddings"
+_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
+_OTHERS += f"draft_vocab_size {ORIGINAL}"
 EOS = "eos_token_id"
 MOST_STOP_TOKENS = 8
 """How many tokens may end a response: the engine looks for each at every position."""
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
-_TABLES = "rope_scaling rope_parameters quantization_config compression_config"
-FORMS: tuple[tuple[str, Callable[[Any], bool], Sequence[str]], ...] = (
-    ("a whole number above 0", lambda value: type(value) is int and value > 0, [*SIZES, *OTHER_SIZES]),
-    ("a number above 0", lambda value: type(value) in (int, float) and value > 0, ["rms_norm_eps", "rope_theta"]),
-    ("true or false", lambda value: type(value) is bool, ["tie_word_embeddings", "norm_topk_prob"]),
-    ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, ["dtype", "torch_dtype"]),
-    ("a list", lambda value: type(value) is list, ["layer_types", "mlp_layer_types", "mlp_only_layers"]),
-    ("an object", lambda value: type(value) is dict, _TABLES.split()),
+_TABLES = "rope_scaling rope_parameters quantization_config compression_config auto_map "
+_TABLES += "eagle_config transformer_layer_config speculators_config"
+_FEATURES = "eagle_aux_hidden_state_layer_ids"  # of a drafter
+_OTHER_COUNTS = "num_nextn_predict_layers moe_layer_start_index max_window_layers sliding_window"
+_SWITCHES = "tie_word_embeddings norm_topk_prob attention_bias mlp_bias use_cache use_sliding_window"
+_GIVEN = f"hidden_act rms_norm_eps initializer_range attention_dropout max_window_layers auto_map {ORIGINAL}"
+NEVER_NULL = {*_SWITCHES.split(), *_GIVEN.split()}
+FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("a whole number above 0", lambda value: type(value) is int and value > 0, f"{_SIZES} {_OTHERS}"),
+    ("a whole number from 0 on", lambda value: type(value) is int and value >= 0, _OTHER_COUNTS),
+    ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf, "rms_norm_eps rope_theta"),
+    ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1, "attention_dropout"),
+    ("a decimal from 0.0 to 1.0", lambda value: type(value) is float and 0 <= value <= 1, "initializer_range"),
+    ("true or false", lambda value: type(value) is bool, _SWITCHES),
+    ('"silu"', lambda value: type(value) is str, "hidden_act"),
+    ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, "dtype torch_dtype"),
+    ("a list", lambda value: type(value) is list, "architectures layer_types mlp_layer_types mlp_only_layers"),
+    ("a list of whole numbers", lambda value: type(value) is list and {*map(type, value)} <= {int}, _FEATURES),
+    ("an object", lambda value: type(value) is dict, _TABLES),
 )
-"""What the values of keys must be where they are given and not null."""
-_ROPE = "rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor "
-ROPE_KEYS = (_ROPE + "beta_fast beta_slow mscale mscale_all_dim truncate").split()
+"""What the values of keys must be where they are given, and not null unless in `NEVER_NULL`."""
+_ROPE = "rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow"
+ROPE_KEYS = f"{_ROPE} mscale mscale_all_dim truncate {ORIGINAL}".split()
 ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
 """What trainer and engine compute alike, and the keys that each must have."""
 
@@ -41,7 +52,7 @@ ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_fact
 def check_config(config: Mapping[str, Any]) -> Family:
     """The family of a model; refuses a `config.json` that trainer, engine or exporter would not compute alike."""
     family = family_of(config)
-    for problems in (_size_problems, _setting_problems, _rope_problems):
+    for problems in (_size_problems, _setting_problems, rope_problems):
         for problem in problems(config, family):
             raise ConfigError(problem)
     expert_shape(config)  # refuses layers without experts among those with
@@ -49,12 +60,7 @@ def check_config(config: Mapping[str, Any]) -> Family:
 
 
 def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
-    lines = [
-        f"{key} = {_json(config.get(key))}: it must be {form}"
-        for form, is_right, keys in FORMS
-        for key in keys
-        if (key in (*SIZES, *family.stated) or config.get(key) is not None) and not is_right(config.get(key))
-    ]
+    lines = form_problems(config, {*_SIZES.split(), *family.stated, *(NEVER_NULL & config.keys())})
     if lines:
         return lines
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -65,13 +71,23 @@ def _size_problems(config: Mapping[str, Any], family: Family) -> list[str]:
     return lines + token_problems(config, config["vocab_size"])
 
 
+def form_problems(config: Mapping[str, Any], needed: Collection[str] = ()) -> list[str]:
+    """A line for each key whose value is not what `FORMS` says; null is as good as none where it is not `needed`."""
+    return [
+        f"{key} = {_json(config.get(key))}: it must be {form}"
+        for form, is_right, keys in FORMS
+        for key in keys.split()
+        if (key in needed or config.get(key) is not None) and not is_right(config.get(key))
+    ]
+
+
 def token_problems(config: Mapping[str, Any], vocab_size: int) -> list[str]:
     """A line for each special token of a `config.json` or `generation_config.json` that the embeddings lack."""
     lines: list[str] = []
     for key in TOKEN_IDS:
         given = config.get(key)
         for token in given if isinstance(given, list) and key == EOS else [given]:
-            if token is None or (token == -1 and key != EOS):  # old checkpoints say -1 for none
+            if given is None or (token == -1 and key != EOS):  # old checkpoints say -1 for none
                 continue
             if type(token) is not int or token < 0:
                 lines.append(f"{key} = {_json(given)}: it must be the number of a token, or null")
@@ -97,7 +113,7 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
         if other := [value for value in found if value != entry]:
             where = f"in {len(other)} of {len(found)} layers"
             yield f'{key} = "{other[0]}" {where} {of}: it must be "{entry}" in all of them'
-        if found and len(found) != config["num_hidden_layers"]:
+        if config.get(key) is not None and len(found) != config["num_hidden_layers"]:
             yield f"{key} has {len(found)} entries, and num_hidden_layers = {config['num_hidden_layers']}"
     if config.get("tie_word_embeddings") and not family.can_tie:
         yield f"tie_word_embeddings = true {of}: vLLM needs its output layer in the checkpoint"
@@ -116,21 +132,12 @@ def _setting_problems(config: Mapping[str, Any], family: Family) -> Iterator[str
 
 def _settings(family: Family) -> dict[str, Any]:
     return {
+        **dict.fromkeys(("attention_bias", "qkv_bias"), family.qkv_bias),
+        **dict.fromkeys(("attention_out_bias", "mlp_bias", "use_bias", "bias", "use_sliding_window"), False),
+        **dict.fromkeys(("logit_scale", "partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"), 1.0),
+        **dict.fromkeys(("rotary_emb_base", "dual_chunk_attention_config"), None),
         "hidden_act": "silu",
-        "attention_bias": family.qkv_bias,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-        "use_bias": False,
-        "bias": False,
-        "qkv_bias": family.qkv_bias,
         "qk_norm": family.qk_norm,
-        "logit_scale": 1.0,
-        "use_sliding_window": False,
-        "partial_rotary_factor": 1.0,
-        "rotary_pct": 1.0,
-        "rotary_emb_fraction": 1.0,
-        "rotary_emb_base": None,
-        "dual_chunk_attention_config": None,
         "is_causal": True,
     }
 
@@ -146,7 +153,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     theta = next((value for value in (found.get("rope_theta"), config.get("rope_theta")) if value is not None), 1e4)
     rope = {key: found[key] for key in ROPE_KEYS if found.get(key) is not None}
     if kind not in ("default", "linear"):
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        rope[ORIGINAL] = config.get(ORIGINAL) or rope.get(ORIGINAL) or config.get("max_position_embeddings")
     return {**rope, "rope_type": kind, "rope_theta": float(theta)}
 
 
@@ -161,7 +168,8 @@ def _rope_key(config: Mapping[str, Any]) -> str:
     return f"{key} with rope_type = {_json(rope_keys(config).get('rope_type') or 'default')}"
 
 
-def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
+def rope_problems(config: Mapping[str, Any], _: Family | None = None) -> Iterator[str]:
+    """Yield a line for each key of rotary embeddings that trainer and engine would not compute alike."""
     found, where = rope_keys(config), _rope_key(config)
     kind = found.pop("rope_type", None) or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -176,5 +184,5 @@ def _rope_problems(config: Mapping[str, Any], _: Family) -> Iterator[str]:
             yield f"{where} has {key} = {_json(value)}: rotary embeddings must cover the whole head"
         elif key not in (*ROPE_KEYS, "partial_rotary_factor"):
             yield f"{where} has {key}, which is not supported"
-        elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        elif type(value) not in (int, float) or not 0 < value < math.inf:
             yield f"{where} has {key} = {_json(value)}: it must be a number above 0"

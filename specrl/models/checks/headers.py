@@ -28,8 +28,7 @@ CONVERT = (
     "with AutoTokenizer"
 )
 WITHOUT_WEIGHTS = {
-    "adapter_config.json": f"it is an adapter: {MERGE}",
-    "adapter_model.*": f"it is an adapter: {MERGE}",
+    "adapter_*": f"it is an adapter: {MERGE}",
     "pytorch_model*.bin": f"its weights are pickled: {CONVERT}",
     "consolidated*": "its weights are in Meta's or Mistral's own layout: take the checkpoint for transformers",
     "*.gguf": f"its weights are GGUF: {CONVERT}, with gguf_file = the file's name",
