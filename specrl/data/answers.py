@@ -13,14 +13,18 @@ from contextlib import suppress
 from decimal import Decimal
 from unicodedata import normalize
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
 _NAME = r"(?:\b(?:answer|antwort|respuesta|réponse|resposta|risposta|ответ)\b|答案|答え|정답)"
 _LABELLED = re.compile(
     rf"{_NAME}[*_]*(?: is| ist|是|为)?(?: ?\([^()\n]{{1,40}}\))?\s{{0,2}}[:：](?:\*\*|__)?[^\S\n]*(.*)", re.I
 )
 _HEADING = re.compile(rf"^[#*_ \t]{{1,9}}(?:the )?(?:final |correct )?{_NAME}[*_ \t]*$()", re.I | re.M)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*([^#\s].*)", re.M)
-_SENTENCE = re.compile(r"\b(?:answer|result|solution|option|choice) is:?[^\S\n]+(\S.*?)(?:\.(?:\s|$)|$)", re.I | re.M)
+_IS = r"(?:(?:is|equals|should be|would be|ist|es|est)\b|是|为)(?: (?:therefore|thus|then|hence|simply)\b)?"
+_SENTENCE = re.compile(
+    rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}:?\s{{0,3}}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
+)
+_DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on lines of its own
+_UNBRACED = re.compile(r"\\boxed +([^\s${][^\s$]*)")  # as MATH has some: `$\boxed 2$`
 _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
     r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
@@ -36,9 +40,10 @@ _WRAPPERS = (
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and"}
 _NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
-_PLAIN = r"(?:the|an?|is|are|its?|so|thus|hence|therefore|final|answer|value|result|solution|sum|total|domain|range)"
+_PLAIN = r"(?:the|an?|is|are|its?|so|thus|hence|therefore|final|answer|value|result|solution|sum|total|domain|range|of"
+_PLAIN += r"|we|get|have|obtain|find|then|that|this|probability|area|volume|length|distance|ratio|number|equals)"
 """A word with which a sentence says no more than the formula in it; with others, such as `twice`, it may say more."""
-_IN_SENTENCE = re.compile(rf"(?:{_PLAIN}[,:]?\s+)*\$([^$]+)\$(?:\s+{_PLAIN})*\s*\.?", re.I)
+_IN_SENTENCE = re.compile(rf"(?:{_PLAIN}[,:]?\s+)*(?:\$\$?|\\\()([^$]+?)(?:\$\$?|\\\))(?:\s+{_PLAIN})*\s*\.?", re.I)
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
 _GAP = r"(?:\\[ ,;]|\\q?quad|[\s~])"
 _SET_CHOICE = re.compile(
@@ -47,33 +52,30 @@ _SET_CHOICE = re.compile(
     r"(?:[dt]?frac|sqrt|text|math|pi|log|ln|sin|cos|tan|angle|triangle|overline|d?binom|infty)))"
 )
 """The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`; no operator follows."""
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _TO_LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
-        (r"²", "^2"),
-        (r"³", "^3"),
-        (r"∞", r"\\infty "),
-        (r"°", r"^\\circ "),
-        (r"≤", r"\\le "),
-        (r"≥", r"\\ge "),
-        (r"∪", r"\\cup "),
         (r"^[−–]", "-"),
         (_SET_CHOICE, ""),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", "π"),
         (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\*\*", "^"),
-        (r"(?<=\d) ?hundred\b", r"\\times 10^2"),
-        (r"(?<=\d) ?thousand\b", r"\\times 10^3"),
-        (r"(?<=\d) ?million\b", r"\\times 10^6"),
-        (r"(?<=\d) ?billion\b", r"\\times 10^9"),
-        (r"(?<=\d) ?trillion\b", r"\\times 10^{12}"),
+        (r"\\([dt]?)binom(\d)(?=[\d{])", r"\\\1binom{\2}"),
+        (r"(\\[dt]?binom\{\d\})(\d)", r"\1{\2}"),
+        (r"^((?:(?!\\pm)[^,;])*)\\pm((?:(?!\\pm)[^,;])*)$", r"\1+\2, \1-\2"),
+        *((rf"(?<=\d) ?{word}\b", rf"\\times 10^{{{power}}}") for word, power in _POWERS.items()),
         (r"(?<=\d) ?x ?(?=10\^)", r"\\times "),
         (r"^(-?\d+)(?:\\? )+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
+_NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_TEX = str.maketrans(
+    {"²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
+)
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
 _TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
 _GROUPED = re.compile(
@@ -83,8 +85,8 @@ _GROUPED = re.compile(
 _REPEATING = re.compile(
     r"(?<![\w.])(\d{0,20})\.(\d{0,20})(?:\\(?:overline|bar|dot)(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))"
 )
-_CHOICE = re.compile(r"(?:option |choice |\\(?:text|mathrm|mathbf)(?:bf|it|rm)?\{)*\(?([a-z])(?:[)}]|[.:](?=\s)|$)")
-_OFFERED = re.compile(r"\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\s*[-+*/^=(])")
+_CHOICE = re.compile(r"(?:\\(?:text|math)\w*\{)*[(\[]?([a-z]|yes|no|true|false)(?:[)}\]]|[.:](?=\s)|,(?=[a-z]{2})|$)")
+_OFFERED = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\s*[-+*/^=(])")
 """A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
 _ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
 """The letter of one more choice: a response that names several has not chosen."""
@@ -103,7 +105,8 @@ def format_answer(answer: str) -> str:
 def final_part(response: str) -> str:
     """What a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
     said = after_thoughts(response)
-    return next((part for part in _RUN_ON.split(said) if _stated(part) is not None), said)
+    parts = [part for part in _RUN_ON.split(said) if part.strip()]
+    return next((part for part in parts if _stated(part) is not None), parts[0] if parts else "")
 
 
 def after_thoughts(response: str) -> str:
@@ -117,31 +120,29 @@ def extract_answer(response: str) -> str:
 
     It is the text of the last `<answer>...</answer>`; without one it is the last of `\boxed{...}`, `Answer: ...` (also
     as a heading, in Markdown's bold, and in some other languages) and `#### ...`; without these what follows the last
-    `the answer is`, and without that the whole response.
+    `the answer is`, and without that the whole response. An empty box states nothing.
     """
     stated = _stated(response)
     return (response if stated is None else stated).strip()
 
 
 def _stated(text: str) -> str | None:
-    stated, position = None, 0
-    text = re.sub("</?answer>", lambda tag: tag[0].lower(), text, flags=re.I)
-    while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start)) >= 0:
-        stated, position = text[start + len(_OPEN) : end], end + len(_CLOSE)
-    if stated is not None:
-        return stated
+    closed = re.split("</answer>", text, flags=re.I)[:-1]
+    if tagged := [one for part in closed for one in re.split("<answer>", part, maxsplit=1, flags=re.I)[1:]]:
+        return tagged[-1]
+    text = _DISPLAYED.sub(r"\1\2\3", text)
     found = [box] if (box := _last_box(text)) else []
-    for form in (_LABELLED, _HEADING, _HASHES):
+    for form in (_LABELLED, _HEADING, _HASHES, _UNBRACED):
         lines = {one.start(): one[1] or text[one.end() :].lstrip().partition("\n")[0] for one in form.finditer(text)}
         found += [(start, line) for start, line in lines.items() if line.strip()][-1:]
     if found:
-        return max(found)[1]
+        return max(found, key=lambda one: one[0])[1]
     sentences = _SENTENCE.findall(text)
     return str(sentences[-1]) if sentences else None
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    for opening in [*re.finditer(r"\\f?box(?:ed)?\s?\{", text)][-1 : -_BOXES - 1 : -1]:
+    for opening in [*re.finditer(r"\\(?:f|frame)?box(?:ed)?\s?\{(?!\s*\})", text)][-1 : -_BOXES - 1 : -1]:
         depth = 1
         for brace in re.finditer(r"[{}]", text[opening.end() :]):
             depth += 1 if brace[0] == "{" else -1
@@ -179,7 +180,7 @@ def bare(answer: str) -> str:
             inner = text[len(opening) : -len(closing)]
             if text.startswith(opening) and text.endswith(closing) and inner and closing not in inner:
                 text = inner.strip()
-        text = text.rstrip(".").rstrip() if not text.endswith("..") else text
+        text = text.rstrip(".。").rstrip() if not text.endswith("..") else text
     return text
 
 
@@ -187,14 +188,14 @@ def same(stated: str, reference: str) -> bool:
     """Whether an answer is a reference as text or as a plain number.
 
     Case, spacing, thousands separators, a final full stop, a fraction of 0, a unit or currency that only one of both
-    has, and what follows the letter of a choice, `(B) Paris`, do not matter.
+    has, and what stands around the letter of a choice, `Option (B) Paris`, do not matter.
     """
     own, wanted = normalise(stated), normalise(reference)
     if own == wanted:
         return True
     if letter := _SET_CHOICE.match(reference):
         wanted = letter[1].casefold()
-    if re.fullmatch(r"[a-z]", wanted):
+    if re.fullmatch(r"[a-z]|yes|no|true|false", wanted):
         choice = _CHOICE.match(own)
         another = _ANOTHER.match(own, choice.end()) if choice is not None else None
         return choice is not None and choice[1] == wanted and (another is None or wanted in another.groups())
@@ -214,12 +215,18 @@ def contradicts(stated: str, reference: str) -> bool:
 
 def normalise(answer: str) -> str:
     """An answer without case, needless spacing, thousands separators, and a final full stop."""
+    if re.fullmatch(r"[A-J](?:(?:, ?|、|,? and )[A-J])+", answer):  # several choices are `AC` as well
+        return "".join(re.findall(r"[A-J]", answer)).casefold()
     text = " ".join(answer.split()).casefold().translate(_TYPED).rstrip(".").strip()
-    text = re.sub(r"(?<=\d)(?:,|\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
+    text = re.sub(r"(?<=\d)(?:\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
+    text = re.sub(r"[(\[][^()\[\]]*[)\]]|(?<=\d),(?=\d{3}\b)", lambda found: found[0].removeprefix(","), text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
     text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
-    text = re.sub(r"^\(([a-z]\))", r"\1", text)  # of a choice, `B) Paris` is `(B) Paris`
-    return text[0] if re.fullmatch(r"[a-z]\)", text) else text
+    text = re.sub(r"(?<!\\) (?=\\[a-z])", "", text)
+    # Of a choice, `B) Paris` is `(B) Paris` and `Option B: Paris`.
+    text = re.sub(r"^(?:option |choice )(?=[a-z](?:[.:]|$))|^(?:option|choice)?\((?=[a-z]\))", "", text)
+    text = text[0] if re.fullmatch(r"[a-z]\)", text) else text
+    return str(_NUMBERS.index(text)) if text in _NUMBERS else text
 
 
 def _amount(text: str) -> tuple[Decimal | str | None, str]:
@@ -246,7 +253,7 @@ def formula(reference: str) -> str:
 
 def as_latex(answer: str) -> str:
     """An expression with the signs and the numbers that are not LaTeX written as LaTeX."""
-    answer = _REPEATING.sub(_fraction, answer)
+    answer = _REPEATING.sub(_fraction, answer.translate(_TEX))
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
     return answer

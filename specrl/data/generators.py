@@ -97,10 +97,8 @@ def _reasoning_gym(config: GeneratorConfig) -> ReasoningGym:
         raise ConfigError(f"data.generators: unknown generator {config.name!r}; {hint}")
     _, parameters = DATASETS[config.name]
     refuse_unreviewed(config.name)
-    fields = dataclasses.fields(parameters)
-    allowed = [field.name for field in fields if field.name not in ("seed", "size")]
-    unknown = sorted(config.parameters.keys() - set(allowed))
-    if unknown:
+    allowed = [field.name for field in dataclasses.fields(parameters) if field.name not in ("seed", "size")]
+    if unknown := sorted(config.parameters.keys() - set(allowed)):
         raise _refused(config.name, f"unknown parameter {unknown[0]!r}", allowed)
     try:
         return ReasoningGym(config.name, dict(config.parameters))

@@ -124,12 +124,11 @@ class Rendering:
             text = self.text(problem.question, problem.context)
             for part in (text, problem.answer, problem.demonstration):
                 part.encode()
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, ConfigError) as error:
             counts.unusable += 1
+            if isinstance(error, ConfigError):
+                return Misfit(str(error))
             return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
-        except ConfigError as error:
-            counts.unusable += 1
-            return Misfit(str(error))
         return text
 
     def _judge(self, problem: Problem, length: int, counts: Counts) -> Problem | Misfit:

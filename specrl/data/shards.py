@@ -30,14 +30,10 @@ FRUITLESS = 12  # shards without a new held-out problem after which the generato
 SHARD, HELD_OUT_SHARD = 64, 16
 """The problems in a shard: fewer where most of what is drawn is not held out, so that all cores have work."""
 SCHEMA = pa.schema(
-    [
-        pa.field("question", pa.string(), nullable=False),
-        pa.field("answer", pa.string(), nullable=False),
-        pa.field("demonstration", pa.string(), nullable=False),
-        pa.field("entry", pa.string(), nullable=False),  # as a Python literal: JSON has no tuples
-        pa.field("generator", pa.int32(), nullable=False),
-    ]
+    [pa.field(name, pa.string(), nullable=False) for name in ("question", "answer", "demonstration", "entry")]
+    + [pa.field("generator", pa.int32(), nullable=False)]
 )
+"""The fields of `Problem`; `entry` is a Python literal, because JSON has no tuples."""
 
 
 class GeneratorMixture:

@@ -164,6 +164,88 @@ def test_a_letter_is_the_choice_whose_text_the_reference_has_and_no_initial(
     assert earned(reward, reference, f"Answer: {stated}") == right
 
 
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("reference", "response", "right"),
+    [
+        ("Option D", "D", True),
+        ("option (D)", r"\boxed{D}", True),
+        ("Option D: Paris", "Answer: D", True),
+        ("D", "Answer: Option D: Paris", True),
+        ("Option D", "Answer: C", False),
+        ("C", "Answer: [C]", True),
+        ("C", "Answer: C, because it is so", True),
+        ("C", "Answer: C, D", False),
+        ("AC", "Answer: A, C", True),
+        ("A and C", r"\boxed{A, C}", True),
+        ("A, C", "Answer: AC", True),
+        ("A,C", "Answer: A", False),
+        ("AC", "Answer: A, D", False),
+        ("yes", "The answer is yes, because it is so.", True),
+        ("no", "Answer: No. It does not.", True),
+        ("no", "Answer: no solution", False),
+        ("(100,200)", r"\boxed{(100200)}", False),
+        ("(100200)", r"\boxed{(100,200)}", False),
+        ("(100, 200)", r"\boxed{(100,200)}", True),
+        ("100,200", r"\boxed{100200}", True),
+        ("5", "Answer: five", True),
+        ("Twelve", "Answer: 12", True),
+        ("5", "Answer: six", False),
+        (r"k\pi, k \in \mathbb{Z}", r"\boxed{k\pi, k\in\mathbb{Z}}", True),
+    ],
+)
+def test_choices_points_and_numbers_in_words_are_compared_as_what_they_are(
+    reward: str, reference: str, response: str, right: bool
+) -> None:
+    assert earned(reward, reference, response) == right
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"It is \boxed{73}. I have put it into \boxed{}.",
+        r"Hence $\boxed 73$.",
+        "#### Final Answer\n73",
+        "The answer is:\n\\[\n73\n\\]",
+        "**Answer:**\n$$\n73\n$$",
+        "73</s>",
+        "73\n\nQuestion: What is 2+2?\n4",
+        "答案是73。",
+        "73。",
+        "La respuesta es 73.",
+        "The answer is therefore 73.",
+        "The answer should be 73.",
+    ],
+)
+def test_an_answer_is_found_in_the_forms_that_models_state_it_in(reward: str, response: str) -> None:
+    assert earned(reward, "73", response) == 1
+    assert earned(reward, "4", response) == 0
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"\binom52", r"\boxed{10}", r"\boxed{52}"),
+        ("10", r"\boxed{\binom5{2}}", r"\boxed{\binom53+1}"),
+        ("[1, 5)", r"\boxed{1 \le x < 5}", r"\boxed{1 \le x \le 5}"),
+        (r"(0, \infty)", r"\boxed{x > 0}", r"\boxed{x < 0}"),
+        (r"\{1, 2\}", r"\boxed{2, 1}", r"\boxed{1 < x < 2}"),
+        (
+            r"x=\frac{-1\pm\sqrt5}{2}",
+            r"\boxed{\frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}}",
+            r"\boxed{\frac{-1+\sqrt5}{2}}",
+        ),
+        (r"\frac{-1\pm\sqrt5}{2}", r"\boxed{x = \frac{-1\pm\sqrt{5}}{2}}", r"\boxed{x = \frac{1\pm\sqrt{5}}{2}}"),
+        (r"\frac{3}{4}", r"The answer is $\frac34$ of the total.", r"The answer is twice $\frac34$."),
+        (r"\frac{3}{4}", r"So the probability is \(\frac34\).", r"So the probability is \(\frac43\)."),
+    ],
+)
+def test_math_verify_reads_what_responses_write(reference: str, right: str, wrong: str) -> None:
+    assert earned("math_verify", reference, right) == 1
+    assert earned("math_verify", reference, wrong) == 0
+
+
 @pytest.mark.parametrize("word", ["factorial", "squared", "halves", "thirds", "quarters"])
 def test_words_that_change_a_number_are_no_units(word: str) -> None:
     assert earned("exact_match", "5", rf"\boxed{{5\text{{ {word}}}}}") == 0

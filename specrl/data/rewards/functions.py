@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
@@ -240,14 +241,15 @@ def math_verify(_: str, response: str, answer: str) -> float:
     if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
     try:
-        latex = bounded_latex(as_latex(stated))
+        latex = bounded_latex(as_latex(formula(stated)))
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
     if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex)
     gold = parse(f"\\boxed{{{as_latex(formula(wanted))}}}", parsing_timeout=seconds)
-    return float(any(verify(gold, parse(form, parsing_timeout=seconds), timeout_seconds=seconds) for form in forms))
+    check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
+    return float(any(check(parse(form, parsing_timeout=seconds)) for form in forms))
 
 
 @register_reward("exact_match")
