@@ -80,8 +80,7 @@ class MlflowSender:
     def start(self, entry: Entry) -> None:
         parent, tags = self._parent, dict(entry.values["tags"])
         tags |= {NAME_TAG: entry.values["name"], **({PARENT_TAG: parent} if parent else {})}
-        run_id = self._find(entry)
-        if run_id is None:
+        if (run_id := self._find(entry)) is None:
             experiment = self._experiment(parent)
             run_id = str(self._client.create_run(experiment, start_time=entry.time_ms, tags=tags).info.run_id)
         self._client.update_run(run_id, status="RUNNING")
@@ -120,8 +119,7 @@ class MlflowSender:
     def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        new = [RunTag(name, value[:TAG_LENGTH]) for name, value in tags.items()]
-        if new:
+        if new := [RunTag(name, value[:TAG_LENGTH]) for name, value in tags.items()]:
             self._client.log_batch(run_id, tags=new)
 
     def artifact(self, entry: Entry) -> None:
@@ -193,8 +191,7 @@ class MlflowSender:
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """The alias `latest` is MLflow's own, and always the newest version."""
-        best = self._client.get_registered_model(name).aliases.get("best")
-        if best is not None:
+        if (best := self._client.get_registered_model(name).aliases.get("best")) is not None:
             known = self._client.get_model_version(name, best).tags.get(SCORE_TAG, "-inf")
             if float(known) > float(tags.get(SCORE_TAG, "-inf")):
                 return

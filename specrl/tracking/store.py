@@ -170,7 +170,7 @@ def _lack_of_databricks(profile: str | None) -> str | None:
     ask = partial(Settings, profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1)
     try:
         host = ask(credentials_strategy=nobody, auth_type="none").host
-        if host and (silent := why_silent(host, SERVER_SECONDS)) is not None:
+        if host and (silent := why_silent(host, SERVER_SECONDS, is_mlflow=False)) is not None:
             return f"{host} does not answer ({silent}); check DATABRICKS_HOST or ~/.databrickscfg"
         ask()
     except ValueError as error:
@@ -184,8 +184,7 @@ def _lack_of_databricks(profile: str | None) -> str | None:
 def _lack_of_file(path: Path) -> str | None:
     if not path.exists():
         return None if path.parent.is_dir() else f"there is no folder {path.parent}; create it"
-    places = [place for place in (path.parent, path) if not os.access(place, os.W_OK)]
-    if places:
+    if places := [place for place in (path.parent, path) if not os.access(place, os.W_OK)]:
         return f"{places[0]} cannot be written; name another file"
     try:  # without creating one; what a process has left half-written when it was killed is rolled back
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
@@ -195,15 +194,20 @@ def _lack_of_file(path: Path) -> str | None:
     return None
 
 
-def why_silent(uri: str, seconds: float) -> str | None:
-    """Why a server seems not to be there, asked as MLflow's client asks it, in one line; None where it is."""
+def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | None:
+    """Why a server, MLflow's or another, seems not to be there, asked as MLflow's client asks; None where it is."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
+    ask = partial(http_request, get_default_host_creds(uri.rstrip("/")), method="GET", timeout=seconds, max_retries=0)
     try:
-        answer = http_request(get_default_host_creds(uri.rstrip("/")), "/health", "GET", timeout=seconds, max_retries=0)
+        answer = ask("/health")
+        if is_mlflow and (answer.ok or answer.status_code == 404) and answer.text.strip() not in ("", "OK"):
+            answer = ask("/api/2.0/mlflow/experiments/get?experiment_id=0")  # another one's page, or a proxy's
+            if answer.status_code not in (401, 403) and not re.search('"(experiment|error_code)"', answer.text):
+                return "what answers there is no MLflow"
     except (MlflowException, OSError, ValueError) as error:
         return " ".join(str(error.__cause__ or error).split())
     if answer.ok or answer.status_code in (401, 403, 404):  # it is there; whether it takes credentials is for MLflow
@@ -214,8 +218,7 @@ def why_silent(uri: str, seconds: float) -> str | None:
 def experiment_id(client: Any, config: Config) -> str:
     """The id of the experiment `tracking.experiment`, which is created if need be."""
     name = config.tracking.experiment
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    if (found := client.get_experiment_by_name(name)) is None:
         # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
         scheme, _, file = tracking_uri(config).partition(":///")
         folder = (Path(file).parent / "mlartifacts").as_uri() if scheme.startswith("sqlite") else None

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,35 @@ def test_a_certificate_is_taken_as_mlflows_client_takes_it(
         check_server(config)
     monkeypatch.setenv(variable, "true" if "INSECURE" in variable else str(certificate))
     check_server(config)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "refused"),
+    [
+        (200, "<!DOCTYPE html><title>a page</title>", True),
+        (404, "<h1>Not Found</h1>", True),
+        (404, '{"detail": "Not Found"}', True),
+        (404, '{"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "No Experiment with id=0 exists"}', False),
+        (401, "<h1>Who are you?</h1>", False),
+    ],
+)
+def test_a_page_that_is_no_mlflow_is_refused_before_anything_starts(
+    status: int, body: str, refused: bool, tmp_path: Path
+) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        config = config_of(tmp_path, uri=f"http://127.0.0.1:{listening.server_port}")
+        with pytest.raises(ConfigError, match="what answers there is no MLflow") if refused else nullcontext():
+            check_server(config)
+        listening.shutdown()
 
 
 def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
