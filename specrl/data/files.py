@@ -74,8 +74,7 @@ def _request(place: str, row: dict[str, Any]) -> Request:
         raise ConfigError(f"{place}: messages must be a list of objects with role and content")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(f"{place} must have messages, a list, or prompt, a text that is not empty")
-    tools = tools_of(row)
-    return [*tools, {"role": "user", "content": prompt}] if tools else prompt
+    return [*tools, {"role": "user", "content": prompt}] if (tools := tools_of(row)) else prompt
 
 
 def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, others: bool, compared: bool) -> Problem:
@@ -105,8 +104,7 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
             f"{place}: {columns[1]} must be text that is not empty, a finite number, true or false, a list or an "
             f"object, and is {why}"
         )
-    structured = isinstance(answer, list | dict)
-    text = json.dumps(answer, ensure_ascii=False, default=str) if structured else str(answer)
+    text = json.dumps(answer, ensure_ascii=False, default=str) if isinstance(answer, list | dict) else str(answer)
     rest = {name: value for name, value in row.items() if name not in columns} if others else {}
     return Problem(prompt, text, " " + format_answer(text), rest, context=[*tools_of(row), *context])
 

@@ -241,6 +241,10 @@ def test_a_row_may_have_its_tests_in_three_forms() -> None:
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, r"^the row tests a function by values \(fn_name\)"),
         ({"fn_name": "add", "inputs": ["1"], "outputs": ["3"]}, r"^the row tests a function by values \(fn_name\)"),
         ({"inputs": [1], "outputs": [3]}, r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
+        (
+            ["def check(candidate):\n    assert candidate(1) == 1"],
+            r"define check and never call it: end them with a call",
+        ),
         (["pass"] * 201, r"^the row has 201 tests for code, and at most 200 are allowed$"),
     ],
 )

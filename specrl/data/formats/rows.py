@@ -26,7 +26,7 @@ from specrl.models.directory import LFS_POINTER
 LONGEST_LINE = 16 * 2**20  # bytes; a longer line is of a file that is no JSONL
 SYNONYMS = {
     "prompt_column": "question problem query instruction input",
-    "answer_column": "solution ground_truth final_answer target label output",
+    "answer_column": "solution ground_truth final_answer expected_answer target label output completion",
 }
 """What others call a column, by the setting that names it."""
 Rows = Iterator[tuple[str, dict[str, Any]]]

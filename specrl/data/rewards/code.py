@@ -106,6 +106,8 @@ def read_tests(answer: str) -> list[tuple[str, str | None]]:
         tests = [(text, None) for text in found]
     if not tests:
         raise ValueError(f"the row has no tests for code: {answer:.80}")
+    if any(test.count("check(") == 1 and "def check(" in test for test, wanted in tests if wanted is None):
+        raise ValueError("the row's tests define check and never call it: end them with a call, as check(NAME)")
     if len(tests) > PROCESSES:
         raise ValueError(f"the row has {len(tests)} tests for code, and at most {PROCESSES} are allowed")
     return tests
