@@ -49,8 +49,6 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         wrong = "is a file: give the folder that it lies in" if directory.is_file() else "does not exist"
         raise ConfigError(f"model directory {directory} {wrong}")
-    if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"model directory {directory} has no {CONFIG_FILE}")
     try:
         return read_object(directory / CONFIG_FILE)
     except ConfigError as error:

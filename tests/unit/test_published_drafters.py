@@ -345,7 +345,7 @@ def test_a_source_is_checked_before_the_run(tiny: Path) -> None:
         ({"rope_scaling": "yarn"}, 'rope_scaling = "yarn": it must be an object'),
         ({"rope_scaling": {"rope_type": "linear"}}, 'rope_type = "linear" has factor = null'),
         ({"max_position_embeddings": "64"}, 'max_position_embeddings = "64": it must be a whole number above 0'),
-        ({"draft_vocab_size": float("nan")}, "draft_vocab_size = NaN: it must be a whole number above 0"),
+        ({"draft_vocab_size": float("nan")}, "draft_vocab_size = NaN: it must be a whole number from 0 on"),
         ({"num_attention_heads": 1.5}, "num_attention_heads = 1.5: it must be a whole number above 0"),
         ({"architectures": 1}, "architectures = 1: it must be a list"),
         ({"eagle_config": "x"}, 'eagle_config = "x": it must be an object'),

@@ -15,22 +15,22 @@ from specrl.models.families import Family, expert_shape, family_of
 
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
-_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-_OTHERS += f"draft_vocab_size {ORIGINAL}"
+_OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 EOS = "eos_token_id"
 MOST_STOP_TOKENS = 8
 """How many tokens may end a response: the engine looks for each at every position."""
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
+_TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer
 _TABLES = "rope_scaling rope_parameters quantization_config compression_config auto_map "
-_TABLES += "eagle_config transformer_layer_config speculators_config"
+_TABLES += "eagle_config transformer_layer_config speculators_config added_tokens_decoder"
 _FEATURES = "eagle_aux_hidden_state_layer_ids"  # of a drafter
-_OTHER_COUNTS = "num_nextn_predict_layers moe_layer_start_index max_window_layers sliding_window"
+_OTHER_COUNTS = "num_nextn_predict_layers moe_layer_start_index max_window_layers sliding_window draft_vocab_size"
 _SWITCHES = "tie_word_embeddings norm_topk_prob attention_bias mlp_bias use_cache use_sliding_window"
 _GIVEN = f"hidden_act rms_norm_eps initializer_range attention_dropout max_window_layers auto_map {ORIGINAL}"
 NEVER_NULL = {*_SWITCHES.split(), *_GIVEN.split()}
 FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a whole number above 0", lambda value: type(value) is int and value > 0, f"{_SIZES} {_OTHERS}"),
+    ("a whole number above 0", lambda value: type(value) is int and value > 0, f"{_SIZES} {_OTHERS} {ORIGINAL}"),
     ("a whole number from 0 on", lambda value: type(value) is int and value >= 0, _OTHER_COUNTS),
     ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf, "rms_norm_eps rope_theta"),
     ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1, "attention_dropout"),
@@ -38,6 +38,7 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("true or false", lambda value: type(value) is bool, _SWITCHES),
     ('"silu"', lambda value: type(value) is str, "hidden_act"),
     ("one of " + ", ".join(DTYPES), lambda value: value in DTYPES, "dtype torch_dtype"),
+    ("a text or an object", lambda value: type(value) in (str, dict), _TOKENS),
     ("a list", lambda value: type(value) is list, "architectures layer_types mlp_layer_types mlp_only_layers"),
     ("a list of whole numbers", lambda value: type(value) is list and {*map(type, value)} <= {int}, _FEATURES),
     ("an object", lambda value: type(value) is dict, _TABLES),

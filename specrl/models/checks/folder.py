@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.checks.config import EOS, MOST_STOP_TOKENS, check_config, token_problems
+from specrl.models.checks.config import EOS, MOST_STOP_TOKENS, check_config, form_problems, token_problems
 from specrl.models.checks.headers import check_weights, remedy
 from specrl.models.directory import CONFIG_FILE, LFS_POINTER, read_model_config, read_object
 
@@ -51,6 +51,8 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
         small = {name: read_object(directory / name) for name in SMALL_FILES if (directory / name).is_file()}
         settings = small.get("special_tokens_map.json", {}) | small.get("tokenizer_config.json", {})
         generation = small.get("generation_config.json", {})
+        for problem, name in ((problem, name) for name, found in small.items() for problem in form_problems(found)):
+            raise ConfigError(f"has a {name} with {problem}")
         for problem in token_problems(generation, config["vocab_size"]):
             raise ConfigError(f"has a generation_config.json with {problem}")
         tokens = token_ids(directory)
@@ -87,7 +89,7 @@ def _load_without_its_code(directory: Path) -> None:
 
     try:
         AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except ValueError as error:
+    except (ValueError, AttributeError, LookupError, TypeError) as error:  # of an auto_map that is no object, too
         raise ConfigError(
             "has a tokenizer with code of its own, which is not executed: remove auto_map from tokenizer_config.json "
             "if tokenizer.json is all of it, or take another tokenizer"
