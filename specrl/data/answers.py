@@ -19,19 +19,19 @@ _LABELLED = re.compile(
 )
 _HEADING = re.compile(rf"^[#*_ \t]{{1,9}}(?:the )?(?:final |correct )?{_NAME}[*_ \t]*$()", re.I | re.M)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*([^#\s].*)", re.M)
-_IS = r"(?:(?:is|equals|should be|would be|ist|es|est)\b|是|为)(?: (?:therefore|thus|then|hence|simply)\b)?"
+_IS = r"(?:(?:is|equals|should be|would be|ist|es|est)(?: therefore)?:?(?=\s)|[是为])(?:[^\S\n]*|\s{0,3}(?=[$\\]))"
 _SENTENCE = re.compile(
-    rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}:?\s{{0,3}}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
+    rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
 )
 _DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on lines of its own
-_UNBRACED = re.compile(r"\\boxed +([^\s${][^\s$]*)")  # as MATH has some: `$\boxed 2$`
+_UNBRACED = re.compile(r"\\boxed +(-?[\d\\][^\s$]*)")  # as MATH has some: `$\boxed 2$`
 _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
-    r"|\n#{1,4} (?:Question|Problem|Instruction)|<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]"
+    r"|\n#{1,4} (?:Question|Problem|Instruction)"
 )
+_ENDS = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]")
 _THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_thought\|)>")
 _THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
-_BOXES = 20  # the last boxes of a response are looked at
 _WRAPPERS = (
     *((mark, mark) for mark in ("$$", "$", "**", "`", '"')),
     (r"\(", r"\)"),
@@ -104,9 +104,10 @@ def format_answer(answer: str) -> str:
 
 def final_part(response: str) -> str:
     """What a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
-    said = after_thoughts(response)
-    parts = [part for part in _RUN_ON.split(said) if part.strip()]
-    return next((part for part in parts if _stated(part) is not None), parts[0] if parts else "")
+    said = next((part for part in _ENDS.split(after_thoughts(response)) if part.strip()), "")
+    parts = _RUN_ON.split(said)
+    own = parts[0] if re.search(r"\d", parts[0]) else said  # where it is no answer, it may introduce the question
+    return next((part for part in parts if _stated(part) is not None), own)
 
 
 def after_thoughts(response: str) -> str:
@@ -137,12 +138,11 @@ def _stated(text: str) -> str | None:
         found += [(start, line) for start, line in lines.items() if line.strip()][-1:]
     if found:
         return max(found, key=lambda one: one[0])[1]
-    sentences = _SENTENCE.findall(text)
-    return str(sentences[-1]) if sentences else None
+    return next(reversed(_SENTENCE.findall(text)), None)
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    for opening in [*re.finditer(r"\\(?:f|frame)?box(?:ed)?\s?\{(?!\s*\})", text)][-1 : -_BOXES - 1 : -1]:
+    for opening in [*re.finditer(r"\\(?:f|frame)?box(?:ed)?\s?\{(?!\s*\})", text)][:-21:-1]:  # the last 20
         depth = 1
         for brace in re.finditer(r"[{}]", text[opening.end() :]):
             depth += 1 if brace[0] == "{" else -1

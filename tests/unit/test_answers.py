@@ -210,6 +210,8 @@ def test_choices_points_and_numbers_in_words_are_compared_as_what_they_are(
         "The answer is:\n\\[\n73\n\\]",
         "**Answer:**\n$$\n73\n$$",
         "73</s>",
+        "73<|im_end|>\n<|im_start|>user\nAnswer: 4",
+        r"\boxed{73}, as you wanted it in \boxed notation.",
         "73\n\nQuestion: What is 2+2?\n4",
         "答案是73。",
         "73。",
@@ -221,6 +223,11 @@ def test_choices_points_and_numbers_in_words_are_compared_as_what_they_are(
 def test_an_answer_is_found_in_the_forms_that_models_state_it_in(reward: str, response: str) -> None:
     assert earned(reward, "73", response) == 1
     assert earned(reward, "4", response) == 0
+
+
+def test_a_preamble_before_the_question_is_no_answer() -> None:
+    assert earned("math_verify", "73", "Let me see.\nProblem: What is 70+3?\nThat makes 73") == 1
+    assert earned("math_verify", "16", "To find what the result is:\n1. 5+3 is 8.\n2. Twice that makes 16") == 1
 
 
 @pytest.mark.parametrize(
