@@ -244,6 +244,8 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
             r"\boxed{\frac{-1+\sqrt5}{2}}",
         ),
         (r"\frac{-1\pm\sqrt5}{2}", r"\boxed{x = \frac{-1\pm\sqrt{5}}{2}}", r"\boxed{x = \frac{1\pm\sqrt{5}}{2}}"),
+        ("42", r"Therefore the total cost is \$42.", r"Therefore the total cost is \$24."),
+        ("42", r"So 42\% of them are left.", r"So it is 41\% or 42\%."),
         (r"\frac{3}{4}", r"The answer is $\frac34$ of the total.", r"The answer is twice $\frac34$."),
         (r"\frac{3}{4}", r"So the probability is \(\frac34\).", r"So the probability is \(\frac43\)."),
     ],

@@ -245,8 +245,8 @@ def math_verify(_: str, response: str, answer: str) -> float:
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
-    if _SENTENCE.search(latex) and not re.search(r"[\\^!]", latex) and not _SEVERAL.search(latex):
-        forms.append(latex)
+    if _SENTENCE.search(latex) and not re.search(r"\\(?![$%])|[\^!]", latex) and not _SEVERAL.search(latex):
+        forms.append(latex.replace("\\$", ""))
     gold = parse(f"\\boxed{{{as_latex(formula(wanted))}}}", parsing_timeout=seconds)
     check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
     return float(any(check(parse(form, parsing_timeout=seconds)) for form in forms))
