@@ -1,7 +1,7 @@
 # make quickstart makes the environment and runs configs/quickstart.toml; make test makes it and runs the tests but for those of
 # whole runs, and make test-all, as CI does, runs those too; make check is what CI runs before, and builds the site, as make docs
 # alone does.
-PYTHON ?= python3.11
+PYTHON ?= python3.12
 TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -15,10 +15,9 @@ BIN := .venv/bin
 # process compiles all of them again, which takes longer than all else that it does when it starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-# A machine that gives pip a local folder of wheels gives it to uv too; elsewhere uv is told to take torch's CPU build.
-# The GPU lock says torch===VERSION, which only PyPI's CUDA build is, so that uv does not look for a driver to choose a build.
+# A machine that gives pip a local folder of wheels gives it to uv too. The locks say torch===VERSION, which only PyPI's build
+# is: == would also accept a +cpu build in such a folder.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-TORCH_BACKEND := $(if $(UV_FIND_LINKS)$(findstring gpu,$(LOCK)),,--torch-backend=cpu)
 STAMP := .venv/.installed-$(notdir $(LOCK))
 TOOLS := requirements/tools.lock
 # Nothing is fetched whose hash the locks do not have: packages that are published as source only are built with the
@@ -40,7 +39,7 @@ env: $(STAMP) $(TE_STAMP)
 $(STAMP): $(LOCK) $(TOOLS) pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(TOOLS)
-	sed '$(call lines,transformer-engine-torch)d' $(LOCK) | $(INSTALL) --require-hashes $(TORCH_BACKEND) -r -
+	sed '$(call lines,transformer-engine-torch)d' $(LOCK) | $(INSTALL) --require-hashes -r -
 	$(INSTALL) -e .
 	touch $@
 
@@ -91,20 +90,19 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-COMPILE = cd requirements && ../$(BIN)/uv pip compile -q --generate-hashes --python-version 3.11 --no-emit-index-url \
+COMPILE = cd requirements && ../$(BIN)/uv pip compile -q --generate-hashes --python-version 3.12 --no-emit-index-url \
 	--no-emit-find-links --no-header --no-annotate
 
 lock: env
 	$(COMPILE) tools.in -o tools.lock
-	$(COMPILE) cpu.in --override overrides.txt $(TORCH_BACKEND) --no-emit-package torch -o cpu.lock
-	grep -v '^#' requirements/torch-cpu.txt >>requirements/cpu.lock
+	$(COMPILE) cpu.in --override overrides.txt -o cpu.lock
 	$(COMPILE) docs.in $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.lock) -o docs.lock
-	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
+	$(COMPILE) gpu.in --override overrides.txt --python-platform x86_64-manylinux_2_28 -o gpu.lock
 	cp requirements/gpu.lock requirements/aarch64.lock
-	$(COMPILE) gpu.in --override overrides-gpu.txt --python-platform aarch64-manylinux_2_34 -o aarch64.lock
+	$(COMPILE) gpu.in --override overrides.txt --python-platform aarch64-manylinux_2_34 -o aarch64.lock
 	cmp requirements/gpu.lock requirements/aarch64.lock  # GH200 and GB200 have the same packages, and hashes are of all wheels
 	rm requirements/aarch64.lock
-	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/gpu.lock
+	sed -i 's/^torch==\([0-9]\)/torch===\1/' requirements/cpu.lock requirements/gpu.lock
 
 clean:
 	rm -rf .venv site
