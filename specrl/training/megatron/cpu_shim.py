@@ -106,7 +106,6 @@ def _adapt(module: types.ModuleType, proxy: _Proxy) -> None:
     if module.__name__ == "megatron.core.jit":
         module.disable_jit_fuser()  # torch.compile of a dozen two-line functions costs minutes and gains nothing here
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
-        module.__dict__.setdefault("te_general_gemm", None)  # which it asks for even without Transformer Engine
         # The sizes of what ranks exchange must be numbers: only tensors on GPUs are turned into those.
         module.__dict__["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, **_: (
             tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -6,6 +6,7 @@ rows. The choice is made once, by the device.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from specrl.training.megatron.attention import PackedAttention, row_layout
 from specrl.training.megatron.scores import OutputLayer, columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # each model would warn that HybridModel is to follow
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ def transformer_config(
         bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda,
         softmax_scale=scale**2 * head_dim(hf) ** -0.5 if scale != 1 else None,  # YaRN's, of queries and keys
-        masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for the layers that have it, see `optimizer.wrap`
+        cuda_graph_modules=[],  # there are no graphs; of its own default Megatron warns that it is deprecated
         **(recompute_all if recompute else {}),
         **(_expert_options(hf, experts, cuda=cuda) if experts else {}),
         **({"fp8": "e4m3", "fp8_recipe": "blockwise"} if native_fp8 else {}),
