@@ -18,7 +18,7 @@ from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import existing, shared_database
-from specrl.checks.gpu import GIB, cuda_of_build, installed_torch
+from specrl.checks.gpu import GIB, cuda_of_build, torch_for_gpus
 from specrl.config import STAGES, Config, ConfigError
 from specrl.data.formats.places import files_of
 from specrl.keys import data_places
@@ -251,13 +251,12 @@ def take_wandb_variables(config: Config) -> None:
 
 def check_gpu_packages(config: Config) -> list[str]:
     """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
-    torch = installed_torch()
     clusters = {stage: config.cluster_of(stage) for stage in STAGES if config.resources_of(stage).gpus_per_rank}
     stages = [stage for stage, cluster in clusters.items() if cluster.container is None and cluster.python is None]
-    if not stages or cuda_of_build(torch) is not None:
+    if not stages or cuda_of_build(torch_for_gpus()) is not None:
         return []
     return [
-        f"gpus_per_rank = 1 in {', '.join(stages)}: torch {torch} of this environment is a build for CPUs; "
+        f"gpus_per_rank = 1 in {', '.join(stages)}: the packages of this environment are for CPUs; "
         "make env LOCK=requirements/gpu.lock, or set gpus_per_rank = 0"
     ]
 

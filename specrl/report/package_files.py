@@ -49,7 +49,7 @@ def collisions(site_packages: Path) -> dict[tuple[str, ...], list[str]]:
 
 
 def wrong_torch(site_packages: Path) -> str | None:
-    """A line if torch's build is not for the CUDA version of `cuda-toolkit`, which only the GPU lock names."""
+    """A line if torch's build is not for the CUDA version of `cuda-toolkit`."""
     installed = {name: package for name, _, package in whole_packages([str(site_packages)])}
     if "torch" not in installed or "cuda-toolkit" not in installed:
         return None

@@ -46,8 +46,8 @@ def test_a_login_node_checks_the_packages_of_its_environment_and_not_of_its_hard
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    for torch, lock in (("2.13.0+cu130", "gpu.lock"), ("2.13.0+cpu", "cpu.lock")):
-        monkeypatch.setattr(gpu, "installed_torch", lambda torch=torch: torch)
+    for torch, lock in (("2.13.0", "gpu.lock"), (None, "cpu.lock")):
+        monkeypatch.setattr(gpu, "torch_for_gpus", lambda torch=torch: torch)
         (found,) = (check.found for check in doctor.checks(tmp_path / "runs") if check.name == "packages")
         assert f"of {lock}" in found
 

@@ -22,6 +22,7 @@ from specrl.checks.gpu import (
     gather_facts,
     gpu_checks,
     own_cuda_home,
+    torch_for_gpus,
 )
 from specrl.config import Config, StageName, parse_config
 from specrl.context import StageContext
@@ -65,7 +66,7 @@ def test_a_gpu_that_can_do_it_all_passes() -> None:
     [
         ({"driver_cuda": (12, 8), "driver": "570.86"}, "570.86, CUDA 12.8; torch 2.13.0+cu130 needs CUDA 13.0; a driv"),
         ({"driver_cuda": None}, "GPU driver: no NVIDIA driver; torch 2.13.0+cu130 needs CUDA 13.0; a driver R580"),
-        ({"torch": "2.13.0+cpu", "torch_cuda": None}, "is a build for CPUs; make env LOCK=requirements/gpu.lock"),
+        ({"torch_cuda": None}, "packages of this environment are for CPUs; make env LOCK=requirements/gpu.lock"),
         ({"torch_problem": "No CUDA GPUs are available", "total_gib": 0.0}, "torch sees none: No CUDA GPUs"),
         ({"capability": (8, 0)}, 'compute capability 8.0 has no FP8 in blocks; precision.generation = "bf16"'),
         ({"free_gib": 20.0}, "GPU memory: 20.0 of 139.8 GiB free; this stage needs 62.9 GiB; another process"),
@@ -124,10 +125,11 @@ def test_versions_are_read_from_what_is_installed() -> None:
     assert cuda_of_build("2.13.0+cu130") == (13, 0)
     assert cuda_of_build("2.13.0+cu129") == (12, 9)
     assert cuda_of_build("2.13.0+cpu") is None
+    assert torch_for_gpus() is None, "vLLM here is the one for CPUs"
     assert as_version("2.29.7") == (2, 29, 7)
     assert as_version(None) is None
     assert "CUDA 13.0, a driver R580 or newer" in check_without_driver("2.13.0+cu130").found
-    assert check_without_driver("2.13.0+cpu").found == "none; runs use the CPU"
+    assert check_without_driver(None).found == "none; runs use the CPU"
 
 
 def test_the_facts_of_this_machine_can_be_gathered() -> None:
@@ -151,14 +153,14 @@ def test_a_rank_that_sees_all_gpus_looks_at_its_own(monkeypatch: pytest.MonkeyPa
 
 def test_a_run_with_gpus_is_not_submitted_from_an_environment_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"name": "gpu", "stage_resources": {"train": {"gpus_per_rank": 1}}})
-    monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cpu")
+    monkeypatch.setattr("flows.preflight.torch_for_gpus", lambda: None)
     [line] = check_gpu_packages(config)
-    assert "gpus_per_rank = 1 in train: torch 2.13.0+cpu of this environment is a build for CPUs; make env" in line
+    assert "gpus_per_rank = 1 in train: the packages of this environment are for CPUs; make env" in line
     assert check_gpu_packages(Config(name="cpu")) == []
     for cluster in ({"python": "/opt/venv/bin/python"}, {"container": {"kind": "apptainer", "image": "gpu.sif"}}):
         elsewhere = {"name": "gpu", "stage_resources": {"train": {"gpus_per_rank": 1}}, "cluster": cluster}
         assert check_gpu_packages(parse_config(elsewhere)) == []
-    monkeypatch.setattr("flows.preflight.installed_torch", lambda: "2.13.0+cu130")
+    monkeypatch.setattr("flows.preflight.torch_for_gpus", lambda: "2.13.0")
     assert check_gpu_packages(config) == []
 
 

@@ -21,7 +21,7 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
     return [
         *machine.checks(runs_dir),
         *(gpu.gpu_checks(gpu.gather_facts(use_torch=False), needs) if has_gpu else []),
-        *packages.checks(gpu=has_gpu or gpu.cuda_of_build(gpu.installed_torch()) is not None),
+        *packages.checks(gpu=has_gpu or gpu.cuda_of_build(gpu.torch_for_gpus()) is not None),
         *services.checks(runs_dir, tracking_uri),
     ]
 

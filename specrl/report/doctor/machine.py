@@ -10,7 +10,7 @@ import psutil
 
 from specrl.checks import Check
 from specrl.checks.file_systems import existing, file_system, has_locks, is_shared
-from specrl.checks.gpu import check_without_driver, installed_torch
+from specrl.checks.gpu import check_without_driver, torch_for_gpus
 from specrl.data.rewards import sandbox
 from specrl.processes import output_of
 
@@ -91,7 +91,7 @@ def check_gpu() -> Check:
         return Check("GPU", "ok", "; ".join(gpus))
     if shutil.which("nvidia-smi"):
         return Check("GPU", "warn", "nvidia-smi lists none", "nvidia-smi -L shows why; until then, runs use the CPU")
-    return check_without_driver(installed_torch())
+    return check_without_driver(torch_for_gpus())
 
 
 def _gpus() -> list[str]:
