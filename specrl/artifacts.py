@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -366,10 +366,7 @@ def write_result(stage_dir: Path, result: Artifact) -> None:
     write_text(stage_dir / RESULT_FILE, result.model_dump_json(indent=2) + "\n")
 
 
-ResultType = TypeVar("ResultType", bound=Artifact)
-
-
-def read_result(stage_dir: Path, kind: type[ResultType]) -> ResultType:
+def read_result[Result: Artifact](stage_dir: Path, kind: type[Result]) -> Result:
     """The result of a stage; a ConfigError if it has not finished, or is of another version of specrl."""
     path = stage_dir / RESULT_FILE
     if not path.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from specrl.artifacts import PROMPTS_DIR, ResultType, read_file, read_result, write_json
+from specrl.artifacts import PROMPTS_DIR, Artifact, read_file, read_result, write_json
 from specrl.config import Config, StageName
 from specrl.lineage.record import Continuation
 
@@ -41,7 +41,7 @@ class StageContext:
         """The folder of the shards of problems, which `prepare` begins and every stage may extend."""
         return self.inputs.get("prepare", self.stage_dir) / PROMPTS_DIR
 
-    def input(self, stage: StageName, kind: type[ResultType]) -> ResultType:
+    def input[Result: Artifact](self, stage: StageName, kind: type[Result]) -> Result:
         """The result of an earlier stage; ValueError if it has not finished."""
         return read_result(self.inputs[stage], kind)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean, pstdev
-from typing import TypeVar
 
 from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
 
-Key = TypeVar("Key", bound=Hashable)
 """What names a group."""
 Rewards = Sequence[Sequence[float]]
 """The rewards of the responses of each group."""
@@ -61,7 +59,7 @@ def zero_signal_fraction(rewards: Sequence[float], groups: Sequence[Hashable]) -
     return 1 - len(groups_with_signal(rewards, groups)) / len(set(groups)) if groups else 0.0
 
 
-def groups_with_signal(rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:
+def groups_with_signal[Key: Hashable](rewards: Sequence[float], groups: Sequence[Key]) -> list[Key]:
     """The groups whose rewards differ, in their order: what dynamic sampling keeps (DAPO, arXiv 2503.14476, eq. 11)."""
     return [group for group, values in _members(rewards, groups).items() if not _is_flat(values)]
 
@@ -133,7 +131,7 @@ def gdpo_advantages(groups: Sequence[Rewards], weights: Sequence[float], _: Opti
     return [[value / scale for value in values] for values in sums]
 
 
-def _members(rewards: Sequence[float], groups: Sequence[Key]) -> dict[Key, list[float]]:
+def _members[Key: Hashable](rewards: Sequence[float], groups: Sequence[Key]) -> dict[Key, list[float]]:
     assert len(rewards) == len(groups), (len(rewards), len(groups))
     members: dict[Key, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):

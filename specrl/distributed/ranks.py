@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from specrl.processes import free_port
 
-T = TypeVar("T")
 VARIABLES = {
     "TORCH_GLOO_LAZY_INIT": "1",  # else gloo connects all pairs of ranks at once: minutes for hundreds
     # By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned.
@@ -38,7 +37,7 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    def gather[T](self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """The values of all ranks, in rank order, on every rank (collective); a thread needs a group of its own.
 
         They are pickled, for a few numbers and messages: what grows with responses or tokens travels as arrays.

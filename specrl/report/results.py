@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import RESULT_FILE, ResultType, read_json, read_result
+from specrl.artifacts import RESULT_FILE, Artifact, read_json, read_result
 from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
 from specrl.lineage.record import RUN_FILE, read_record, readable_keys, readable_record
 
@@ -68,7 +68,7 @@ def is_run(folder: Path) -> bool:
     return isinstance(data, dict) and {"name", "runs_dir"} <= data.keys()
 
 
-def readable(stages: Mapping[str, Path], stage: str, kind: type[ResultType]) -> ResultType | None:
+def readable[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
     """The stage's result, or None if it has not finished or is of another version of specrl."""
     try:
         return finished(stages, stage, kind)
@@ -76,7 +76,7 @@ def readable(stages: Mapping[str, Path], stage: str, kind: type[ResultType]) -> 
         return None
 
 
-def finished(stages: Mapping[str, Path], stage: str, kind: type[ResultType]) -> ResultType | None:
+def finished[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
     """The stage's result, or None if it has not finished."""
     folder = stages.get(stage)
     return read_result(folder, kind) if folder is not None and (folder / RESULT_FILE).exists() else None

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from scipy import stats
 
-Cell = TypeVar("Cell", bound=Hashable)
 MIN_EXPECTED = 5.0
 """The expected count below which a cell is pooled with others."""
 
@@ -30,7 +28,7 @@ class ChiSquared:
         return float(stats.chi2.sf(self.statistic, self.degrees_of_freedom)) if self.degrees_of_freedom else 1.0
 
 
-def chi_squared(samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSquared:
+def chi_squared[Cell: Hashable](samples: Sequence[Cell], exact: Mapping[Cell, float]) -> ChiSquared:
     """Test whether samples follow a distribution.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from specrl.training.drafter.trainer import Drafter
 from specrl.training.megatron.policy import Policy
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Refit:
                 self.drafter.share(name, tensor)
             yield name, tensor
 
-    def _on_all_ranks(self, check: Callable[[], Result]) -> Result:
+    def _on_all_ranks[Result](self, check: Callable[[], Result]) -> Result:
         # An error of any rank is raised on all of them: none may wait for one that has gone.
         error: RefitError | None = None
         try:
