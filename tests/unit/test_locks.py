@@ -216,6 +216,22 @@ def test_ci_installs_slurm_unless_all_its_programs_are_there(tmp_path: Path, pre
     assert calls == ([] if len(present) == 4 else ["apt-get", "apt-get"]) + ["make", "make"]
 
 
+def test_ci_takes_the_newest_of_pyenvs_pythons_where_none_is_chosen(tmp_path: Path) -> None:
+    scripts = {
+        "python3.12": 'test "$PYENV_VERSION" = 3.12.9',
+        "pyenv": 'test "$*" = "latest 3.12" && echo 3.12.9',
+        "make": f'echo "make $1 $PYENV_VERSION" >>"{tmp_path}/calls"',
+    }
+    scripts |= dict.fromkeys(("slurmctld", "slurmdbd", "munged", "mariadbd"), "true")
+    for name, line in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    subprocess.run(["bash", str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, check=True)
+    assert (tmp_path / "calls").read_text().splitlines() == ["make check 3.12.9", "make test-all 3.12.9"]
+
+
 def test_a_machine_without_a_compiler_is_told_in_one_line(project: Path) -> None:
     (project / ".venv").mkdir()
     (project / ".venv/.installed-gpu.lock").touch()

@@ -16,7 +16,7 @@ from specrl.processes import output_of
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16  # needed by `configs/quickstart.toml`
-QUICKSTART_DISK_GIB = 10  # needed by `configs/quickstart.toml`
+QUICKSTART_DISK_GIB = 5  # needed by `configs/quickstart.toml`, whose packages are there already
 PROBE_SECONDS = 10  # for nvidia-smi
 
 
