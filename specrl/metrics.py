@@ -52,17 +52,20 @@ _DEFINITIONS = (
         "tokens/s",
         "Prompt and response tokens trained on, of all ranks and without padding, over timing/policy_update_s.",
     ),
-    Metric("spec/num_drafts", "drafts", "Verification steps that had a draft, summed over requests and ranks."),
+    Metric("spec/num_drafts", "drafts", "Drafts verified and passes over own text, summed over requests and ranks."),
     Metric("spec/num_draft_tokens", "tokens", "Tokens proposed in these drafts."),
     Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; bonus tokens are not counted."),
-    Metric("spec/acceptance_rate", "", "spec/num_accepted_tokens over spec/num_draft_tokens.", "higher"),
-    Metric("spec/acceptance_length", "tokens", "1 (the bonus token) + accepted tokens over drafts.", "higher"),
+    Metric("spec/acceptance_rate", "", "Accepted over drafted tokens, but for what was read ahead.", "higher"),
+    Metric(
+        "spec/acceptance_length",
+        "tokens",
+        "1 (the bonus token) + accepted tokens over drafts, but for what was read ahead.",
+        "higher",
+    ),
     Metric(
         "spec/acceptance_rate_pos_I", "", "Tokens accepted at position I (from 1) over drafts of at least I tokens."
     ),
-    Metric(
-        "spec/own_draft_tokens", "tokens", "The part of spec/num_draft_tokens that was read ahead, of own seeds' text."
-    ),
+    Metric("spec/own_draft_tokens", "tokens", "The part of spec/num_draft_tokens that was read ahead of decoding."),
     Metric("spec/own_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that was read ahead."),
     Metric("spec/replay_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from stored text."),
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),

@@ -2,14 +2,16 @@
 
 The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape decides in
 which order a kernel adds. The token that is picked leads all others by its log-prob and noise together, in greedy
-decoding by its log-prob alone. A difference is a *near-tie* if neither token leads by more than leads move between two
-shapes of *plain* decoding.
+decoding by its log-prob alone. A difference is a *near-tie* if both leads together are no more than leads move between
+two shapes. Of distributions that top-p or top-k cut off this says little: a token at the edge may be kept in one shape
+and not in another, whatever leads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 FLOOR = 4e-6
 """The smallest movement that is assumed, in nats: FP32 numbers from 32 to 64 are as far apart."""
@@ -27,8 +29,9 @@ class Pick:
 
     token: int
     lead: float
-    """By how much it leads the best other token, of those that top-k and top-p leave, in nats at its temperature."""
-    greedy: bool = False
+    """By how much it leads the best other token, of those that top-k and top-p leave, in nats at temperature 1."""
+    rival: int = -1
+    """That token."""
 
 
 Trace = Mapping[int, Pick]
@@ -37,7 +40,7 @@ Trace = Mapping[int, Pick]
 
 @dataclass(frozen=True)
 class Noise:
-    """How far plain decoding in two batch shapes disagrees where both picked the same token after the same tokens."""
+    """How far two batch shapes disagree where both picked the same token after the same tokens."""
 
     lead: float
     """The largest movement of a lead, in nats."""
@@ -64,8 +67,8 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """How far leads must have moved if both picks are right, in nats."""
-        return max(self.left.lead, self.right.lead)
+        """How far a lead must have moved if both picks are right, in nats."""
+        return self.left.lead + self.right.lead
 
     def explained(self, noise: Noise) -> bool:
         """Whether this is a near-tie: both tokens lead, and the distance is within the limit."""
@@ -97,7 +100,9 @@ def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
     lead, num_tokens = 0.0, 0
     for a, b in zip(left, right, strict=True):
         for position in _agreement(a, b)[0]:
-            lead = max(lead, abs(a[position].lead - b[position].lead))
+            one, other = a[position], b[position]
+            if one.rival == other.rival and isfinite(one.lead) and isfinite(other.lead):
+                lead = max(lead, abs(one.lead - other.lead))
             num_tokens += 1
     return Noise(lead, num_tokens)
 

@@ -35,7 +35,8 @@ from specrl.tracking.sender import registered_version
 SUMMARY_FILE = "summary.json"
 SOURCES = {
     "drafter": "the drafter's",
-    "replay": "pre-generated",
+    "own": "generated with the same seed, and read ahead",
+    "replay": "stored for the prompt",
     "recent": "from recent rollouts",
     "continued": "the drafter's with text behind it",
 }

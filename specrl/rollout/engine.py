@@ -149,7 +149,7 @@ class Engine(VllmEngine):
         Args:
             on_progress: Called as `on_progress(finished, total)` whenever some finish.
             on_response: Called with the place in `requests` and the response as soon as one is finished.
-            stop: Asked after every iteration that leaves requests unfinished. Once it is true on the engine's first
+            stop: Asked after every iteration of decoding that leaves requests unfinished. Once it is true on the engine's first
                 rank, unfinished responses are returned as they are, with `finish_reason = "abort"`.
             recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these:
                 for rollouts. A probe, which repeats its requests, would find its own earlier responses.
@@ -214,7 +214,7 @@ class Engine(VllmEngine):
 
         Args:
             texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
-            seeds: Their seeds in the same order, where known. A request follows the text of its own seed first.
+            seeds: Their seeds in the same order, where known. A request with such a seed reads that text ahead.
 
         Raises:
             ValueError: `speculation.method` has no replay.
@@ -367,6 +367,7 @@ class Engine(VllmEngine):
             assert self.drafting is not None
             own = [self.drafting.texts.own(asked.prompt_tokens, asked.seed) for asked in requests]
             read_ahead(self, prompts, params, dict(enumerate(own)), begun, self.stop_tokens)
+            self.drafting.count_anew(self.stop_tokens)
         for prompt, request, asked in zip(prompts, begun, params, strict=True):
             asked.max_tokens -= len(request.tokens)
             if request.finish_reason is None:

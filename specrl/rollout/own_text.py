@@ -1,8 +1,9 @@
 """Text of a request's own seed, read ahead of decoding as a prompt is read: many tokens in one pass.
 
 The noise of each position is known, so that one pass over such a text says what the policy samples in the place of each
-of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as
-much as those before it together, so that little is read in vain of a text that soon differs.
+of its tokens. The response begins with those that agree and the first that does not. Each pass reads at most as much as
+those before it together, as long as the prefix cache keeps their tokens, so that little is read in vain of a text that
+soon differs. No request decodes before all have read their texts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def read_ahead(
         texts: By the places of the requests; `begun` has the requests themselves, still without a token.
     """
     stops, size = frozenset(stop_tokens), FIRST
-    texts = {at: text[: params[at].max_tokens] for at, text in texts.items() if len(text) >= SHORTEST}
+    # The last token of a response is what is sampled after the others.
+    texts = {at: text[: params[at].max_tokens - 1] for at, text in texts.items() if len(text) >= SHORTEST}
+    texts = {at: text for at, text in texts.items() if text}
     while texts:
         parts = {at: text[:size] for at, text in texts.items()}
         read = _read(engine, {at: (prompts[at] + part, params[at]) for at, part in parts.items()}, cached=True)
@@ -58,5 +61,5 @@ def _read(
     left = len(read)
     while left:
         left -= len(engine.step())
-        engine.decode_steps += 1
+        engine.decode_steps += engine.last is not None
     return read

@@ -46,10 +46,11 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
 
     The noise of plain decoding is measured only where tokens differ, since nothing else has to be explained by it.
     """
-    ways = requests, [replace(request, temperature=0.0, top_p=1.0, top_k=0) for request in requests]
+    requests = [replace(request, top_p=1.0, top_k=0) for request in requests]  # see `near_ties`
+    ways = requests, [replace(request, temperature=0.0) for request in requests]
     plain = [traces(engine, way, len(way), 0) for way in ways]
     if engine.replays:
-        engine.set_replay(texts_to_replay(requests, plain[0]))
+        engine.set_replay(*texts_to_replay(requests, plain[0]))
     speculative, drafts = zip(*(recorded(engine, way, len(way), k) for way in ways), strict=True)
     if engine.replays:
         engine.set_replay({})
@@ -83,7 +84,8 @@ def _counts(found: Comparison, noise: Noise) -> ParityCounts:
 
 
 def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
-    """Measure how far `plain` decoding differs between batch sizes, up to one with as many rows as verification."""
+    """Measure how far `plain` decoding differs between batch sizes, up to one with as many rows as verification, and
+    from passes over the same text."""
     few = requests[:NOISE_REQUESTS]
     small = measure_noise(plain[: len(few)], traces(engine, few, min(SMALL_BATCH, max(1, len(few) // 2)), 0))
     rows = min(len(requests) * (k + 1), engine.config.engine.max_num_seqs)
@@ -92,18 +94,36 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
         for i in range(max(0, rows - len(few)))
     ]
     large = measure_noise(plain[: len(few)], traces(engine, [*few, *others], rows, 0)[: len(few)])
-    return worst(small, large).or_rounding(engine.config.model.dtype)
+    noise = worst(small, large)
+    if engine.replays:
+        texts = {tuple(asked.prompt_tokens): [_tokens(trace)] for asked, trace in zip(few, plain, strict=False)}
+        engine.set_replay(texts, {tuple(asked.prompt_tokens): [asked.seed] for asked in few})
+        noise = worst(noise, measure_noise(plain[: len(few)], traces(engine, few, len(few), k)))
+        engine.set_replay({})
+    return noise.or_rounding(engine.config.model.dtype)
 
 
-def texts_to_replay(requests: list[Request], plain: list[Trace]) -> dict[Tokens, list[list[int]]]:
-    """Make text to replay of what plain decoding gave, by prompt, with one wrong token for every second prompt."""
+def texts_to_replay(
+    requests: list[Request], plain: list[Trace]
+) -> tuple[dict[Tokens, list[list[int]]], dict[Tokens, list[int]]]:
+    """Make text to replay of what plain decoding gave, by prompt, with one wrong token for every second prompt.
+
+    The seeds of one half are known, so that their texts are read ahead.
+    """
     texts: dict[Tokens, list[list[int]]] = {}
+    seeds: dict[Tokens, list[int]] = {}
     for index, (request, trace) in enumerate(zip(requests, plain, strict=True)):
-        text = [trace[position].token for position in sorted(trace)]
+        prompt, text = tuple(request.prompt_tokens), _tokens(trace)
         if index % 2:
             text[len(text) // 2] = text[0]
-        texts[tuple(request.prompt_tokens)] = [text]
-    return texts
+        texts[prompt] = [text]
+        if index % 4 < 2:
+            seeds[prompt] = [request.seed]
+    return texts, seeds
+
+
+def _tokens(trace: Trace) -> list[int]:
+    return [trace[position].token for position in sorted(trace)]
 
 
 def traces(engine: Engine, requests: list[Request], batch: int, k: int) -> list[Trace]:

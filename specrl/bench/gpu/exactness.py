@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,12 +39,13 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3} | settings,
                 )
                 engine = Engine(policy, drafter if method != "ngram" else None, config=config, seed=0)
-                requests = mixed_requests(scale.requests)
+                # Whole distributions: see `near_ties`.
+                requests = [replace(asked, top_p=1.0, top_k=0) for asked in mixed_requests(scale.requests)]
                 plain = traces(engine, requests, len(requests), 0)
                 noise = noise_of_shapes(engine, requests, plain, K)
                 if engine.replays:  # the drafter alone drafts for the other half
-                    stored = texts_to_replay(requests, plain)
-                    engine.set_replay(dict(list(stored.items())[: len(stored) // 2]))
+                    stored, seeds = texts_to_replay(requests, plain)
+                    engine.set_replay(dict(list(stored.items())[: len(stored) // 2]), seeds)
                 speculative, drafts = recorded(engine, requests, len(requests), K)
                 comparison = compare(plain, speculative, noise)
                 engine.shutdown()

@@ -16,6 +16,8 @@ from itertools import chain
 from specrl.config.rollout import BubbleUse
 from specrl.data.dealing import piece
 
+FIRST_READ = 64
+"""The tokens of a stored text that are read first, as `own_text.FIRST` says."""
 Seconds = Callable[[int, float], float]
 """The seconds of an iteration by the number of running requests and the mean of their tokens so far."""
 
@@ -74,8 +76,9 @@ def decode(
     `stored` are the tokens of stored text that each response has to follow.
     """
     tokens = [min(text, speed.carried, item.length) for item, text in zip(responses, stored, strict=True)]
-    # Until the text ends, or until as much again was read in vain.
-    now = speed.read_s * sum(min(text, 2 * agreed) for text, agreed in zip(stored, tokens, strict=True))
+    # Until the text ends, or until as much again was read in vain, and at least the first part.
+    read = (min(text, max(FIRST_READ, 2 * agreed)) for text, agreed in zip(stored, tokens, strict=True))
+    now = speed.read_s * sum(read)
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
     since = [0.0] * len(responses)  # the iteration up to which `tokens` has those of a response

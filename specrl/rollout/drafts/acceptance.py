@@ -87,13 +87,22 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts; 1 without drafts."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts, but for what passes over own text
+        read; 1 without drafts."""
+        drafts = self._drafts
+        return 1 + drafts.num_accepted_tokens / drafts.num_drafts if drafts.num_drafts else 1.0
+
+    @property
+    def _drafts(self) -> SourceCounts:
+        own = self.by_source.get(OWN_TEXT, SourceCounts())
+        totals = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
+        return SourceCounts(*(total - read for total, read in zip(totals, own, strict=True)))
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens over drafted tokens; 0 without drafts."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        """Accepted tokens over drafted tokens, but for what passes over own text read; 0 without drafts."""
+        drafts = self._drafts
+        return drafts.num_accepted_tokens / drafts.num_draft_tokens if drafts.num_draft_tokens else 0.0
 
     @property
     def acceptance_rate_per_pos(self) -> tuple[float, ...]:

@@ -143,7 +143,8 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     scales = _scales(temperature)
     sums, references = _block_sums(logits, scales)
     largest = references.amax(-1, keepdim=True)  # [rows, 1], NaN if any logit is
-    sums.mul_(_powers((_bounded(references) - _bounded(largest)) * scales).div_(UNIT).double()).floor_()
+    behind = (_bounded(references) - _bounded(largest)).clamp_(max=0)  # a block of -inf counts as at 0
+    sums.mul_(_powers(behind * scales).div_(UNIT).double()).floor_()
     least, whole = torch.full_like(largest, -torch.inf), sums
     is_finite, greedy = largest[:, 0].isfinite(), temperature == 0
     limited = is_finite & ~greedy & is_limited(top_k, top_p, logits.shape[1])

@@ -215,7 +215,7 @@ def choose_block(
     largest = tl.max(maxima)
     finite = (tl.min((maxima < float("inf")).to(tl.int32)) == 1) & (largest > float("-inf"))
 
-    behind = (_bounded(maxima) - _bounded(largest)) * scale
+    behind = tl.minimum(_bounded(maxima) - _bounded(largest), 0.0) * scale  # a block of -inf counts as at 0
     factor = tl.where(is_limited, 1.0, (_powers(behind) / UNIT).to(tl.float64))
     total = tl.sum(tl.floor(tl.load(sums + at, mask=in_row, other=0.0) * factor))
     lead = tl.load(leads + at, mask=in_row, other=float("-inf")) + behind

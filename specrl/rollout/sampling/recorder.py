@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specrl.precision.near_ties import Pick
 from specrl.rollout.sampling.gumbel import Picked, noise, weights
+from specrl.rollout.sampling.nucleus import is_limited
 
 LN_2 = math.log(2)
 ROWS_TOGETHER = 64
@@ -46,11 +47,14 @@ class Recorder:
 
     def _record(self, *rows: Tensor) -> None:
         logits, temperature, top_k, top_p, seeds, positions, tokens = rows
-        greedy, chosen = temperature == 0, tokens[:, None]
-        races = weights(logits, temperature, top_k, top_p).double().log()
-        races += (noise(seeds, positions, logits.shape[1]).double() * LN_2).masked_fill(greedy[:, None], 0)
-        leads = races.gather(1, chosen) - races.scatter(1, chosen, -torch.inf).amax(-1, keepdim=True)
-        columns = (column.tolist() for column in (seeds, positions, tokens, leads[:, 0], greedy))
-        for seed, position, *values in zip(*columns, strict=True):
+        chosen, vocab = tokens[:, None], logits.shape[1]
+        # Temperature 0 leaves the logits alone, and all others are brought to temperature 1.
+        values = logits.double() + noise(seeds, positions, vocab).double() * (LN_2 * temperature.double())[:, None]
+        dropped = weights(logits, temperature, top_k, top_p) == 0
+        values.masked_fill_(dropped & is_limited(top_k, top_p, vocab)[:, None] & (temperature > 0)[:, None], -torch.inf)
+        others = values.scatter(1, chosen, -torch.inf).max(-1)
+        leads = values.gather(1, chosen)[:, 0] - others.values
+        columns = (column.tolist() for column in (seeds, positions, tokens, leads, others.indices))
+        for seed, position, *picked in zip(*columns, strict=True):
             # What was picked behind a rejected draft gives way to what is picked there next.
-            self.traces.setdefault(seed, {})[position] = Pick(*values)
+            self.traces.setdefault(seed, {})[position] = Pick(*picked)

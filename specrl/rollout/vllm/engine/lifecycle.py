@@ -130,6 +130,7 @@ class VllmEngine:
         """Queue a request with vLLM's `SamplingParams`, or what is left of one that has begun."""
         request = begun or RunningRequest(len(prompt_tokens))
         request.name = str(self._num_requests)
+        request.forget_routes()  # vLLM returns them from the first token on
         self._num_requests += 1
         prompt = {"prompt_token_ids": prompt_tokens + request.tokens}
         asked = self.llm.input_processor.process_inputs(request.name, prompt, params, self.llm.get_supported_tasks())

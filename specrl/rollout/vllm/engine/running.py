@@ -134,6 +134,10 @@ class RunningRequest:
             self.drafts.append(draft._replace(accepted=min(draft.accepted, length - before - 1)))  # as at a stop token
         self.finish_reason = "stop"
 
+    def forget_routes(self) -> None:
+        """Drop the experts of its tokens, because all of them will be returned again."""
+        self._routes = []
+
     def routes(self, num_tokens: int) -> NDArray[Any] | None:
         """The experts of its first tokens, [num_tokens, layers, experts per token]; None if none were kept."""
         return np.concatenate(self._routes)[:num_tokens] if self._routes else None
