@@ -149,8 +149,8 @@ class Engine(VllmEngine):
         Args:
             on_progress: Called as `on_progress(finished, total)` whenever some finish.
             on_response: Called with the place in `requests` and the response as soon as one is finished.
-            stop: Asked after every iteration of decoding that leaves requests unfinished. Once it is true on the engine's first
-                rank, unfinished responses are returned as they are, with `finish_reason = "abort"`.
+            stop: Asked after every iteration of decoding that leaves requests unfinished. Once it is true on the
+                engine's first rank, unfinished responses are returned as they are, with `finish_reason = "abort"`.
             recall: Whether to draft from earlier responses that were generated with `recall`, and to remember these:
                 for rollouts. A probe, which repeats its requests, would find its own earlier responses.
             learn: Whether the choice of drafts learns from this generation.

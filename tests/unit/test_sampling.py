@@ -176,6 +176,15 @@ def test_an_impossible_token_is_never_picked() -> None:
     assert bool(logprobs.isfinite().all() and (log_kept_mass == 0).all())
 
 
+@pytest.mark.parametrize("largest", [-65.0, -64.5, -3000.0, 64.5])
+def test_a_block_without_a_possible_token_changes_no_log_prob(largest: float) -> None:
+    logits = torch.full((2, 2048), -torch.inf)
+    logits[:, :10] = largest
+    for settings in (rows(2), rows(2, top_k=4)):
+        picked = pick(logits, *settings, *at(2))
+        torch.testing.assert_close(picked.logprobs, torch.full((2,), -math.log(10)), atol=1e-5, rtol=0)
+
+
 def test_the_noise_of_the_least_and_the_greatest_word_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in (0, gumbel.LOW_32):
         monkeypatch.setattr(gumbel, "philox", lambda counter, _, word=word: (torch.full_like(counter[1], word),) * 4)

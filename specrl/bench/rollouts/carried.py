@@ -23,8 +23,8 @@ HOW = """
 Run `{run}`, `{config.model.source}` in {config.model.dtype}. The policy before RL answers {count} requests with
 {tokens} tokens each; stop tokens do not end a response. The policy after {config.train.num_steps} RL step(s) with
 `policy.lr = {config.policy.lr:g}` answers them again, with the same seeds at temperature
-{config.sampling.temperature:g}. It reads the first answers ahead, and drafts from them behind the first difference. While
-both agree, the log-probs of the sampled tokens differ by {moved:.2g} nats on average.
+{config.sampling.temperature:g}. It reads the first answers ahead, and drafts from them behind the first difference.
+While both agree, the log-probs of the sampled tokens differ by {moved:.2g} nats on average.
 
 They agree for a median of {median:.0f} tokens; one by one: {agree}.
 

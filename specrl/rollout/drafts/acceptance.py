@@ -87,8 +87,8 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts, but for what passes over own text
-        read; 1 without drafts."""
+        """The tokens that a draft brings, bonus token included: 1 + accepted / drafts, without passes over own text; 1
+        without drafts."""
         drafts = self._drafts
         return 1 + drafts.num_accepted_tokens / drafts.num_drafts if drafts.num_drafts else 1.0
 
@@ -100,7 +100,7 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens over drafted tokens, but for what passes over own text read; 0 without drafts."""
+        """Accepted tokens over drafted tokens, without passes over own text; 0 without drafts."""
         drafts = self._drafts
         return drafts.num_accepted_tokens / drafts.num_draft_tokens if drafts.num_draft_tokens else 0.0
 

@@ -37,7 +37,7 @@ GUESSED_ACCEPTANCE = 0.6
 """The assumed probability that the next token of a drafter's draft is right, before any was seen."""
 EVEN_AGREEMENT, OWN_SEED = 2.0, 64
 """The number of agreeing tokens at which text is guessed to go on with the right token half of the time, and the number
-that text of the own seed counts for."""
+that text generated with the same seed counts for."""
 PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
 """The weights of these guesses, in drafts, and of that that every request has a draft of the drafter, in requests x
 iterations."""
