@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specrl.rollout.drafts.acceptance import OWN_TEXT
 from specrl.rollout.engine import Engine, Request, Response
 from specrl.rollout.errors import PolicyParityError
 from specrl.rollout.vllm.weights.load import read_weights
@@ -70,6 +71,12 @@ def test_routes_are_those_of_the_tokens_that_were_kept(engine: Engine, policies:
     assert [got.tokens for got in drafted.responses] == [got.tokens for got in plain]
     assert 0 < drafted.stats.num_accepted_tokens < drafted.stats.num_draft_tokens
     assert_routes(policies[0], drafted.responses)
+    engine.reset_prefix_cache()
+    engine.set_replay(texts, {tuple(asked.prompt_tokens): [asked.seed] for asked in requests()})
+    read = engine.generate(requests(), routes=True)
+    assert [got.tokens for got in read.responses] == [got.tokens for got in plain]
+    assert read.stats.by_source[OWN_TEXT].num_accepted_tokens > 0
+    assert_routes(policies[0], read.responses)
     assert engine.generate(requests()[:1]).responses[0].routes is None
     sequences = [asked.prompt_tokens + got.tokens for asked, got in zip(requests(), plain, strict=True)]
     for routes, got in zip(engine.score(sequences)[1], plain, strict=True):

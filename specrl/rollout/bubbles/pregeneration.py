@@ -51,7 +51,7 @@ class Pregeneration:
         prompts = prompts[number : places[-1] // samples + 1]
         opened = open_conversations(self.engine, prompts, self.config, self.rewards)
         asked = [opened[place // samples - number] for place in places]
-        # Random numbers go by seed and position, so that with the next step's own seeds most of its text comes out.
+        # Noise goes by seed and position: with the next step's own seeds its text comes out, while the policies agree.
         first = samples if self.config.bubbles.seeds == "other" else 0
         origin = Origin(self.config.seed, self.step)
         requests = [
