@@ -16,10 +16,11 @@ from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
 from specrl.bench.run.main import check_memory
-from specrl.bench.run.page import by_batch, write_run_page
+from specrl.bench.run.page import by_batch, with_idle_time, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
 from specrl.config import Config, ConfigError, change_config, parse_config
+from specrl.config.rollout import BubblesConfig
 from specrl.context import StageContext
 from specrl.metrics import find_metric
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -89,6 +90,18 @@ def test_steps_on_gpus_are_projected_by_epoch_over_a_step_without_drafts(tmp_pat
     assert own.projected()["drafts_by_epoch"] == [counts]
     other = with_settings(own, Cell("x", ()), method="draft_model", k=3, draft_model=str(tmp_path))
     assert other.projected() == {}  # a smaller model costs something else
+
+
+def test_idle_time_is_simulated_for_cells_that_draft_from_text_and_used_none(tmp_path: Path) -> None:
+    made = make_results(tmp_path, "text", PLAIN_S, accepted=1)
+    text = with_settings(made, Cell("text", ()), method="replay", replay_k=3)
+    rows = with_idle_time([{"cell": "text", **text.projected()}])
+    assert [row["agrees"] for row in rows] == ["100 tokens", "1000 tokens", "to its end"]
+    steps = [row["step_128_gpus_by_epoch"][0] for row in rows]
+    assert text.projected()["step_128_gpus_by_epoch"][0] < steps[0] < steps[1] < steps[2]
+    busy = text.training.context.config.model_copy(update={"bubbles": BubblesConfig(use="pregenerate")})
+    context = replace(text.training.context, config=busy)
+    assert Results(replace(text.training, context=context), 1).projected() == {}
 
 
 def test_cells_that_differ_in_draft_length_are_a_family_with_a_length_by_batch(tmp_path: Path) -> None:

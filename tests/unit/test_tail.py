@@ -39,10 +39,13 @@ def test_stored_text_and_drafts_save_iterations_and_waiting_responses_wait() -> 
 
 
 def test_text_is_read_until_it_differs_and_as_much_again_at_most() -> None:
-    work = decode(make(80), [70], DecodingSpeed((curve,), read_s=0.1, carried=20), 8)
-    assert work.iterations == pytest.approx(60) and work.seconds == pytest.approx(60 + 4)
-    work = decode(make(80), [30], DecodingSpeed((curve,), read_s=0.1, carried=20), 8)
-    assert work.seconds == pytest.approx(60 + 3) and work.tokens == [80]
+    speed = DecodingSpeed((curve,), read_s=0.1, carried=200)
+    work = decode(make(800), [700], speed, 8)
+    assert work.iterations == pytest.approx(600) and work.seconds == pytest.approx(600 + 40)
+    work = decode(make(800), [300], speed, 8)
+    assert work.seconds == pytest.approx(600 + 30) and work.tokens == [800]
+    few = decode(make(80), [70], replace(speed, carried=1), 8)
+    assert few.seconds == pytest.approx(79 + 6.4)  # the first pass
 
 
 def test_a_limit_leaves_responses_unfinished() -> None:

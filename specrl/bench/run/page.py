@@ -43,8 +43,9 @@ included, and *passes* of the drafter; then the share of the tokens drafted from
 was accepted. The step of Qwen3-8B on H100 GPUs is projected from the counts, epoch by epoch: how many times as fast it
 is as without drafts. Responses have drawn lengths, and end one after the other. A row *length by batch* stands for
 cells that differ in `speculation.k` and `speculation.replay_k` alone: the engine drafts as one of them does, or
-nothing, whichever brings the most tokens per second to the requests that run. These are no measurements;
-`specrl project` has the assumptions.
+nothing, whichever brings the most tokens per second to the requests that run. Cells with text of idle time are not
+projected: it is of as much idle time as their ranks had. These are no measurements; `specrl project` has the
+assumptions.
 """
 IDLE = """
 The same steps with idle time put to use, as that many engines have it and not the ranks that were counted: engines that

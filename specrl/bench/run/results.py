@@ -171,11 +171,12 @@ class Results:
     def projected(self) -> dict[str, Any]:
         """What drafts brought, epoch by epoch, and the step of an 8B policy on GPUs with it.
 
-        None with a draft model: the projected drafter is as large as EAGLE-3's.
+        None with a draft model: the projected drafter is as large as EAGLE-3's. None with text of idle time, either: it
+        is of as much idle time as these ranks had, and `with_idle_time` says what more of them would have.
         """
         config = self.training.context.config
         speculation, method = config.speculation, config.speculation.draft_method
-        if method.model == "draft_model":
+        if method.model == "draft_model" or config.bubbles.pregenerates:
             return {}
         problems, prompts = config.data.num_problems, config.train.prompts_per_step
         size = problems // prompts if problems else len(self.metrics)
@@ -183,7 +184,7 @@ class Results:
         drafts = [self.drafts(steps) for steps in epochs]
         updates = (method.has_weights and config.drafter.online_lr > 0) / config.drafter.update_every
         idle = {}
-        if method.replays and config.bubbles.use == "none":
+        if method.replays:
             idle = {agrees: on_gpus([[one] for one in drafts], updates, tokens) for agrees, tokens in AGREES.items()}
         return {
             "family": self.training.cell.family if method.drafts and not speculation.adaptive else None,
