@@ -14,7 +14,7 @@ from specrl.artifacts import SetScore
 from specrl.config import SamplingConfig, ValidationSetConfig
 from specrl.data.problems import Prompt
 from specrl.distributed import Ranks
-from specrl.rollout.drafts.acceptance import DRAFTER, RECENT, REPLAY, SpeculationStats
+from specrl.rollout.drafts.acceptance import DRAFTER, OWN_TEXT, RECENT, REPLAY, SpeculationStats
 from specrl.rollout.engine import Engine, Request, Response
 from specrl.validation.answering import HeldOutSet, LastAnswers, answer
 from specrl.validation.speed import matched_pair
@@ -161,7 +161,7 @@ def test_the_text_of_its_own_seed_is_followed_though_most_texts_say_otherwise(
     assert mixed.stored_for(request) == (3, len(own))
     found = mixed.generate([request])
     assert found.responses[0].tokens == own
-    assert found.stats.by_source[REPLAY].num_accepted_tokens == found.stats.by_source[REPLAY].num_draft_tokens > 0
+    assert found.stats.by_source[OWN_TEXT].num_accepted_tokens == found.stats.by_source[OWN_TEXT].num_draft_tokens > 0
     mixed.set_replay({prompt: [other, other, own]})
     assert mixed.stored_for(request) == (3, 0)
     assert mixed.generate([request]).stats.num_accepted_tokens < found.stats.num_accepted_tokens

@@ -256,7 +256,7 @@ def test_the_sources_of_accepted_drafts_are_shown_where_text_is_drafted_from(tmp
     changed = {"speed": [SPEED[0].model_copy(update={"token_share": shares})], "text": text}
     write_result(stages["validate"], result.model_copy(update=changed))
     found = shown(run_dir)
-    assert "of all tokens, 45% pre-generated, 10% the drafter's, 2% my source" in found
+    assert "of all tokens, 45% stored for the prompt, 10% the drafter's, 2% my source" in found
     assert "text that step 8 would find" in found
     assert "1 pre-generated response (9 tokens) for its 128, 50 recent rollouts (700 tokens)" in found
     summary = json.loads(write_summary(run_dir, None).read_text())
