@@ -54,6 +54,7 @@ class GenerationTime:
     seconds: float  # until the slowest engine has finished
     idle_s: float  # that engines wait for the slowest one, summed over engines
     used_s: float  # of `idle_s`, put to use
+    iterations: float  # of the engine that needs most
     stored: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens for the next step, by (prompt, sample)
 
 
@@ -136,7 +137,8 @@ def simulate(steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse, most
         works = [decode(*work, speed, most_running) for work in zip(shares, texts, strict=True)]
         last = max(work.seconds for work in works)
         idle = sum(last - work.seconds for work in works)
-        times.append(GenerationTime(last, idle, idle if use in ("train_drafter", "both") else 0.0))
+        iterations = max(work.iterations for work in works)
+        times.append(GenerationTime(last, idle, idle if use in ("train_drafter", "both") else 0.0, iterations))
         if use in ("pregenerate", "both"):
             after = steps[number + 1] if number + 1 < len(steps) else []
             following = sorted(chain(*after), key=lambda response: response.prompt)
