@@ -218,7 +218,8 @@ def test_training_that_ends_early_is_a_shorter_training(runs: Path) -> None:
     assert ended.stopped_early is not None and ended.stopped_early.startswith("reward/mean = ")
     assert rollouts(runs / "stopped") == [row for row in rollouts(runs / "none-long") if row["step"] < last]
     assert max(score["step"] for score in scores(runs / "stopped")) == last
-    assert [event.kind for event in read_events(runs / "stopped" / "train-toy")] == ["early stop"]
+    kinds = [event.kind for event in read_events(runs / "stopped" / "train-toy")]
+    assert [kind for kind in kinds if kind != "drafter"] == ["early stop"]  # the toy's drafter may lose its few drafts
 
 
 def test_validation_is_a_part_of_the_step_that_has_it(runs: Path) -> None:
@@ -372,7 +373,7 @@ def test_validation_measures_the_step_that_would_come_next_with_its_text(runs: P
     assert [pair["batch"] for pair in found["pairs"]] == [2, 8]
     for pair in found["pairs"]:
         assert pair["tokens_equal"] == 1.0
-        assert set(pair["token_share"]) <= {"drafter", "continued", "recent", "replay"}
+        assert set(pair["token_share"]) <= {"drafter", "continued", "recent", "replay", "own"}
         assert 0 < sum(pair["token_share"].values()) < 1
 
 
