@@ -33,7 +33,7 @@ RUNS = [
     LoopRun("killed-refilling", dies_refilling=True, settings={**BOTH, "train": DAPO}),
     LoopRun("tensor-parallel", ranks=4, settings={**BOTH, "train": DAPO, "engine": {"tensor_parallel": 2}}),
     LoopRun("bounded", settings={**PLAIN, "train": {**DAPO, "algorithm": None, "refill_rounds": 1}}),
-    LoopRun("undisturbed", settings={**PLAIN, "train": {"num_steps": 1, "drop_zero_signal_groups": False}}),
+    LoopRun("undisturbed", settings={**PLAIN, "train": {"num_steps": 1}}),
 ]
 
 
