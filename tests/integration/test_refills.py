@@ -34,6 +34,7 @@ RUNS = [
     LoopRun("tensor-parallel", ranks=4, settings={**BOTH, "train": DAPO, "engine": {"tensor_parallel": 2}}),
     LoopRun("bounded", settings={**PLAIN, "train": {**DAPO, "algorithm": None, "refill_rounds": 1}}),
     LoopRun("undisturbed", settings={**PLAIN, "train": {"num_steps": 1}}),
+    LoopRun("kept", settings={**PLAIN, "train": {"num_steps": 1, "drop_zero_signal_groups": False}}),
 ]
 
 
@@ -120,7 +121,7 @@ def test_what_was_cut_off_is_punished_and_not_trained_on(runs: Path) -> None:
     found = rows(runs, "plain", [*COLUMNS, "policy_logprobs"])
     cut_off = [row for row in found if row["finish_reason"] == "length"]
     assert cut_off and all(row["policy_logprobs"] is None for row in cut_off)
-    others = [rows(runs, name, [*COLUMNS, "policy_logprobs"]) for name in ("bounded", "undisturbed")]
+    others = [rows(runs, name, [*COLUMNS, "policy_logprobs"]) for name in ("bounded", "undisturbed", "kept")]
     assert any(row["finish_reason"] == "length" and row["policy_logprobs"] for other in others for row in other)
     assert min(step["reward/overlong_penalty"] for step in metrics(runs, "plain")) < 0
     assert not any("reward/overlong_penalty" in step for step in metrics(runs, "bounded"))
