@@ -53,13 +53,14 @@ POINTERS = {"logits": "*{dtype}", "top_k": "*i64", "seeds": "*i64", "positions":
 POINTERS |= {
     "sums": "*fp64",
     "whole": "*fp64",
-    "leaders": "*i32",
+    "thresholds": "*i32",
     "stride": "i32",
     "vocab": "i32",
     "num_blocks": "i32",
 }
 POINTERS |= dict.fromkeys(["picked", "drafts", "stop_tokens"], "*i64") | {"width": "i32", "num_stops": "i32"}
 POINTERS |= dict.fromkeys(["starts", "limits", "counts"], "*i32")
+WHOLE_ROW = ("keep_most_probable", "pick_tokens")
 CONSTANTS = {"all_blocks": 256, "bits": 16, "all_columns": 16, "all_stops": 8}
 
 
@@ -74,12 +75,12 @@ def compiled(capability: int, dtype: str) -> dict[str, tuple[str, int]]:
     from specrl.rollout.sampling import kernels
 
     found = {}
-    for kernel in (kernels.race_blocks, kernels.keep_most_probable, kernels.choose_block, kernels.accept):
+    for kernel in (kernels.sum_blocks, kernels.keep_most_probable, kernels.pick_tokens, kernels.accept):
         constants: dict[str, Any] = {name: CONSTANTS[name] for name in kernel.arg_names if name in CONSTANTS}
         signature = {name: POINTERS.get(name, "*fp32").format(dtype=dtype) for name in kernel.arg_names}
         if "bits" in constants:
             constants["bits"] = 16 if dtype == "bf16" else 32
-        options = kernels.WHOLE_ROW if kernel is kernels.keep_most_probable else kernels.OPTIONS
+        options = kernels.WHOLE_ROW if kernel.__name__ in WHOLE_ROW else kernels.OPTIONS
         found[kernel.__name__] = machine_code(kernel, signature, constants, capability, options)
     return found
 

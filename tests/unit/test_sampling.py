@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from specrl.rollout.sampling import gumbel
-from specrl.rollout.sampling.gumbel import logprobs_of, noise, philox, pick, weights
+from specrl.rollout.sampling.gumbel import GROUP, logprobs_of, noise, philox, pick, weights
 
 # Known answers for philox4x32-10 of Random123 (Salmon et al., 2011): counter, key, result.
 KNOWN_ANSWERS = [
@@ -51,6 +51,33 @@ def test_noise_has_a_gumbel_distribution() -> None:
     in_nats = values.flatten().double().numpy() * LN_2 - math.log(LN_2)
     assert stats.kstest(in_nats, "gumbel_r").pvalue > 1e-4
     assert torch.equal(values[7:8, :100], noise(seeds[7:8], torch.tensor([7]), 100))
+
+
+def test_noise_inside_a_group_is_that_of_independent_tokens() -> None:
+    """The largest noise is any token's, and the next ones are as far behind as by chance."""
+    seeds = torch.randint(0, 2**63 - 1, (300,), generator=torch.Generator().manual_seed(2))
+    grouped = noise(seeds, torch.arange(300), 64 * GROUP).view(-1, GROUP)
+    variables = (-grouped.double() * LN_2).exp() * LN_2  # exponential, with a mean of 1
+    ascending = variables.sort(-1).values
+    for place in range(3):
+        spacings = (ascending[:, place] - (ascending[:, place - 1] if place else 0)) * (GROUP - place)
+        assert stats.kstest(spacings.numpy(), "expon").pvalue > 1e-4
+    counts = torch.bincount(variables.argmin(-1), minlength=GROUP)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("likely", [1, 3, gumbel.LIKELY])
+def test_groups_that_cannot_win_are_left_out_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, spread: float, likely: int
+) -> None:
+    monkeypatch.setattr(gumbel, "LIKELY", likely)
+    logits = torch.randn(60, 30_011, generator=torch.Generator().manual_seed(int(spread))) * spread
+    logits[::3, 29_000] += 20
+    temperature = torch.tensor([1.0, 0.5, 2.0, 0.01])[torch.arange(60) % 4]
+    distances = (logits - logits.amax(-1, keepdim=True)) * gumbel._scales(temperature)
+    expected = (distances + noise(*at(60), 30_011)).argmax(-1)
+    assert torch.equal(pick(logits, temperature, *rows(60)[1:], *at(60)).tokens, expected)
 
 
 def test_noise_of_neighbouring_seeds_positions_and_tokens_is_uncorrelated() -> None:
@@ -186,12 +213,15 @@ def test_a_block_without_a_possible_token_changes_no_log_prob(largest: float) ->
 
 
 def test_the_noise_of_the_least_and_the_greatest_word_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exponential(word: int, bits: int) -> float:
+        return -math.log2(1 - min((word + 0.5) * 2.0**-bits, 1 - 2.0**-24))
+
     for word in (0, gumbel.LOW_32):
-        monkeypatch.setattr(gumbel, "philox", lambda counter, _, word=word: (torch.full_like(counter[1], word),) * 4)
-        found = float(noise(*at(1), 5)[0, 0])
-        small = (word + 0.5) * 2.0**-32
-        expected = -math.log2(-math.log2(1 - min(small, 1 - 2.0**-24)))
-        assert found == pytest.approx(expected, rel=1e-6)
+        monkeypatch.setattr(gumbel, "philox", lambda counter, _, word=word: (torch.full_like(counter[0], word),) * 4)
+        found = noise(*at(1), GROUP)[0]
+        least, winner = exponential(word >> 5, 27) / GROUP, word % GROUP
+        assert float(found[winner]) == pytest.approx(-math.log2(least), rel=1e-6)
+        assert float(found[winner - 1]) == pytest.approx(-math.log2(least + exponential(word, 32)), rel=1e-6)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
@@ -262,15 +292,22 @@ def test_log_probs_of_given_tokens_are_those_of_a_softmax(offset: float) -> None
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 2**31 - 1), (2**40 + 5, 777)])
 def test_noise_is_that_of_philox_in_python_integers(seed: int, position: int) -> None:
     low = 2**32 - 1
-    found = noise(torch.tensor([seed]), torch.tensor([position]), 4100)[0]
-    for token in (0, 1, 6, 1023, 1024, 4099):
-        c0, c1, c2, c3, k0, k1 = position, token // 4, 0, 0, seed & low, seed >> 32
+
+    def word(number: int, kind: int) -> int:
+        c0, c1, c2, c3, k0, k1 = position, number // 4, kind, 0, seed & low, seed >> 32
         for _ in range(10):
             product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
             c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & low, (product0 >> 32) ^ c3 ^ k1, product0 & low
             k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-        small = ((c0, c1, c2, c3)[token % 4] + 0.5) * 2.0**-32
-        assert float(found[token]) == pytest.approx(-math.log2(-math.log1p(-small) / LN_2), rel=1e-5, abs=1e-6)
+        return (c0, c1, c2, c3)[number % 4]
+
+    found = noise(torch.tensor([seed]), torch.tensor([position]), 4100)[0]
+    for token in (0, 1, 6, 31, 32, 1023, 1024, 4099):
+        group, place = divmod(token, 32)
+        drawn = word(group, 1)
+        least = -math.log1p(-((drawn >> 5) + 0.5) * 2.0**-27) / 32
+        more = 0 if drawn % 32 == place else -math.log1p(-(word(token, 0) + 0.5) * 2.0**-32)
+        assert float(found[token]) == pytest.approx(-math.log2((least + more) / LN_2), rel=1e-5, abs=1e-6)
 
 
 def test_a_logarithm_does_not_depend_on_where_it_stands() -> None:

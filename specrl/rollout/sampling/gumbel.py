@@ -6,14 +6,19 @@ Suresh: "Coupling without communication and drafter-invariant speculative decodi
 little, or two roundings of one, seldom pick different tokens: with probability 2 TV / (1 + TV) at most, if TV is their
 total variation distance, however many tokens are likely.
 
+Few tokens need their noise. Gumbel noise is minus the logarithm of an exponential variable, and the least of a group of
+such variables is one, too; what the others have beyond it is exponential again. So the noise of a group's tokens is
+made of what the group draws, its least value and the token that has it, and of what each other token adds. What the
+group draws bounds its tokens, and most groups of a row cannot win.
+
 Which token a row of logits gives is defined to the bit, so that neither the batch nor the device can change it. Logits
-are in bits, times log2(e) / temperature, as distances from the largest one of their block. Every step is an FP32
-multiplication or addition that is rounded by itself, and of equal sums that of the first token counts. `kernels`
-computes the same in Triton.
+are in bits, times log2(e) / temperature, as distances from the row's largest one. Every step is an FP32 multiplication
+or addition that is rounded by itself, and of equal sums that of the first token counts. `kernels` computes the same in
+Triton.
 
 The sums that log-probs, top-k and top-p need are exact: a token's weight is 2 to the power of its distance, an integer
-in steps of 2^-35, and FP64 holds sums of these. They are brought to the row's largest logit and rounded down block by
-block. Rows with top-k or top-p take weights relative to the row's largest logit.
+in steps of 2^-35, and FP64 holds sums of these. Distances are from the largest logit of a block; sums are brought to
+the row's largest logit and rounded down block by block. Rows with top-k or top-p take weights relative to the latter.
 """
 
 from __future__ import annotations
@@ -35,7 +40,14 @@ CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """The number of logits worked on at once: 1 MiB in FP32 on a CPU, 256 MiB on a GPU."""
 
 BLOCK = 1024
-"""The tokens in a block. Another number would be another definition: distances are from the largest of a block."""
+"""The tokens in a block. Another number would be another definition: log-probs are rounded block by block."""
+GROUP = 32
+"""The tokens of a group. Another number would be another definition: they share a random number."""
+GROUP_BITS = 5
+LIKELY = 12
+"""The groups of a row that are looked at first."""
+SLACK = 2.0**-10
+"""How far a computed bound on a group may be too low, in bits: logarithms are rounded, by 2^-17 at most."""
 UNIT = 2.0**35
 """The weight of a block's most probable token."""
 MAX_VOCAB = 2**18
@@ -56,7 +68,9 @@ POWER = (
 ROUNDER = 1.5 * 2.0**23
 """FP32 numbers of this size have no fraction: adding it rounds to an integer, which the low bits then hold."""
 WORDS = 4
-"""The random words of a Philox counter, each for a token."""
+"""The random words of a Philox counter, each for a group or a token."""
+OF_TOKENS, OF_GROUPS = 0, 1
+"""What a counter is for."""
 HALF_ROOT_BITS = 0x3F3504F3
 """The bits of sqrt(1/2) in FP32."""
 LOGARITHM = (
@@ -91,41 +105,34 @@ class Picked(NamedTuple):
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
 
-    The words of counter and key are in [0, 2^32), and so are the four results.
+    The words of counter and key are in [0, 2^32), in tensors of one shape, and so are the four results.
     """
-    # A product of two words may overflow into the sign bit: masking after the shift removes the copies of the sign.
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    even, odd, keys = (torch.stack(pair) for pair in (counter[::2], counter[1::2], key))
+    multipliers, weyl = (
+        torch.tensor(pair, device=even.device).view(2, *[1] * (even.dim() - 1))
+        for pair in (PHILOX_MULTIPLIERS, PHILOX_WEYL)
+    )
     for _ in range(PHILOX_ROUNDS):
-        product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & LOW_32) ^ c1 ^ k0,
-            product1 & LOW_32,
-            ((product0 >> 32) & LOW_32) ^ c3 ^ k1,
-            product0 & LOW_32,
-        )
-        k0, k1 = (k0 + PHILOX_WEYL[0]) & LOW_32, (k1 + PHILOX_WEYL[1]) & LOW_32
-    return c0, c1, c2, c3
+        products = (even * multipliers).flip(0)
+        # A product of two words may overflow into the sign bit: masking after the shift removes the copies of the sign.
+        even = (products >> 32).bitwise_and_(LOW_32).bitwise_xor_(odd).bitwise_xor_(keys)
+        odd = products.bitwise_and_(LOW_32)
+        keys = (keys + weyl).bitwise_and_(LOW_32)
+    return even[0], odd[0], even[1], odd[1]
 
 
 def noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """g(seed, position, token) of every token, FP32 [rows, vocab], in bits and with the same bits on every device.
 
-    The key is the seed, the counter (position, token // 4, 0, 0), and the words of the result are for four tokens in
-    turn. A word w stands for v = (w + 1/2) / 2^32, and g = -log2(-log2(1 - v)).
-
     Args:
         seeds: [rows] int64, in [0, 2^63).
         positions: [rows] int64, in the sequence, prompt included.
     """
-    places = torch.arange(-(-vocab // WORDS), device=seeds.device).expand(len(seeds), -1)
-    zero, seeds = torch.zeros_like(places), seeds[:, None]
-    words = philox((positions[:, None] & LOW_32, places, zero, zero), (seeds & LOW_32, (seeds >> 32) & LOW_32))
-    drawn = torch.stack(words, 2).flatten(1)[:, :vocab].float()
-    small = drawn.mul_(2.0**-32).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
-    rest = 1 - small
-    lost = (1 - rest).sub_(small)  # in rounding `rest`: it is all that there is of 1 - v where v is small
-    return _log2(_log2(rest).add_(lost.mul_(LOG2_E)).neg_()).neg_()
+    counters = torch.arange(-(-vocab // (GROUP * WORDS)), device=seeds.device)
+    drawn = _words(seeds[:, None], positions[:, None], counters, OF_GROUPS)
+    rows = torch.arange(len(seeds), device=seeds.device).repeat_interleave(drawn.shape[1])[:, None]
+    groups = torch.arange(drawn.shape[1], device=seeds.device).repeat(len(seeds))
+    return _noise(seeds[rows], positions[rows], groups, drawn.flatten()).view(len(seeds), -1)[:, :vocab]
 
 
 def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Picked:
@@ -156,7 +163,8 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     tokens = logits.argmax(-1, keepdim=True)
     if not greedy.all():
         rows = (~greedy).nonzero()[:, 0]
-        tokens[rows] = _race(*(of[rows] for of in (logits, scales, references, largest, least, seeds, positions)))
+        of_rows = logits, scales, largest, least, seeds, positions
+        tokens[rows, 0] = _race(*(of[rows] for of in of_rows))
     totals = sums.sum(-1)
     exponents = (logits.gather(1, tokens) - largest).float() * scales
     logprobs = (exponents[:, 0].double() - (totals / UNIT).log2()) * math.log(2)
@@ -210,26 +218,68 @@ def _kept_sums(
     # Sums by block, FP64 [rows, blocks], of what top-k and top-p keep and of all, and the least logit kept [rows, 1].
     wide = logits.float()
     found = _weights(wide - _bounded(largest), scales)
-    whole = _split(found, 0.0).sum(-1, dtype=torch.float64)
+    whole = _split(found, filling=0.0).sum(-1, dtype=torch.float64)
     least = least_kept(wide, found, top_k, top_p)[:, None]
-    kept = _split(found.masked_fill_(wide < least, 0), 0.0).sum(-1, dtype=torch.float64)
+    kept = _split(found.masked_fill_(wide < least, 0), filling=0.0).sum(-1, dtype=torch.float64)
     return kept, whole, least
 
 
-def _race(
-    logits: Tensor, scales: Tensor, references: Tensor, largest: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
+def _race(logits: Tensor, scales: Tensor, largest: Tensor, least: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    # The tokens [rows] with the largest sum of scaled logit and noise.
+    of_rows = logits, scales, _bounded(largest), least, seeds[:, None], positions[:, None]
+    return torch.cat([_winners(*(of[part] for of in of_rows)) for part in _chunks(logits)])
+
+
+def _winners(
+    logits: Tensor, scales: Tensor, largest: Tensor, least: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    # The tokens [rows, 1] with the largest sum of scaled logit and noise.
-    tokens = []
-    for part in _chunks(logits):
-        wide = logits[part].float().masked_fill(logits[part] < least[part], -torch.inf)
-        distances = _split(wide) - _bounded(references[part])[:, :, None]
-        races = distances.mul_(scales[part, :, None]).add_(_split(noise(seeds[part], positions[part], wide.shape[1])))
-        best = races.max(-1)
-        across = best.values + (_bounded(references[part]) - _bounded(largest[part])) * scales[part]
-        block = across.max(-1, keepdim=True).indices
-        tokens.append(block * BLOCK + best.indices.gather(1, block))
-    return torch.cat(tokens)
+    grouped = _split(logits.float().masked_fill(logits < least, -torch.inf), GROUP)
+    count, groups = grouped.shape[:2]
+    drawn = _words(seeds, positions, torch.arange(-(-groups // WORDS), device=seeds.device), OF_GROUPS)[:, :groups]
+    bounds = (grouped.amax(-1) - largest) * scales - _log2(_least(drawn)[0])
+    last = torch.full_like(seeds[:, 0], logits.shape[1] - 1)
+    best, tokens = torch.full_like(bounds[:, 0], -torch.inf), last
+    # A few groups first, and others where these do not decide: of a policy's logits seldom.
+    numbers = bounds.topk(min(LIKELY, groups)).indices.flatten()
+    rows = torch.arange(count, device=seeds.device).repeat_interleave(len(numbers) // count)
+    while len(rows):
+        distances = (grouped[rows, numbers] - largest[rows]) * scales[rows]
+        leaders = distances.add_(_noise(seeds[rows], positions[rows], numbers, drawn[rows, numbers])).max(-1)
+        ahead = best.scatter_reduce(0, rows, leaders.values, "amax")
+        found = torch.where(leaders.values == ahead[rows], numbers * GROUP + leaders.indices, last[rows])
+        tokens = torch.where(ahead > best, last, tokens).scatter_reduce_(0, rows, found, "amin")
+        best, bounds[rows, numbers] = ahead, torch.nan
+        rows, numbers = (bounds >= best[:, None] - SLACK).nonzero(as_tuple=True)
+    return tokens
+
+
+def _noise(seeds: Tensor, positions: Tensor, groups: Tensor, drawn: Tensor) -> Tensor:
+    # The noise of the tokens of groups [n], for which these words were drawn, [n, GROUP]; the others are [n, 1].
+    counters = groups[:, None] * (GROUP // WORDS) + torch.arange(GROUP // WORDS, device=groups.device)
+    more, (least, winners) = _exponential(_words(seeds, positions, counters, OF_TOKENS), 32), _least(drawn[:, None])
+    more.masked_fill_(torch.arange(GROUP, device=groups.device) == winners, 0)
+    return _log2(more.add_(least)).neg_()
+
+
+def _least(drawn: Tensor) -> tuple[Tensor, Tensor]:
+    # The least exponential variable of groups, and which of its tokens has it.
+    return _exponential(drawn >> GROUP_BITS, 32 - GROUP_BITS).div_(GROUP), drawn & (GROUP - 1)
+
+
+def _words(seeds: Tensor, positions: Tensor, counters: Tensor, kind: int) -> Tensor:
+    # The words of counters, [rows, WORDS times as many]; seeds and positions are [rows, 1].
+    zero = torch.zeros_like(seeds + counters)
+    counter = zero + (positions & LOW_32), zero + counters, zero + kind, zero
+    key = zero + (seeds & LOW_32), zero + (seeds >> 32 & LOW_32)
+    return torch.stack(philox(counter, key), -1).flatten(-2)
+
+
+def _exponential(words: Tensor, bits: int) -> Tensor:
+    # -log2(1 - v), where v = (word + 1/2) / 2^bits: exponentially distributed, with a mean of 1 / ln 2.
+    small = words.float().mul_(2.0**-bits).add_(2.0 ** -(bits + 1)).clamp_(max=1 - 2.0**-24)
+    rest = 1 - small
+    lost = (1 - rest).sub_(small)  # in rounding `rest`: it is all that there is of 1 - v where v is small
+    return _log2(rest).add_(lost.mul_(LOG2_E)).neg_()
 
 
 def _weights(distances: Tensor, scales: Tensor) -> Tensor:
@@ -274,8 +324,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
-def _split(values: Tensor, filling: float = -torch.inf) -> Tensor:
-    num_blocks = -(-values.shape[1] // BLOCK)
-    rest = num_blocks * BLOCK - values.shape[1]
+def _split(values: Tensor, size: int = BLOCK, filling: float = -torch.inf) -> Tensor:
+    rest = -values.shape[1] % size
     whole = torch.nn.functional.pad(values, (0, rest), value=filling) if rest else values
-    return whole.view(-1, num_blocks, BLOCK)
+    return whole.view(len(values), -1, size)

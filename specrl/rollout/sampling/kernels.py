@@ -1,9 +1,9 @@
 """`gumbel.pick` and `verification.verify` in Triton, for GPUs: the same tokens, without waiting for the device.
 
-A first kernel finds the token of every block of the vocabulary that leads with its noise, and sums the weights of the
-block; another takes the best block. Rows with top-k or top-p pass through a third kernel between them, which finds the
-least logit that is kept by bisection over its bits. No block size is tuned and sums of weights are exact, so that the
-token of a row does not depend on its batch.
+A first kernel sums the weights of every block of the vocabulary, and finds the largest logit of each group of tokens.
+Another picks a token for each row, in the groups that can have it. Rows with top-k or top-p pass through a third kernel
+between them, which finds the least logit that is kept by bisection over its bits. No block size is tuned and sums of
+weights are exact, so that the token of a row does not depend on its batch.
 Multiplications and additions must not be fused (`OPTIONS`): that would round differently from `gumbel`.
 """
 
@@ -20,10 +20,17 @@ from specrl.rollout.sampling.verification import Verified
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 WHOLE_ROW = {**OPTIONS, "num_warps": 16}
-"""The options of the kernel whose programs read a whole row many times."""
+"""The options of kernels whose programs work on a whole row."""
 WIDTH = tl.constexpr(4096)
 """The number of logits that the search for the least logit reads at once."""
 BLOCK = tl.constexpr(gumbel.BLOCK)
+GROUP = tl.constexpr(gumbel.GROUP)
+PER_BLOCK = tl.constexpr(gumbel.BLOCK // gumbel.GROUP)
+GROUP_BITS = tl.constexpr(gumbel.GROUP_BITS)
+OF_TOKENS, OF_GROUPS = tl.constexpr(gumbel.OF_TOKENS), tl.constexpr(gumbel.OF_GROUPS)
+SLACK = tl.constexpr(gumbel.SLACK)
+COLUMNS = tl.constexpr(8)
+"""The groups that are looked at together: the likeliest of each column, where groups lie row by row."""
 UNIT = tl.constexpr(gumbel.UNIT)
 LOWEST = tl.constexpr(gumbel.LOWEST)
 ROUNDER = tl.constexpr(gumbel.ROUNDER)
@@ -35,7 +42,7 @@ POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6 = (
 LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7, LOG_8 = map(tl.constexpr, gumbel.LOGARITHM)
 HALF_ROOT_BITS = tl.constexpr(gumbel.HALF_ROOT_BITS)
 WORDS = tl.constexpr(gumbel.WORDS)
-STEP, HALF_STEP, MOST = tl.constexpr(2.0**-32), tl.constexpr(2.0**-33), tl.constexpr(1 - 2.0**-24)
+MOST = tl.constexpr(1 - 2.0**-24)
 LEAST_KEY = tl.constexpr(-(2**31))
 ALL_BUT_SIGN = tl.constexpr(2**31 - 1)
 
@@ -47,9 +54,10 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     num_blocks = triton.cdiv(vocab, gumbel.BLOCK)
     all_blocks = triton.next_power_of_2(num_blocks)
     sums = logits.new_empty(rows, num_blocks, dtype=torch.float64)
-    references, leads = (logits.new_empty(rows, num_blocks, dtype=torch.float32) for _ in range(2))
-    leaders = logits.new_empty(rows, num_blocks, dtype=torch.int32)
+    references = logits.new_empty(rows, num_blocks, dtype=torch.float32)
+    maxima = logits.new_empty(rows, num_blocks, gumbel.BLOCK // gumbel.GROUP, dtype=torch.float32)
     whole = logits.new_empty(rows, dtype=torch.float64)
+    thresholds = logits.new_empty(rows, dtype=torch.int32)
     picked = Picked(
         logits.new_empty(rows, dtype=torch.int64),
         logits.new_empty(rows, dtype=torch.float32),
@@ -57,12 +65,13 @@ def pick(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed
     )
     if not rows:
         return picked
-    row_of = logits, logits.stride(0), vocab, temperature, seeds, positions
-    of_blocks = sums, references, leads, leaders, num_blocks
-    race_blocks[rows, num_blocks](*row_of, *of_blocks, **OPTIONS)
+    row_of = logits, logits.stride(0), vocab, temperature
+    of_parts = sums, references, maxima, num_blocks
     bits = 16 if logits.dtype is torch.bfloat16 else 32
-    keep_most_probable[(rows,)](*row_of, top_k, top_p, whole, *of_blocks, all_blocks, bits, **WHOLE_ROW)
-    choose_block[(rows,)](logits, logits.stride(0), temperature, whole, *of_blocks, *picked, all_blocks, **OPTIONS)
+    sum_blocks[rows, num_blocks](*row_of, *of_parts, **OPTIONS)
+    keep_most_probable[(rows,)](*row_of, top_k, top_p, whole, thresholds, *of_parts, all_blocks, bits, **WHOLE_ROW)
+    found = seeds, positions, whole, thresholds, *of_parts, *picked
+    pick_tokens[(rows,)](*row_of, *found, all_blocks, bits, **WHOLE_ROW)
     return picked
 
 
@@ -106,22 +115,18 @@ def accept(
 
 
 @triton.jit
-def race_blocks(logits, stride, vocab, temperature, seeds, positions, sums, references, leads, leaders, num_blocks):
+def sum_blocks(logits, stride, vocab, temperature, sums, references, maxima, num_blocks):
     """Write of one block of one row the sum of the weights; the largest logit, NaN if a logit is NaN or +inf; and the
-    token that leads with its noise, and by how much it does over the largest logit."""
+    largest of each group."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = _load(logits + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab)
     largest = tl.max(x)
     is_finite = tl.min((x < float("inf")).to(tl.int32)) == 1  # false for NaN, too
-    t = tl.load(temperature + row)
-    distance = (x - _bounded(largest)) * _scale(t)
-    race = distance + _noise(tl.load(seeds + row), tl.load(positions + row), block)
-    race = tl.where(t == 0, distance, race)
+    distance = (x - _bounded(largest)) * _scale(tl.load(temperature + row))
     at = row * num_blocks + block
     tl.store(sums + at, tl.sum(tl.floor(_powers(distance)).to(tl.float64)))
     tl.store(references + at, tl.where(is_finite, largest, float("nan")))
-    tl.store(leads + at, tl.max(race))
-    tl.store(leaders + at, tl.argmax(race, 0).to(tl.int32))
+    tl.store(maxima + at * PER_BLOCK + tl.arange(0, PER_BLOCK), _of_groups(x))
 
 
 @triton.jit
@@ -130,33 +135,33 @@ def keep_most_probable(
     stride,
     vocab,
     temperature,
-    seeds,
-    positions,
     top_k,
     top_p,
     whole,
+    thresholds,
     sums,
     references,
-    leads,
-    leaders,
+    maxima,
     num_blocks,
     all_blocks: tl.constexpr,
     bits: tl.constexpr,
 ):
     """Replace the sums of a row with top-k or top-p by those of what is kept, relative to the row's largest logit, and
-    the leading tokens by those among it; write the sum of all weights to `whole`, and 0 for other rows."""
+    the largest logits of groups by those of what is kept; write the sum of all weights to `whole`, and 0 for other
+    rows, and the least key that is kept."""
     row = tl.program_id(0).to(tl.int64)
     t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     has_top_k = (k > 0) & (k < vocab)
+    threshold = tl.full((), LEAST_KEY, tl.int64) >> (32 - bits)
     if (t == 0) | ((not has_top_k) & (p >= 1)):
         tl.store(whole + row, 0.0)
+        tl.store(thresholds + row, threshold.to(tl.int32))
         return
     logits += row * stride
     scale = _scale(t)
     of_blocks = tl.arange(0, all_blocks)
-    maxima = tl.load(references + row * num_blocks + of_blocks, mask=of_blocks < num_blocks, other=float("-inf"))
-    largest = _bounded(tl.max(maxima))
-    threshold = tl.full((), LEAST_KEY, tl.int64) >> (32 - bits)
+    largest = tl.load(references + row * num_blocks + of_blocks, mask=of_blocks < num_blocks, other=float("-inf"))
+    largest = _bounded(tl.max(largest))
     if has_top_k:
         for bit in range(bits):
             candidate = threshold + (tl.full((), 1, tl.int64) << (bits - 1 - bit))
@@ -175,35 +180,36 @@ def keep_most_probable(
             mass = _mass(logits, vocab, largest, scale, tl.maximum(candidate, kept), bits)
             threshold = tl.where(mass >= target, candidate, threshold)
     total = tl.full((), 0.0, tl.float64)
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
     for block in range(num_blocks):
         x = _load(logits, block * BLOCK + tl.arange(0, BLOCK), vocab)
         w, is_kept = _weights(x, largest, scale).to(tl.float64), _key(x, bits) >= threshold
         total += tl.sum(w)
         at = row * num_blocks + block
-        race = (x - _bounded(tl.load(references + at))) * scale + _noise(seed, position, block)
-        race = tl.where(is_kept, race, float("-inf"))
         tl.store(sums + at, tl.sum(tl.where(is_kept, w, 0.0)))
-        tl.store(leads + at, tl.max(race))
-        tl.store(leaders + at, tl.argmax(race, 0).to(tl.int32))
+        tl.store(maxima + at * PER_BLOCK + tl.arange(0, PER_BLOCK), _of_groups(tl.where(is_kept, x, float("-inf"))))
     tl.store(whole + row, total)
+    tl.store(thresholds + row, threshold.to(tl.int32))
 
 
 @triton.jit
-def choose_block(
+def pick_tokens(
     logits,
     stride,
+    vocab,
     temperature,
+    seeds,
+    positions,
     whole,
+    thresholds,
     sums,
     references,
-    leads,
-    leaders,
+    maxima,
     num_blocks,
     tokens,
     logprobs,
     log_kept_mass,
     all_blocks: tl.constexpr,
+    bits: tl.constexpr,
 ):
     """Write what is picked for a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -211,16 +217,17 @@ def choose_block(
     scale, is_greedy, is_limited = _scale(t), t == 0, all_mass > 0
     block = tl.arange(0, all_blocks)
     in_row, at = block < num_blocks, row * num_blocks + block
-    maxima = tl.load(references + at, mask=in_row, other=float("-inf"))
-    largest = tl.max(maxima)
-    finite = (tl.min((maxima < float("inf")).to(tl.int32)) == 1) & (largest > float("-inf"))
+    of_blocks = tl.load(references + at, mask=in_row, other=float("-inf"))
+    largest = tl.max(of_blocks)
+    finite = (tl.min((of_blocks < float("inf")).to(tl.int32)) == 1) & (largest > float("-inf"))
 
-    behind = tl.minimum(_bounded(maxima) - _bounded(largest), 0.0) * scale  # a block of -inf counts as at 0
+    behind = tl.minimum(_bounded(of_blocks) - _bounded(largest), 0.0) * scale  # a block of -inf counts as at 0
     factor = tl.where(is_limited, 1.0, (_powers(behind) / UNIT).to(tl.float64))
     total = tl.sum(tl.floor(tl.load(sums + at, mask=in_row, other=0.0) * factor))
-    lead = tl.load(leads + at, mask=in_row, other=float("-inf")) + behind
-    best = tl.argmax(tl.where(in_row, lead, float("-inf")), 0)
-    token = best * BLOCK + tl.sum(tl.where(block == best, tl.load(leaders + at, mask=in_row, other=0), 0))
+    maxima += row * num_blocks * PER_BLOCK
+    drawn_for = tl.load(seeds + row), tl.load(positions + row), is_greedy
+    settings = vocab, largest, scale, tl.load(thresholds + row)
+    token = _winner(logits + row * stride, maxima, num_blocks * PER_BLOCK, settings, drawn_for, all_blocks, bits)
     token = tl.where(finite, token, 0)
 
     exponent = ((tl.load(logits + row * stride + token).to(tl.float32) - largest) * scale).to(tl.float64)
@@ -232,16 +239,81 @@ def choose_block(
 
 
 @triton.jit
-def _noise(seed, position, block):
-    """The noise of the tokens of a block, as `gumbel.noise` has it."""
-    place = (tl.arange(0, BLOCK // WORDS) + block * (BLOCK // WORDS)).to(tl.uint32)
-    zero = place * 0
-    first, second, third, fourth = tl.philox(seed, zero + position.to(tl.uint32), place, zero, zero)
-    words = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (BLOCK,))
-    small = tl.minimum(words.to(tl.float32) * STEP + HALF_STEP, MOST)
+def _winner(logits, maxima, num_groups, settings, drawn_for, all_blocks: tl.constexpr, bits: tl.constexpr):
+    """The token of a row with the largest sum of scaled logit and noise, without the noise if greedy."""
+    vocab, largest, scale, threshold = settings
+    seed, position, is_greedy = drawn_for
+    line, column = tl.arange(0, all_blocks * PER_BLOCK // COLUMNS), tl.arange(0, COLUMNS)
+    number = line[:, None] * COLUMNS + column
+    highest = tl.load(maxima + number, mask=number < num_groups, other=float("-inf"))
+    counters = tl.arange(0, all_blocks * PER_BLOCK // WORDS)
+    drawn = tl.reshape(
+        _joined(_words(seed, position, counters, OF_GROUPS)), (all_blocks * PER_BLOCK // COLUMNS, COLUMNS)
+    )
+    bounds = (highest - largest) * scale - tl.where(is_greedy, 0.0, _log2(_least(drawn)))
+    bounds = tl.where(highest > float("-inf"), bounds, float("-inf"))
+    best, token = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    ahead = tl.max(bounds, 0)
+    while (tl.max(ahead) > float("-inf")) & (tl.max(ahead) >= best - SLACK):
+        likeliest = tl.argmax(bounds, 0)
+        group = likeliest * COLUMNS + column
+        member = group[:, None] * GROUP + tl.arange(0, GROUP)
+        x = _load(logits, member, vocab)
+        race = (x - largest) * scale + tl.where(is_greedy, 0.0, _noise(seed, position, group))
+        is_kept = (_key(x, bits) >= threshold) & (ahead > float("-inf"))[:, None]
+        race = tl.where(is_kept, race, float("-inf"))
+        leading = tl.max(race)
+        first = tl.min(tl.where(race == leading, member, vocab))
+        token = tl.where((leading > best) | ((leading == best) & (first < token)), first, token)
+        best = tl.maximum(best, leading)
+        bounds = tl.where(line[:, None] == likeliest[None, :], float("-inf"), bounds)
+        ahead = tl.max(bounds, 0)
+    return token
+
+
+@triton.jit
+def _of_groups(x):
+    return tl.max(tl.reshape(x, (PER_BLOCK, GROUP)), 1)
+
+
+@triton.jit
+def _noise(seed, position, group):
+    """The noise of the tokens of groups, [*group, GROUP], as `gumbel.noise` has it."""
+    first, second, third, fourth = _words(seed, position, group // WORDS, OF_GROUPS)
+    place = group % WORDS
+    drawn = tl.where(place < 2, tl.where(place == 0, first, second), tl.where(place == 2, third, fourth))
+    counters = group[:, None] * (GROUP // WORDS) + tl.arange(0, GROUP // WORDS)
+    words = tl.reshape(_joined(_words(seed, position, counters, OF_TOKENS)), (group.shape[0], GROUP))
+    is_winner = tl.arange(0, GROUP)[None, :] == (drawn & (GROUP - 1)).to(tl.int32)[:, None]
+    more = tl.where(is_winner, 0.0, _exponential(words, 32))
+    return -_log2(more + _least(drawn)[:, None])
+
+
+@triton.jit
+def _least(drawn):
+    """The least exponential variable of groups for which these words were drawn."""
+    return _exponential(drawn >> GROUP_BITS, 32 - GROUP_BITS) * (1 / GROUP)
+
+
+@triton.jit
+def _words(seed, position, counters, kind: tl.constexpr):
+    counters = counters.to(tl.uint32)
+    zero = counters * 0
+    return tl.philox(seed, zero + position.to(tl.uint32), counters, zero + kind, zero)
+
+
+@triton.jit
+def _joined(words):
+    first, second, third, fourth = words
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
+
+
+@triton.jit
+def _exponential(words, bits: tl.constexpr):
+    small = tl.minimum(words.to(tl.float32) * (0.5**bits) + 0.5 ** (bits + 1), MOST)
     rest = 1 - small
     lost = (1 - rest) - small
-    return -_log2(-(_log2(rest) + lost * LOG2_E))
+    return -(_log2(rest) + lost * LOG2_E)
 
 
 @triton.jit
