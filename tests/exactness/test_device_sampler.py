@@ -59,7 +59,7 @@ def calls_of_an_iteration() -> KernelCalls:
                 waits.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    for name in ("race_blocks", "keep_most_probable", "choose_block", "accept"):
+    for name in ("sum_blocks", "keep_most_probable", "pick_tokens", "accept"):
         setattr(kernels, name, Noted(name))
     # vLLM's own two kernels on the path; their launches are vLLM's.
     device_sampler.gather_draft_sampled = lambda ids, positions, rows, *_: (ids[rows], positions[rows])
@@ -96,7 +96,7 @@ def calls_of_an_iteration() -> KernelCalls:
 def test_from_logits_to_accepted_drafts_nothing_waits_for_the_device() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         assert pool.submit(calls_of_an_iteration).result() == KernelCalls(
-            ["race_blocks", "keep_most_probable", "choose_block", "accept"], []
+            ["sum_blocks", "keep_most_probable", "pick_tokens", "accept"], []
         )
 
 
