@@ -60,9 +60,10 @@ def test_the_longest_responses_are_drafted_as_the_longest_that_were_counted() ->
     assert step_seconds((long,), 128) < step_seconds((usual,), 128) < step_seconds((short,), 128)
 
 
-def test_updates_of_the_drafter_take_time_that_more_gpus_share() -> None:
-    took = [step_seconds((PLAIN,), gpus, 1.0) - step_seconds((PLAIN,), gpus) for gpus in (8, 32)]
-    assert took[0] == pytest.approx(4 * took[1]) and took[1] > 0
+def test_updates_of_the_drafter_take_as_long_on_more_gpus_until_they_have_all_tokens_of_a_step() -> None:
+    took = [step_seconds((PLAIN,), gpus, 1.0) - step_seconds((PLAIN,), gpus) for gpus in (8, 32, 4096, 8192)]
+    assert took[0] == pytest.approx(took[1]) and took[1] > 0
+    assert took[1] > took[2] == pytest.approx(2 * took[3])
 
 
 def test_a_layer_with_the_policys_head_costs_more_a_pass_than_a_drafter_with_a_small_one() -> None:

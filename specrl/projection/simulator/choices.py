@@ -66,6 +66,8 @@ def model_of(
         is_fp8=config.precision.generation == "fp8",
     )
     responses = responses or Lengths(limit * MEDIAN_SHARE, SPREAD, limit)
+    drafter, copies = config.drafter, gpus / (policy.tensor_parallel * policy.pipeline_parallel)
+    learns = config.speculation.draft_method.has_weights and drafter.online_lr > 0
     return StepModel(
         engine=engine,
         gpus=gpus,
@@ -73,6 +75,8 @@ def model_of(
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0) + taught,
         policy=policy,
+        drafter_tokens=learns * copies * drafter.max_tokens_per_step / drafter.update_every,
+        ttt_steps=drafter.ttt_steps,
     )
 
 
@@ -102,7 +106,7 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         "measured (--published)",
         "each drafted position is a pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
-        "training the drafter makes no draft better",
+        f"an update of the drafter learns from at most {model.drafter_tokens:,.0f} tokens, and makes no draft better",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",

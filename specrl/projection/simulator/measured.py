@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
+from specrl.config.rollout import BubbleUse
 from specrl.models.shapes import KNOWN_SHAPES
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, Shares, SimulatedResponse
 from specrl.projection.simulator.hardware import HARDWARE
-from specrl.projection.simulator.step import STEPS, StepModel
+from specrl.projection.simulator.step import StepModel
 from specrl.projection.simulator.workload import Lengths, Workload, dealt
 
 GPUS = (8, 32, 128)
 RESPONSES = Workload(128, 16, Lengths(1950, 0.8, 8192))  # lengths as in `published.py`, RL-Zero
-TTT_STEPS = 3  # positions that the drafter's update unrolls, each a forward and a backward pass
+COPY, LEARNED = 4, 32768  # GPUs that hold a copy of the policy, and the tokens that the drafter learns from on them
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,15 @@ def step_seconds(
     if lengths[0].whole_vocabulary:
         engine = replace(engine, draft_vocab_size=engine.shape.vocab_size)
     choices = tuple(replace(engine, k=one.k, passes=one.passes).at for one in lengths)
-    tokens = sum(response.tokens for step in model.drawn for group in step for response in group) / STEPS
-    flops = drafter_updates * 3 * 2 * engine.drafter_parameters * TTT_STEPS * tokens
-    update_s = flops / (gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)
     speed = DecodingSpeed(choices, engine.row_s, carried)
-    return model.time(drafted, speed, "pregenerate" if carried else "none").total + update_s
+    use: BubbleUse = "pregenerate" if carried else "none"
+    return model.time(drafted, speed, use, drafter_s=drafter_updates * model.drafter_s(engine)).total
 
 
 @cache
 def _model(gpus: int) -> StepModel:
-    return StepModel(EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["H100"]), gpus, RESPONSES)
+    engine, learned = EngineModel(KNOWN_SHAPES["Qwen/Qwen3-8B"], HARDWARE["H100"]), gpus / COPY * LEARNED
+    return StepModel(engine, gpus, RESPONSES, drafter_tokens=learned)
 
 
 def _drafted(shares: Shares, lengths: Sequence[DraftCounts]) -> Shares:

@@ -47,6 +47,7 @@ class StepTime:
     used_share: float  # of that idle time
     logprob: float  # passes apart from the update's own
     update: float
+    drafter: float  # its update
     refit: float
     total: float
 
@@ -59,6 +60,8 @@ class StepModel:
     most_running: int = 1024  # responses of an engine at once
     logprob_passes: float = 0  # of the trainer, forward, beside the update; one of a larger teacher is several
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
+    drafter_tokens: float = 0.0  # of a step that the drafter learns from, on all GPUs together
+    ttt_steps: int = 7  # positions that this unrolls, each a forward and a backward pass
     other_s: float = 2.0  # for rewards, data and logging
 
     @cached_property
@@ -70,9 +73,12 @@ class StepModel:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
         steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
         speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), self.engine.row_s, AGREES)
-        return self.time(steps, speed, speculation.bubbles)
+        updates = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
+        return self.time(steps, speed, speculation.bubbles, drafter_s=self.drafter_s(self.engine) if updates else 0.0)
 
-    def time(self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none") -> StepTime:
+    def time(
+        self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none", *, drafter_s: float = 0.0
+    ) -> StepTime:
         """Compute the mean time of steps from the responses of each engine."""
         # In a circle: the last step comes before the first one, too, and leaves it what was pre-generated.
         times = simulate([steps[-1], *steps], speed, use, self.most_running)
@@ -80,15 +86,25 @@ class StepModel:
         used, could = sum(time.used_s for time in times[:-1]), sum(time.idle_s for time in times[:-1])
         generation, idle_share = seconds / len(steps), idle / (seconds * len(steps[0]))
         logprob, update, refit = self._trainer()
-        total = generation + logprob + update + refit + self.other_s
-        return StepTime(generation, idle_share, used / could if could else 0.0, logprob, update, refit, total)
+        total = generation + logprob + update + drafter_s + refit + self.other_s
+        return StepTime(
+            generation, idle_share, used / could if could else 0.0, logprob, update, drafter_s, refit, total
+        )
+
+    def drafter_s(self, engine: EngineModel) -> float:
+        """The seconds of an update of the drafter that this engine has."""
+        flops = 3 * 2 * engine.drafter_parameters * self.ttt_steps * min(self.drafter_tokens, self._tokens)
+        return flops / (self.gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)
+
+    @property
+    def _tokens(self) -> float:  # that a step trains on
+        drawn = [item.tokens for step in self.drawn for group in step for item in group]
+        return (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
 
     def _trainer(self) -> tuple[float, float, float]:
         shape, hardware, efficiency = self.engine.shape, self.engine.hardware, self.engine.efficiency
-        drawn = [item.tokens for step in self.drawn for group in step for item in group]
-        tokens = (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
         mfu = efficiency.expert_mfu if shape.num_experts else efficiency.dense_mfu
-        forward = 2 * shape.active_parameters * tokens / (self.gpus * hardware.bf16_flops * mfu)
+        forward = 2 * shape.active_parameters * self._tokens / (self.gpus * hardware.bf16_flops * mfu)
         cost = refit_cost(shape, self.policy)
         refit = cost.seconds(between_stages=hardware.network_bandwidth, inside=hardware.link_bandwidth)
         return self.logprob_passes * forward, 3 * forward, refit
