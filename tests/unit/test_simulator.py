@@ -136,6 +136,19 @@ def test_every_use_of_idle_time_is_simulated_with_and_without_drafts() -> None:
         assert none.used_share == 0 < pregenerated.used_share <= training.used_share == both.used_share == 1
 
 
+def test_the_drafter_takes_an_update_in_every_step_unless_it_is_frozen_or_learns_in_idle_time() -> None:
+    def seconds(**changes: float) -> dict[str, float]:
+        config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
+        config = config.model_copy(update={"drafter": config.drafter.model_copy(update=changes)})
+        model = replace(model_of(config, hardware_of(config, None)), workload=step().workload)
+        return {choice.name: choice.time.drafter for choice in choices(model, ACCEPTANCE)}
+
+    found = seconds()
+    assert found["plain"] == found["k = 3, train_drafter"] == 0 < found["k = 3"] == found["k = 3, pregenerate"]
+    assert seconds(update_every=4)["k = 3"] <= found["k = 3"]
+    assert set(seconds(online_lr=0.0).values()) == {0.0}
+
+
 def test_unknown_hardware_and_a_run_without_gpus_are_one_line() -> None:
     config = load_config(CONFIGS / "qwen3-8b-rl-zero.toml")
     with pytest.raises(ConfigError, match="--hardware A100: allowed: H100, H200, GB200"):
