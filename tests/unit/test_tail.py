@@ -152,6 +152,17 @@ def test_a_run_is_simulated_with_its_own_lengths_and_acceptance(tmp_path: Path) 
         MeasuredRun.read(tmp_path / "nothing", tmp_path / "rollouts")
 
 
+def test_tokens_that_were_read_ahead_say_nothing_of_how_a_response_is_drafted(tmp_path: Path) -> None:
+    read = replace(make_rollout(0, 2, 100, 99), own_stored_tokens=120)
+    rows = [make_rollout(0, 0, 30, 20), make_rollout(0, 1, 12, 4), read]
+    write_rollouts(rollout_path(tmp_path / "rollouts", 0, 0), rows)
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "step=000000.json").write_text(json.dumps({"metrics": {"timing/generation_s": 4.0}}))
+    run = MeasuredRun.read(tmp_path / "steps", tmp_path / "rollouts")
+    usual = 24 / 18
+    assert sorted(set(run.groups)) == [(Drawn(12, 0.5 / usual),), (Drawn(30, 2.0 / usual),), (Drawn(100, 1.0),)]
+
+
 def test_measured_prompts_are_drawn_evenly() -> None:
     drawn = MEASURED.draw(1200, 1, np.random.default_rng(0))
     assert 500 < sum(group[0].tokens > 50 for group in drawn) < 700

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl.projection.simulator.generation import SimulatedResponse
-from specrl.schemas import read_folder
+from specrl.schemas import Rollout, read_folder
 
 LONGEST = 16  # position whose acceptance is read of a run
 
@@ -42,6 +42,10 @@ class Lengths:
         return f"log-normal with median {self.median:.0f} and spread {self.spread:g}, at most {self.limit} tokens"
 
 
+def _accepted_per_other(row: Rollout) -> float:
+    return row.num_accepted_tokens / max(1, row.num_sampled - row.num_accepted_tokens)
+
+
 @dataclass(frozen=True)
 class MeasuredRun:
     """The responses of a finished run, prompt by prompt, and what it measured of them."""
@@ -57,12 +61,14 @@ class MeasuredRun:
         rows = list(read_folder(rollouts_dir))
         if not records or not rows:
             raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet, or its rollouts are gone")
-        tokens = [(row.num_sampled, row.num_accepted_tokens) for row in rows]
-        usual = sum(accepted for _, accepted in tokens) / sum(length - accepted for length, accepted in tokens)
+        # Accepted tokens of a response with text of its own seed are mostly such that were read, and never drafted.
+        drafted = [row for row in rows if not row.own_stored_tokens]
+        others = sum(row.num_sampled - row.num_accepted_tokens for row in drafted)
+        usual = sum(row.num_accepted_tokens for row in drafted) / max(1, others)
         groups: dict[tuple[int, int], list[Drawn]] = {}
-        for row, (length, accepted) in zip(rows, tokens, strict=True):
-            gain = accepted / max(1, length - accepted) / usual if usual else 1.0
-            groups.setdefault((row.step, row.prompt_id), []).append(Drawn(length, gain))
+        for row in rows:
+            gain = _accepted_per_other(row) / usual if usual and not row.own_stored_tokens else 1.0
+            groups.setdefault((row.step, row.prompt_id), []).append(Drawn(row.num_sampled, gain))
         # Of a run that chooses k, drafts that were not made at a position count as refused there, so that rates fall.
         names = [f"spec/acceptance_rate_pos_{position}" for position in range(1, LONGEST + 1)]
         rates = [fmean(record.get(name, 0.0) for record in records) for name in names]
