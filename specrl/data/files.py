@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specrl.config import ConfigError, DataConfig
+from specrl.config import Config, ConfigError
 from specrl.data.answers import format_answer
 from specrl.data.formats.messages import CHATS, TOOLS, Message, read_messages, tools_of
 from specrl.data.formats.places import files_of
@@ -24,16 +24,18 @@ TRUTH = "ground_truth"  # the part of verl's `reward_model` that is the answer
 Request = str | list[Message]
 
 
-def read_problems(place: Path, config: DataConfig, fit: Fit, counts: Counts) -> list[Problem]:
+def read_problems(place: Path, config: Config, fit: Fit, counts: Counts) -> list[Problem]:
     """The rows of a place's files as problems, in the files' order; answers of any type become text."""
-    columns = (config.prompt_column, config.answer_column)
-    others, compared = any(one.is_own for one in config.reward), any(one.name in COMPARING for one in config.reward)
+    data, environment = config.data, config.environment.name
+    columns = (data.prompt_column, data.answer_column)
+    judges = [part.name for part in data.reward] if environment is None else [environment]
+    others, compared = any(":" in name for name in judges), any(name in COMPARING for name in judges)
     named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system", TOOLS]
-    wanted = () if others else named  # a reward of the user's own gets all columns
+    wanted = () if others else named  # what the user has written gets all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
     if not found:
         raise ConfigError(f"data file {place} is empty")
-    if config.template != "chat" and (asked := next((where for where, row in found if tools_of(row)), None)):
+    if data.template != "chat" and (asked := next((where for where, row in found if tools_of(row)), None)):
         raise ConfigError(f'{asked}: only a chat template takes tools: data.template = "chat", or a file without tools')
     fitted = fit([_problem(where, row, columns, others=others, compared=compared) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
@@ -112,14 +114,14 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
 class FileProblems:
     """The problems of files, drawn in shuffled epochs; held out are others, or the last rows of each set."""
 
-    def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts) -> None:
-        assert config.path is not None
-        self.seed = seed
-        self._names = [", ".join(map(str, places)) for places in (config.path, config.validation_path) if places]
-        sets = [read_problems(place, config, fit, counts) for place in config.path]
-        held_out = [row for place in config.validation_path or () for row in read_problems(place, config, fit, counts)]
-        if config.validation_path is None:
-            cuts = [round(len(rows) * config.validation_fraction) for rows in sets]
+    def __init__(self, config: Config, fit: Fit, counts: Counts) -> None:
+        data, self.seed = config.data, config.seed
+        assert data.path is not None
+        self._names = [", ".join(map(str, places)) for places in (data.path, data.validation_path) if places]
+        sets = [read_problems(place, config, fit, counts) for place in data.path]
+        held_out = [row for place in data.validation_path or () for row in read_problems(place, config, fit, counts)]
+        if data.validation_path is None:
+            cuts = [round(len(rows) * data.validation_fraction) for rows in sets]
             cuts[-1] = cuts[-1] if any(cuts) else 1
             held_out = [row for rows, cut in zip(sets, cuts, strict=True) for row in rows[len(rows) - cut :]]
             sets = [rows[: len(rows) - cut] for rows, cut in zip(sets, cuts, strict=True)]
@@ -130,14 +132,14 @@ class FileProblems:
         self._training = [row for rows in sets for row in rows]
         self._num_reserved = num_rows - len(self._training)
         self.questions = {row.question for row in self._training}
-        if not all(sets) if config.weights else not self._training:
+        if not all(sets) if data.weights else not self._training:
             raise ConfigError(
                 f"data file {self._names[0]} has no row left to train on beside the held-out ones: none asks "
                 f"something else than the {len(reserved)} of them do; add rows, or hold out fewer or others"
             )
         self._sizes = [len(rows) for rows in sets]
-        whole = sum(config.weights)
-        drawn = [max(1, round(sum(self._sizes) * weight / whole)) for weight in config.weights]
+        whole = sum(data.weights)
+        drawn = [max(1, round(sum(self._sizes) * weight / whole)) for weight in data.weights]
         self._drawn = drawn or self._sizes
 
     def notes(self, count: int) -> list[str]:

@@ -22,7 +22,7 @@ def make_problems(
     """The run's problems; without `prompts_dir`, the folder of all shards, generators draw them each time."""
     data, counts = config.data, counts or Counts()
     if data.source == "file":
-        return FileProblems(data, config.seed, fit, counts)
+        return FileProblems(config, fit, counts)
     drawn_by = (data.model_dump(mode="json", include=DRAWN_BY), config.seed, config.max_prompt_tokens)
     folder = prompts_dir / digest(drawn_by) if prompts_dir is not None else None
     return GeneratorMixture(data, config.seed, fit, counts, folder)
@@ -61,7 +61,7 @@ def held_out_problems(
     try:
         if chosen.path is None:
             return make_problems(own, fit, counts, prompts_dir).held_out(count, patience_s)
-        rows = {row.identity: row for place in chosen.path for row in read_problems(place, own.data, fit, counts)}
+        rows = {row.identity: row for place in chosen.path for row in read_problems(place, own, fit, counts)}
     except ConfigError as error:
         raise ConfigError(f"validate.sets.{name}: {error}") from error
     places = ", ".join(map(str, chosen.path))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from specrl.config import Config, ConfigError, DataConfig, load_config, parse_config
-from specrl.data.problems import Problem, Prompt
+from specrl.data.files import read_problems
+from specrl.data.problems import Counts, Problem, Prompt, fit_all
 from specrl.data.rewards.calculator import Calculator, NotArithmeticError, value, written
 from specrl.data.rewards.environments import NotATurnError, Turn, check_scoring, make_environment, play
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, RewardPool, Scoring, refuse_failure
@@ -285,6 +286,18 @@ def test_the_calculator_reads_the_whole_number_of_an_answer(turn: str, reward: f
 
 def test_the_calculator_asks_what_the_problem_asks() -> None:
     assert Calculator().reset(Problem("Q", "1", "")) == []
+
+
+@pytest.mark.parametrize(("name", "entry"), [(NAME, {"level": 2}), ("calculator", {})])
+def test_the_other_columns_of_a_file_reach_an_environment_of_ones_own(
+    name: str, entry: dict[str, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Q", "answer": "", "level": 2}\n')
+    data = {"source": "file", "path": str(path), "reward": "exact_match"}
+    config = parse_config({"name": "x", "environment": {"name": name}, "data": data})
+    [problem] = read_problems(path, config, fit_all, Counts())
+    assert problem.entry == entry
 
 
 def test_the_guides_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def rows_file(path: Path, rows: list[dict[str, Any]]) -> Path:
 def problem(path: Path, **data: Any) -> Problem:
     """The first problem of a file."""
     config = config_of({"source": "file", "path": str(path), **data})
-    return read_problems(path, config.data, fit_all, Counts())[0]
+    return read_problems(path, config, fit_all, Counts())[0]
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -132,7 +132,7 @@ def test_the_tools_of_a_row_reach_the_chat_template(suffix: str, tmp_path: Path)
     config = config_of({"source": "file", "path": str(path), "template": "chat"})
     template = "{% if tools %}<{{ tools | tojson }}>{% endif %}" + TEMPLATE
     rendering = Rendering(config, llama(template))
-    found = read_problems(path, config.data, fit_all, Counts())
+    found = read_problems(path, config, fit_all, Counts())
     texts = [rendering.text(one.question, one.context) for one in found]
     written = f"<{json.dumps(TOOLS)}><s>"
     assert texts[:2] == [
@@ -196,7 +196,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     assert len(paths) == 16
     for path in paths:
         config = config_of({"source": "file", "path": str(path)})
-        found = read_problems(path, config.data, fit_all, Counts())
+        found = read_problems(path, config, fit_all, Counts())
         assert [(one.question, one.answer) for one in found] == [(row["prompt"], row["answer"]) for row in rows], path
     chats = rows_file(tmp_path / "chats.jsonl", [{"messages": [USER]}])
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(chats.read_bytes()))

@@ -184,10 +184,11 @@ def test_the_other_columns_of_a_file_reach_the_reward(ending: str, tmp_path: Pat
     else:
         pq.write_table(pa.Table.from_pylist([row]), path)
     config = data("columns", path=path)
-    [problem] = read_problems(path, config, fit_all, Counts())
+    [problem] = read_problems(path, Config(name="x", data=config), fit_all, Counts())
     prompt = Prompt(0, "Q", [], problem.answer, {"question": "Q", "entry": problem.entry})
     assert make_rewards(config)[0](prompt, "x") == 3
-    [problem] = read_problems(path, data("columns", path=path, reward="exact_match"), fit_all, Counts())
+    built_in = Config(name="x", data=data("columns", path=path, reward="exact_match"))
+    [problem] = read_problems(path, built_in, fit_all, Counts())
     assert problem.entry == {}
 
 
