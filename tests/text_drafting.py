@@ -20,7 +20,6 @@ from specrl.rollout.drafts.text_index import (
     END,
     LONGEST,
     NOTHING,
-    OWN,
     RECENT_TEXT,
     SIZES,
     SOURCES,
@@ -30,23 +29,9 @@ from specrl.rollout.drafts.text_index import (
 )
 
 
-class Ask(NamedTuple):
-    prompt: int
-    seed: int
-
-
 class Candidate(NamedTuple):
     kind: int
     tokens: list[int]
-
-
-def own_text(texts: Sequence[Text], output: Sequence[int], ask: Ask) -> list[int]:
-    for text in texts:
-        if (text.prompt, text.seed) == ask:
-            start = max(0, len(output) - LONGEST)
-            agrees = list(text.tokens[start : len(output)]) == list(output[start:])
-            return list(text.tokens[len(output) :]) if agrees else []
-    return []
 
 
 def by_last_tokens(texts: Sequence[Text], output: Sequence[int], first_kind: int) -> Candidate | None:
@@ -66,32 +51,28 @@ def by_last_tokens(texts: Sequence[Text], output: Sequence[int], first_kind: int
     return None
 
 
-def candidates(texts: Sequence[Text], output: Sequence[int], ask: Ask, k: int) -> list[Candidate]:
-    """All drafts from text that there are for a response, its own seed's first."""
-    stored = [text for text in texts if text.prompt == ask.prompt]
+def candidates(texts: Sequence[Text], output: Sequence[int], prompt: int, k: int) -> list[Candidate]:
+    """All drafts from text that there are for a response to the prompt of this number."""
+    stored = [text for text in texts if text.prompt == prompt]
     recent = [text for text in texts if text.prompt == ANY_PROMPT]
-    own = own_text(stored, output, ask)
-    found = [Candidate(OWN, own) if own else None]
-    found += [by_last_tokens(stored, output, STORED), by_last_tokens(recent, output, RECENT_TEXT)]
+    found = [by_last_tokens(stored, output, STORED), by_last_tokens(recent, output, RECENT_TEXT)]
     return [Candidate(one.kind, one.tokens[:k]) for one in found if one is not None]
 
 
 def best_draft(
-    texts: Sequence[Text], output: Sequence[int], ask: Ask, room: int, k: int, worth: Sequence[float]
+    texts: Sequence[Text], output: Sequence[int], prompt: int, room: int, k: int, worth: Sequence[float]
 ) -> Candidate:
-    """The draft of at most `room` tokens that is expected to bring most; text of the own seed goes first."""
-    possible = [one for one in candidates(texts, output, ask, min(k, max(room, 0))) if one.tokens]
-    if possible and possible[0].kind == OWN:
-        return possible[0]
+    """The draft of at most `room` tokens that is expected to bring most."""
+    possible = [one for one in candidates(texts, output, prompt, min(k, max(room, 0))) if one.tokens]
     return max(possible, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
 
 
 def continued(
-    texts: Sequence[Text], output: Sequence[int], ask: Ask, drafter: list[int], k: int, worth: Sequence[float]
+    texts: Sequence[Text], output: Sequence[int], prompt: int, drafter: list[int], k: int, worth: Sequence[float]
 ) -> list[int]:
     """The drafter's tokens and those of the text behind them that is worth most, `k` together."""
     read = [*output, *drafter]
-    stored = by_last_tokens([text for text in texts if text.prompt == ask.prompt], read, STORED)
+    stored = by_last_tokens([text for text in texts if text.prompt == prompt], read, STORED)
     recent = by_last_tokens([text for text in texts if text.prompt == ANY_PROMPT], read, RECENT_TEXT)
     found = [one for one in (stored, recent) if one is not None]
     after = max(found, key=lambda one: worth[one.kind], default=Candidate(NOTHING, []))
@@ -106,7 +87,7 @@ class Compared(NamedTuple):
 
 
 def follow(
-    texts: Sequence[Text], ask: Ask, answer: Sequence[int], limit: int, k: int, worth: Sequence[float]
+    texts: Sequence[Text], prompt: int, answer: Sequence[int], limit: int, k: int, worth: Sequence[float]
 ) -> Compared:
     """What drafts come to in the course of a response that ends as `answer` does, with drafts of `k` tokens.
 
@@ -115,12 +96,12 @@ def follow(
     found, length = Compared(*(np.zeros((NOTHING + 1, k), np.int64) for _ in range(2))), 1
     while length < len(answer):
         output, room = answer[:length], limit - length - 1
-        drafted = best_draft(texts, output, ask, room, k, worth).tokens
+        drafted = best_draft(texts, output, prompt, room, k, worth).tokens
         read = [*drafted, *[output[-1]] * (k - len(drafted))]
         new = 1
         while new <= k and length + new < len(answer) and read[new - 1] == answer[length + new - 1]:
             new += 1
-        for kind, tokens in candidates(texts, output, ask, min(k, max(room, 0))):
+        for kind, tokens in candidates(texts, output, prompt, min(k, max(room, 0))):
             for place, (token, right) in enumerate(zip(tokens[:new], answer[length : length + new], strict=False)):
                 found.seen[kind, place] += 1
                 if token != right:
@@ -134,14 +115,14 @@ def last_tokens(output: list[int]) -> list[int]:
     return ([END] * LONGEST + output)[: -LONGEST - 1 : -1]
 
 
-def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor, index: TextIndex) -> tuple[Requests, Batch]:
-    """Requests as a runner has them; of each are given its slot, number, prompt, seed, the lengths of
-    prompt and sequence, its limit and the tokens that it has just got."""
+def laid_out(rows: Sequence[Sequence[int]], all_tokens: torch.Tensor) -> tuple[Requests, Batch]:
+    """Requests as a runner has them; of each are given its slot, number, prompt, the lengths of prompt and sequence,
+    its limit and the tokens that it has just got."""
     device, num_slots = all_tokens.device, len(all_tokens)
     facts = torch.zeros(num_slots, FACTS, dtype=torch.int64)
     lengths = torch.ones(num_slots, dtype=torch.int32)
-    for slot, row, prompt, seed, prompt_length, length, limit, _ in rows:
-        facts[slot] = torch.tensor([prompt, row, limit, *index.spans.get((prompt, seed), (0, 0)), prompt_length])
+    for slot, row, prompt, prompt_length, length, limit, _ in rows:
+        facts[slot] = torch.tensor([prompt, row, limit, prompt_length])
         lengths[slot] = length
     slots, new = (torch.tensor([row[at] for row in rows], dtype=torch.int32, device=device) for at in (0, -1))
     known = (values.to(device) for values in (facts, lengths))
@@ -168,7 +149,7 @@ class Run:
         drafts: type[DeviceDrafts] = DeviceDrafts,
     ) -> None:
         self.texts, self.answers, self.stop, self.slots = texts, answers, stop, slots
-        self.asks = [Ask(index % 2, 7 + index % 3) for index in range(len(answers))]
+        self.asks = [index % 2 for index in range(len(answers))]
         self.prompts = [3 + index % 4 for index in range(len(answers))]
         self.limits = [
             prompt + len(answer) + index % 2
@@ -190,7 +171,7 @@ class Run:
                     running[slot] = [waiting.pop(), 0, [], 0]
                     self.all_tokens[slot, : self.prompts[running[slot][0]]] = 9
             results = [self.step(slot, state) for slot, state in running.items()]
-            known, batch = laid_out(results, self.all_tokens, self.drafts.index)
+            known, batch = laid_out(results, self.all_tokens)
             with self.around():
                 self.drafts.observe(known, batch)
                 chosen = self.drafts.choose(known, batch, None, self.k)
@@ -219,10 +200,8 @@ class Run:
         state[1] = length + new
         begin = self.prompts[request] + length
         self.all_tokens[slot, begin : begin + new] = torch.tensor(answer[length : length + new], dtype=torch.int32)
-        ask = self.asks[request]
         total = self.prompts[request] + state[1]
-        limit = self.limits[request]
-        return slot, request + 1, ask.prompt, ask.seed, self.prompts[request], total, limit, new
+        return slot, request + 1, self.asks[request], self.prompts[request], total, self.limits[request], new
 
     def check(self, slot: int, state: list[Any], draft: list[int], worth: list[float]) -> None:
         request, length, *_ = state
@@ -256,7 +235,7 @@ def iterate(
     made.expect(worth, recalls=length % 2 == 0)
     found = []
     for of_iteration in rows:
-        known, batch = laid_out(of_iteration, tokens, made.index)
+        known, batch = laid_out(of_iteration, tokens)
         made.observe(known, batch)
         found.append(made.choose(known, batch, None if drafter is None else drafter[: len(of_iteration)], length))
     kept = made.made_at, made.tokens, made.kinds, made.sources, made.lengths, made.by_kind, made.offered

@@ -12,30 +12,23 @@ import numpy as np
 import pytest
 
 from specrl.config import Config
-from specrl.rollout import own_text
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, OWN, RECENT_TEXT, STORED, Text
+from specrl.rollout.drafts.text_index import DRAFTERS, RECENT_TEXT, STORED, Text
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT
 from specrl.rollout.engine import Engine, Request
 from tests.exactness.conftest import Start
 from tests.exactness.engines import mixed_requests, running
 from tests.exactness.toy import policy_weights, toy_config, write_policy
 from tests.mtp_models import write_mtp_model
-from tests.text_drafting import Ask, Compared, follow
+from tests.text_drafting import Compared, follow
 from tests.waits import counting
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(autouse=True)
-def only_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No text is read ahead of decoding, so that all of it is drafted."""
-    monkeypatch.setattr(own_text, "SHORTEST", 1000)
-
-
 REQUESTS = mixed_requests(64, longest_prompt=70, max_tokens=48)
 K = 5
-WORTH = (9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2, 2.2)
+WORTH = (5.0, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 2.2, 2.2)
 """The accepted tokens that drafts of each kind are said to bring; the drafter's surpass text that agrees by little."""
 CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
 """Prompts are read in pieces, beside requests that decode."""
@@ -43,10 +36,9 @@ CHUNKED = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
 
 @dataclass(frozen=True)
 class Stored:
-    """What there is to draft from in one generation."""
+    """What there is to draft from in one generation; without seeds, so that none of it is read ahead of decoding."""
 
     texts: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
-    seeds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     recent: Sequence[list[int]] = ()
 
 
@@ -60,12 +52,10 @@ def config_of(method: str, k: int, **options: Any) -> Config:
     return config.model_copy(update={"speculation": config.speculation.model_copy(update={"replay_k": K})})
 
 
-def by_prompt(requests: Sequence[Request], rows: Sequence[list[int]], *, seeds: bool = True) -> Stored:
+def by_prompt(requests: Sequence[Request], rows: Sequence[list[int]]) -> Stored:
     stored = Stored()
     for request, row in zip(requests, rows, strict=True):
         stored.texts.setdefault(tuple(request.prompt_tokens), []).append(row)
-        if seeds:
-            stored.seeds.setdefault(tuple(request.prompt_tokens), []).append(request.seed)
     return stored
 
 
@@ -80,7 +70,7 @@ def altered(index: int, tokens: list[int]) -> list[int]:
 def answers(engine: Engine, requests: Sequence[Request], stored: Stored) -> tuple[list[list[int]], Counts]:
     """The tokens of all responses, and what the drafts of each kind came to."""
     drafting: Any = engine.drafting
-    engine.set_replay(stored.texts, stored.seeds)
+    engine.set_replay(stored.texts)
     engine.set_recent([stored.recent])
     drafting.costs.acceptance.accepted = lambda: np.tile(WORTH, (K + 1, 1))
     generation = engine.generate(list(requests), recall=True)
@@ -92,12 +82,11 @@ def expected(stored: Stored, plain: Sequence[list[int]]) -> Compared:
     numbers = {prompt: number for number, prompt in enumerate(stored.texts)}
     texts = [Text(row) for row in reversed(stored.recent)]
     for prompt, rows in stored.texts.items():
-        seeds: Sequence[int | None] = stored.seeds.get(prompt, [None] * len(rows))
-        texts += [Text(row, numbers[prompt], seed) for row, seed in zip(rows, seeds, strict=True)]
+        texts += [Text(row, numbers[prompt]) for row in rows]
     found = []
     for request, answer in zip(REQUESTS, plain, strict=True):
-        ask = Ask(numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT), request.seed)
-        found.append(follow(texts, ask, answer, request.max_tokens, K, WORTH))
+        prompt = numbers.get(tuple(request.prompt_tokens), UNKNOWN_PROMPT)
+        found.append(follow(texts, prompt, answer, request.max_tokens, K, WORTH))
     return Compared(np.sum([one.seen for one in found], 0), np.sum([one.right for one in found], 0))
 
 
@@ -144,7 +133,6 @@ def test_text_changes_no_token_and_is_compared(
         Stored(),
         by_prompt(REQUESTS, plain),
         by_prompt(REQUESTS, older),
-        by_prompt(REQUESTS, older, seeds=False),
         Stored(recent=[older[index - 1] for index in range(len(older))]),
     ]
     waits: Counter[str] = Counter()
@@ -154,16 +142,15 @@ def test_text_changes_no_token_and_is_compared(
         found = [answers(engine, REQUESTS, stored) for stored in offered]
     assert not waits, "drafting from text waits for the device"
     assert all(tokens == plain for tokens, _ in found)
-    nothing, same, changed, others, recent = (counts for _, counts in found)
+    nothing, same, changed, recent = (counts for _, counts in found)
     assert (right(nothing, DRAFTERS, DRAFTERS) > 30) == (method != "replay")
-    assert right(nothing, OWN, DRAFTERS - 1) == 0
+    assert right(nothing, STORED, DRAFTERS - 1) == 0
     num_tokens = sum(map(len, plain))
-    assert right(same, OWN, OWN) > 0.7 * num_tokens
+    assert right(same, STORED, RECENT_TEXT - 1) > 0.7 * num_tokens
     # While a prompt is read in pieces, its first token is predicted several times.
     assert overrides is CHUNKED or same.offered.sum() < 0.45 * num_tokens, "the iterations of all requests"
-    assert 0 < right(changed, OWN, OWN) < right(same, OWN, OWN)
-    assert right(others, OWN, OWN) == 0 < right(others, STORED, RECENT_TEXT - 1)
-    assert right(recent, OWN, RECENT_TEXT - 1) == 0 < right(recent, RECENT_TEXT, DRAFTERS - 1)
+    assert 0 < right(changed, STORED, RECENT_TEXT - 1) < right(same, STORED, RECENT_TEXT - 1)
+    assert right(recent, STORED, RECENT_TEXT - 1) == 0 < right(recent, RECENT_TEXT, DRAFTERS - 1)
     if method == "replay" and overrides is not CHUNKED:
         for (_, counts), stored in zip(found, offered, strict=True):
             wanted = expected(stored, plain)
@@ -183,4 +170,4 @@ def test_a_policys_own_layer_drafts_beside_text(tmp_path: Path) -> None:
         )
     assert first == second == plain
     assert nothing.seen[DRAFTERS].sum() > 100
-    assert right(same, OWN, OWN) > 0.7 * sum(map(len, plain))
+    assert right(same, STORED, RECENT_TEXT - 1) > 0.7 * sum(map(len, plain))

@@ -18,7 +18,7 @@ from specrl.rollout.drafts.cost_model import (
     possible_lengths,
 )
 from specrl.rollout.drafts.device_drafts import Counts
-from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, OWN
+from specrl.rollout.drafts.text_index import DRAFTERS, NOTHING, STORED
 
 K, MAX_BATCH = 15, 48
 RATES = st.floats(0, 1)
@@ -78,7 +78,7 @@ def test_what_is_chosen_is_expected_to_be_the_best_and_never_slower_than_plain(
     graph_sizes: tuple[int, ...],
 ) -> None:
     model = model_of(fixed, per_row, per_pass, drafter_k, graph_sizes)
-    model.acceptance.learn(counts_of({OWN: text, DRAFTERS: drafter}, drafts))
+    model.acceptance.learn(counts_of({STORED: text, DRAFTERS: drafter}, drafts))
     for batch in range(1, MAX_BATCH + 1):
         length = model.best(batch)
         rates = {choice.k: choice.tokens_per_s for choice in model.choices(batch)}
@@ -110,9 +110,9 @@ def test_nothing_is_drafted_where_nothing_is_accepted_or_no_text_is_found() -> N
         assert {model.best(batch) for batch in range(1, MAX_BATCH + 1)} == {0}
 
 
-def test_text_of_the_own_seed_is_drafted_as_far_as_rows_are_free() -> None:
+def test_text_that_is_nearly_always_right_is_drafted_as_far_as_rows_are_free() -> None:
     model = model_of(1e-2, 1e-3, 0.0, 0)
-    model.acceptance.learn(counts_of({OWN: 0.99}, 2000))
+    model.acceptance.learn(counts_of({STORED: 0.99}, 2000))
     lengths = [model.best(batch) for batch in range(1, MAX_BATCH + 1)]
     assert lengths[0] == K > lengths[-1]
     assert lengths == sorted(lengths, reverse=True)
@@ -177,7 +177,7 @@ def test_the_drafter_brings_nothing_beyond_its_own_length() -> None:
     acceptance = Acceptance(K, 3)
     accepted = acceptance.accepted()
     assert (accepted[3:, DRAFTERS] == accepted[3, DRAFTERS]).all()
-    assert (np.diff(accepted[:, OWN]) > 0).all()
+    assert (np.diff(accepted[:, STORED]) > 0).all()
     assert accepted.shape == (K + 1, NOTHING)
 
 
@@ -205,7 +205,7 @@ def test_the_choice_settles_on_what_pays_for_those_that_run(
 ) -> None:
     """The running requests have the drafter alone, where on average some text goes on behind it."""
     model = model_of(1e-2, per_row, 1e-4, 3)
-    model.acceptance.learn(counts_of({DRAFTERS: rate, OWN: 0.97}, 2000))
+    model.acceptance.learn(counts_of({DRAFTERS: rate, STORED: 0.97}, 2000))
     model.begin()
     brings = {k: sum(rate**place for place in range(min(k, 3) + 1)) for k in model.lengths}
     chosen = []

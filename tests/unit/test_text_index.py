@@ -25,47 +25,33 @@ from specrl.rollout.drafts.text_index import (
     TextIndex,
 )
 from specrl.rollout.drafts.text_store import UNKNOWN_PROMPT, TextStore
-from tests.text_drafting import Ask, Run, candidates, continued, follow, laid_out, last_tokens, own_text
+from tests.text_drafting import Run, candidates, continued, follow, laid_out, last_tokens
 
 K = 5
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
-TEXTS = st.lists(
-    st.builds(Text, TOKENS, st.sampled_from([ANY_PROMPT, 0, 1]), st.sampled_from([None, 7, 8, 2**63 - 1])), max_size=6
-)
+TEXTS = st.lists(st.builds(Text, TOKENS, st.sampled_from([ANY_PROMPT, 0, 1])), max_size=6)
 
 
 @settings(max_examples=300)
-@given(
-    TEXTS, st.lists(st.tuples(st.integers(0, 1), st.sampled_from([7, 8]), TOKENS.filter(len)), min_size=1, max_size=4)
-)
-def test_the_index_finds_what_a_search_of_all_text_finds(
-    texts: list[Text], asked: list[tuple[int, int, list[int]]]
-) -> None:
+@given(TEXTS, st.lists(st.tuples(st.integers(0, 1), TOKENS.filter(len)), min_size=1, max_size=4))
+def test_the_index_finds_what_a_search_of_all_text_finds(texts: list[Text], asked: list[tuple[int, list[int]]]) -> None:
     index = TextIndex(texts)
     found = index.find(
-        torch.tensor([last_tokens(output) for *_, output in asked]),
-        torch.tensor([prompt for prompt, *_ in asked]),
-        torch.tensor([index.spans.get((prompt, seed), (0, 0)) for prompt, seed, _ in asked]),
-        torch.tensor([len(output) for *_, output in asked]),
+        torch.tensor([last_tokens(output) for _, output in asked]), torch.tensor([prompt for prompt, _ in asked])
     )
     ahead = index.ahead(found.places, K).tolist()
-    for (prompt, seed, output), kinds, rows in zip(asked, found.kinds.tolist(), ahead, strict=True):
-        right = {one.kind: one.tokens for one in candidates(texts, output, Ask(prompt, seed), K)}
+    for (prompt, output), kinds, rows in zip(asked, found.kinds.tolist(), ahead, strict=True):
+        right = {one.kind: one.tokens for one in candidates(texts, output, prompt, K)}
         given_ = {kind: [token for token in row if token != END] for kind, row in zip(kinds, rows, strict=True)}
         assert {kind: row for kind, row in given_.items() if row} == right
 
 
-def test_text_of_the_own_seed_is_followed_again_after_a_token_that_was_wrong() -> None:
+def test_text_is_followed_again_after_a_token_that_was_wrong() -> None:
     text = list(range(20, 60))
     output = [*text[:5], 99, *text[6 : 6 + LONGEST]]
-    index = TextIndex([Text(text, 0, 7)])
-    for length, goes_on in ((5, True), (6, False), (6 + LONGEST - 1, False), (6 + LONGEST, True)):
-        found = index.find(
-            torch.tensor([last_tokens(output[:length])]),
-            torch.tensor([0]),
-            torch.tensor([index.spans[0, 7]]),
-            torch.tensor([length]),
-        )
+    index = TextIndex([Text(text, 0)])
+    for length, goes_on in ((5, True), (6, False), (7, False), (8, True), (6 + LONGEST, True)):
+        found = index.find(torch.tensor([last_tokens(output[:length])]), torch.tensor([0]))
         assert (index.ahead(found.places, 3)[0, 0].tolist() == text[length : length + 3]) == goes_on
 
 
@@ -77,12 +63,12 @@ def test_drafts_are_chosen_and_compared_as_in_plain_python(
     stop = 3
     ended = [[*answer, stop] if index % 2 else answer for index, answer in enumerate(answers)]
     run = Run(texts, ended, slots, stop, K)
-    worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
+    worth = [5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
     run.run(worth, ghosts)  # it checks what is chosen
     counts = run.drafts.counts()
     seen, right = np.zeros((NOTHING + 1, K), np.int64), np.zeros((NOTHING + 1, K), np.int64)
-    for index, (answer, ask) in enumerate(zip(ended, run.asks, strict=True)):
-        found = follow(texts, ask, answer, run.limits[index] - run.prompts[index], K, worth)
+    for index, (answer, prompt) in enumerate(zip(ended, run.asks, strict=True)):
+        found = follow(texts, prompt, answer, run.limits[index] - run.prompts[index], K, worth)
         seen, right = seen + found.seen, right + found.right
     assert (counts.seen == seen).all()
     assert (counts.right == right).all()
@@ -90,28 +76,28 @@ def test_drafts_are_chosen_and_compared_as_in_plain_python(
 
 def test_what_was_not_drafted_is_compared_as_well() -> None:
     answer = list(range(10, 40))
-    run = Run([Text(answer, 0, 7), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3, K)
-    run.run([9.0] + [1.0] * 10, False)
+    run = Run([Text(answer, 0), Text([*answer[:10], 99, *answer[11:]])], [answer], 1, 3, K)
+    run.run([9.0] * 4 + [1.0] * 6, False)
     counts = run.drafts.counts()
-    assert counts.right[0].sum() == counts.seen[0].sum() > 20
-    assert 0 < counts.right[5:].sum() < counts.seen[5:].sum()
-    assert counts.offered[0] == 5
+    assert counts.right[:4].sum() == counts.seen[:4].sum() > 20
+    assert 0 < counts.right[4:].sum() < counts.seen[4:].sum()
+    assert counts.offered[:4].sum() == 5
 
 
 def test_the_drafter_drafts_where_it_is_expected_to_do_better() -> None:
     drafts = DeviceDrafts(4, K)
-    drafts.index = TextIndex([Text([5, 6, 7, 8, 9], 0, 7)])
+    drafts.index = TextIndex([Text([5, 6, 7, 8, 9], 0)])
     drafts.begin([])
     expected = np.ones((K + 1, NOTHING))
     expected[:, 0] = 2
     expected[2, DRAFTERS] = 3
     drafts.expect(expected, recalls=False)
     tokens = torch.tensor([[1, 1, 5, 0]] * 4, dtype=torch.int32)
-    asked = laid_out([(0, 1, 0, 7, 2, 3, 60, 1), (3, 2, 0, 8, 2, 3, 5, 1)], tokens, drafts.index)
+    asked = laid_out([(0, 1, 0, 2, 3, 60, 1), (3, 2, 0, 2, 3, 5, 1)], tokens)
     drafter = torch.tensor([[50, 51, 52]] * 2)
     assert drafts.choose(*asked, drafter, K).tolist() == [[6, 7, 8, 9, 5], [6, 5, 5, 5, 5]]
     assert drafts.choose(*asked, drafter, 2).tolist() == [[50, 51, 52, 5, 5], [50, 5, 5, 5, 5]]
-    assert drafts.counts().offered.tolist() == [1, 1, *[0] * 7, 2, 0, 0]
+    assert drafts.counts().offered.tolist() == [2, *[0] * 7, 2, 0, 0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,14 +107,12 @@ def test_text_goes_on_behind_the_drafters_tokens(
 ) -> None:
     drafts = DeviceDrafts(1, K)
     drafts.index = TextIndex(texts)
-    worth = np.random.default_rng(seed).permutation(NOTHING) / 100
+    worth = (1 + np.random.default_rng(seed).permutation(NOTHING)) / 100
     worth[DRAFTERS:] = 20
     drafts.expect(np.outer(range(K + 1), worth), recalls=True)
     tokens = torch.tensor([[9, 9, *output]], dtype=torch.int32)
-    asked = laid_out([(0, 1, 0, 8, 2, 2 + len(output), 99, 1)], tokens, drafts.index)
-    wanted = continued(texts, output, Ask(0, 8), drafter, K, worth.tolist())
-    if own_text([text for text in texts if text.prompt == 0], output, Ask(0, 8)):
-        return  # it goes first
+    asked = laid_out([(0, 1, 0, 2, 2 + len(output), 99, 1)], tokens)
+    wanted = continued(texts, output, 0, drafter, K, worth.tolist())
     found = drafts.choose(*asked, torch.tensor([drafter]), K)
     assert found.tolist() == [[*wanted, *[output[-1]] * (K - len(wanted))]]
     assert SOURCES[int(drafts.sources[0])] == ("continued" if len(wanted) > len(drafter) else "drafter")
@@ -141,7 +125,7 @@ def test_recent_text_goes_on_behind_the_drafters_tokens_only_where_it_may_be_dra
     tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
     for recalls, draft in ((True, [6, 7, 8, 9, 5]), (False, [6, 7, 5, 5, 5])):
         drafts.expect(np.outer(range(K + 1), np.ones(NOTHING)), recalls)
-        asked = laid_out([(0, 1, 0, 8, 2, 3, 60, 1)], tokens, drafts.index)
+        asked = laid_out([(0, 1, 0, 2, 3, 60, 1)], tokens)
         assert drafts.choose(*asked, torch.tensor([[6, 7]]), K).tolist() == [draft]
 
 
@@ -155,39 +139,24 @@ def test_what_text_behind_the_drafters_tokens_is_worth_counts_only_where_all_of_
     assert drafts.behind[2, 2, STORED] == pytest.approx(1.5)
 
 
-def test_no_other_text_goes_before_that_of_the_own_seed() -> None:
-    drafts = DeviceDrafts(1, K)
-    drafts.index = TextIndex([Text([5, 8, 9], 0, 1), Text([5, 8, 9], 0, 2), Text([5, 6, 7], 0, 7)])
-    expected = np.ones((K + 1, NOTHING))
-    expected[:, 0] = 0.1
-    drafts.expect(expected, recalls=True)
-    tokens = torch.tensor([[1, 1, 5, 0]], dtype=torch.int32)
-    for seed, draft in ((7, [6, 7, 5, 5, 5]), (8, [8, 9, 5, 5, 5])):
-        asked = laid_out([(0, 0, 0, seed, 2, 3, 60, 1)], tokens, drafts.index)
-        assert drafts.choose(*asked, None, K).tolist() == [draft]
-
-
 def test_the_store_keeps_the_latest_responses_and_the_prompts_own_texts() -> None:
     store = TextStore(6)
-    store.store({(1, 2): [[5, 6], [5, 7, 8]], (3,): []}, {(1, 2): [10, 11]})
+    store.store({(1, 2): [[5, 6], [5, 7, 8], [9]], (3,): []}, {(1, 2): [10, 11, 11]})
     for response in ([1, 2, 3], [4, 5, 6], [7, 8]):
         store.remember(response)
-    assert store.stored((1, 2), 11) == (2, 3)
-    assert store.stored((1, 2), 12) == (2, 0)
+    assert store.stored((1, 2), 11) == (3, 3)
+    assert store.stored((1, 2), 12) == (3, 0)
     assert store.stored((9,), 11) == (0, 0)
+    assert [store.own((1, 2), seed) for seed in (10, 11, 12)] == [[5, 6], [5, 7, 8], []]
     assert store.number_of([4]) == UNKNOWN_PROMPT
     index = store.index("cpu")
-    assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 7, 8, 4, 5, 6]
-    first, end = store.own_span(store.number_of((1, 2)), 11)
-    assert index.tokens[first:end].tolist() == [5, 7, 8]
-    assert store.own_span(store.number_of((1, 2)), 12) == store.own_span(UNKNOWN_PROMPT, 11) == (0, 0)
-    store.remember([1])
+    assert [token for token in index.tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9, 7, 8, 4, 5, 6]
+    store.remember([1, 1])
     assert store.index("cpu") is index
     store.remember([2] * 6)
-    assert store.index("cpu").tokens[first:end].tolist() == [5, 7, 8], "requests that run know where their text is"
-    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, *[2] * 6]
+    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9, *[2] * 6]
     store.forget_recent()
-    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8]
+    assert [token for token in store.index("cpu").tokens.tolist() if token != END] == [5, 6, 5, 7, 8, 9]
 
 
 def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
@@ -200,9 +169,9 @@ def test_finished_siblings_are_drafts_for_the_rest_of_their_group() -> None:
     store.remember([11, 12], [4])
 
     def ahead(prompt: int) -> list[int]:
-        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt]), torch.zeros(1, 2).long(), torch.tensor([1])
+        asked = torch.tensor([last_tokens([8])]), torch.tensor([prompt])
         index = store.index("cpu")
-        return [token for token in index.ahead(index.find(*asked).places, 3)[0, 1].tolist() if token != END]
+        return [token for token in index.ahead(index.find(*asked).places, 3)[0, 0].tolist() if token != END]
 
     assert store.has_siblings
     assert (ahead(number), ahead(store.number_of([1]))) == ([9, 10], [])
@@ -242,7 +211,7 @@ def without_values(mode: FakeTensorMode, holder: Any) -> None:
 
 def test_neither_choice_nor_count_waits_for_the_device() -> None:
     drafts = DeviceDrafts(4, K)
-    drafts.index = TextIndex([Text([1, 2, 3], 0, 7)])
+    drafts.index = TextIndex([Text([1, 2, 3], 0)])
     drafts.begin([3])
     mode = FakeTensorMode()
     without_values(mode, drafts)

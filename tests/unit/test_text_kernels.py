@@ -37,16 +37,16 @@ def iterations(draw: st.DrawFn) -> list[list[tuple[int, ...]]]:
     """Three iterations of some requests, as `laid_out` takes them; the last one computes some that have ended."""
     begun = []
     for slot in draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, unique=True)):
-        prompt = draw(st.sampled_from(PROMPTS)), draw(st.sampled_from([7, 8, 2**63 - 1]))
+        prompt = draw(st.sampled_from(PROMPTS))
         prompt_length = draw(st.integers(1, 6))
         limit = prompt_length + draw(st.integers(1, 14))
         row = draw(st.sampled_from([0, slot + 1, slot + 1, slot + 1, 9]))
-        begun.append([slot, row, *prompt, prompt_length, prompt_length + draw(st.integers(0, 3)), limit])
+        begun.append([slot, row, prompt, prompt_length, prompt_length + draw(st.integers(0, 3)), limit])
     found = []
     for _ in range(3):
         news = [draw(st.integers(0, 5)) for _ in begun]
         for request, new in zip(begun, news, strict=True):
-            request[5] += new
+            request[4] += new
         found.append([(*request, new) for request, new in zip(begun, news, strict=True)])
     return found
 
@@ -71,7 +71,7 @@ def test_requests_that_take_turns_get_the_right_drafts(interpreter: ProcessPoolE
     @settings(max_examples=15)
     @given(TEXTS, st.lists(TOKENS.filter(len), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
     def holds(texts: list[Text], answers: list[list[int]], slots: int, ghosts: bool) -> None:
-        worth = [9.0, 5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
+        worth = [5, 4, 3, 2, 4.5, 3.5, 2.5, 1.5, 1, 1]
         arguments = texts, answers, slots, 3, 5
         found = interpreter.submit(run_with_text, *arguments, worth, ghosts).result()
         run = Run(*arguments)

@@ -112,19 +112,15 @@ def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -
 def _drafting(of: type[DeviceDrafts], rows: int, length: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
     """Draft from a made-up text of `length` tokens for each request: all drafts, and what is kept in the end.
 
-    A third of the requests each follow text of their own seed, other text of their prompt, and text of any prompt. What
-    is timed compares and chooses the last drafts again.
+    Every second request follows text of its prompt, the others text of any prompt. What is timed compares and chooses
+    the last drafts again.
     """
     random = np.random.default_rng(rows)
     texts = random.integers(3, vocab_size, (rows, length), dtype=np.int32)
     drafter = random.integers(3, vocab_size, (rows, PASSES))
     drafter[::2, 1:] = END  # where it was not sure
-    owners = [(ANY_PROMPT if row % 3 == 2 else row, None if row % 3 else row) for row in range(rows)]
-    index = TextIndex([Text(text, *owner) for text, owner in zip(texts, owners, strict=True)], device)
-    spans = [index.spans.get((row, row), (0, 0)) for row in range(rows)]
-    facts = torch.tensor(
-        [(row, row + 1, PROMPT_TOKENS + length, *span, PROMPT_TOKENS) for row, span in enumerate(spans)]
-    )
+    index = TextIndex([Text(text, ANY_PROMPT if row % 2 else row) for row, text in enumerate(texts)], device)
+    facts = torch.tensor([(row, row + 1, PROMPT_TOKENS + length, PROMPT_TOKENS) for row in range(rows)])
     tokens = torch.from_numpy(np.pad(texts, ((0, 0), (PROMPT_TOKENS, 0)))).to(device)
     lengths = torch.full((rows,), PROMPT_TOKENS + length // 2, dtype=torch.int32, device=device)
     *iterations, last = [

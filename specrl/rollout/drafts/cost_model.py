@@ -35,9 +35,8 @@ KEPT_ON_REFIT = 0.1
 """The factor on the weight of observations of accepted tokens at every refit."""
 GUESSED_ACCEPTANCE = 0.6
 """The assumed probability that the next token of a drafter's draft is right, before any was seen."""
-EVEN_AGREEMENT, OWN_SEED = 2.0, 64
-"""The number of agreeing tokens at which text is guessed to go on with the right token half of the time, and the number
-that text generated with the same seed counts for."""
+EVEN_AGREEMENT = 2.0
+"""The number of agreeing tokens at which text is guessed to go on with the right token half of the time."""
 PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
 """The weights of these guesses, in drafts, and of that that every request has a draft of the drafter, in requests x
 iterations."""
@@ -61,7 +60,7 @@ class Acceptance:
         self._drafter_k = drafter_k
         self._seen, self._right = np.zeros((NOTHING, k)), np.zeros((NOTHING, k))
         self._offered = np.zeros(NOTHING + 1)
-        agreements = np.array([OWN_SEED, *SIZES, *SIZES])
+        agreements = np.array([*SIZES, *SIZES])
         self._guess = np.append(agreements / (agreements + EVEN_AGREEMENT), [GUESSED_ACCEPTANCE, GUESSED_ACCEPTANCE])
 
     def learn(self, counts: Counts, passes: int | None = None) -> None:

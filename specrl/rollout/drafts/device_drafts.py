@@ -20,18 +20,16 @@ from specrl.rollout.drafts.text_index import (
     END,
     LONGEST,
     NOTHING,
-    OWN,
     RECENT_TEXT,
     TextIndex,
     until_end,
 )
 
-CANDIDATES = 4
-"""The drafts that a request may have: text of its own seed, stored text, recent text, and the drafter's, which text
-continues."""
+CANDIDATES = 3
+"""The drafts that a request may have: stored text, recent text, and the drafter's, which text continues."""
 KINDS = NOTHING + 1
-FACTS = 6
-PROMPT, NUMBER, LIMIT, OWN_START, OWN_END, START = range(FACTS)
+FACTS = 4
+PROMPT, NUMBER, LIMIT, START = range(FACTS)
 """The columns of `Requests.facts`."""
 
 
@@ -39,9 +37,8 @@ class Requests(NamedTuple):
     """What is known of all requests, by their slots in the runner; tensors on one device."""
 
     facts: Tensor
-    """[slots, 6] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
-    length, prompt included, at which it ends at the latest; where the text of its own seed begins and ends; the length
-    of its prompt."""
+    """[slots, 4] int64: the number of the prompt, see `TextIndex.find`; a number from 1 that no other request has; the
+    length, prompt included, at which it ends at the latest; the length of its prompt."""
     lengths: Tensor
     """[slots] int32, the tokens of prompt and response together, those of this iteration included."""
     tokens: Tensor
@@ -101,7 +98,7 @@ class DeviceDrafts:
         self.stop_tokens = torch.tensor([*stop_tokens], dtype=torch.int64, device=self.device)
 
     def expect(self, accepted: NDArray[np.float64], recalls: bool) -> None:
-        """Set what decides between the drafts of a request; no other text goes before that of its own seed.
+        """Set what decides between the drafts of a request.
 
         Args:
             accepted: [k + 1, kinds but `NOTHING`], the accepted tokens that a draft should bring, by its length.
@@ -110,7 +107,6 @@ class DeviceDrafts:
         table = np.pad(accepted, ((0, 0), (0, 1)), constant_values=-1.0)
         if not recalls:
             table[:, RECENT_TEXT:DRAFTERS] = -2.0
-        table[:, OWN] = table[:, :DRAFTERS].max(1)
         self.expected.copy_(torch.from_numpy(table))
         behind = np.repeat(table[:, DRAFTERS], (self.k + 1) * KINDS).reshape(self.behind.shape)
         for passes in range(1, self.k):
@@ -151,11 +147,10 @@ class DeviceDrafts:
         """
         slots = batch.slots.long()
         facts, lengths = requests.facts[slots], requests.lengths[slots]
-        prompt_lengths = facts[:, START]
         back = lengths.long()[:, None] - 1 - self._back
         tokens = requests.tokens[slots[:, None], back.clamp(min=0)].long()
-        last = torch.where(back >= prompt_lengths[:, None], tokens, END)
-        found = self.index.find(last, facts[:, PROMPT], facts[:, OWN_START : OWN_END + 1], lengths - prompt_lengths)
+        last = torch.where(back >= facts[:, START, None], tokens, END)
+        found = self.index.find(last, facts[:, PROMPT])
         candidates = torch.full((len(last), CANDIDATES, self.k), END, dtype=torch.int64, device=self.device)
         candidates[:, :-1] = self.index.ahead(found.places, self.k)
         length, passes = max(length, 1), 0 if drafter is None else drafter.shape[1]
@@ -186,7 +181,7 @@ class DeviceDrafts:
 
     def _with_text(self, drafter: Tensor, last: Tensor, prompts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         # The drafter's drafts with text behind them, and the accepted tokens that each of both together should bring.
-        found = self.index.find_by_last(torch.cat((drafter.flip(1), last), 1)[:, :LONGEST], prompts)
+        found = self.index.find(torch.cat((drafter.flip(1), last), 1)[:, :LONGEST], prompts)
         worth = self.behind[length, drafter.shape[1]][found.kinds]
         best = worth.argmax(1, keepdim=True)
         # Only where some of it will be verified: what is found must not count as the drafter's otherwise.

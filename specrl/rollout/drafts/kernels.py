@@ -25,10 +25,9 @@ CONTINUED = tl.constexpr(text_index.CONTINUED)
 NOTHING = tl.constexpr(text_index.NOTHING)
 KINDS = tl.constexpr(device_drafts.KINDS)
 CANDIDATES = tl.constexpr(device_drafts.CANDIDATES)
+ROWS = tl.constexpr(triton.next_power_of_2(device_drafts.CANDIDATES))
 NUMBER = tl.constexpr(device_drafts.NUMBER)
 LIMIT = tl.constexpr(device_drafts.LIMIT)
-OWN_START = tl.constexpr(device_drafts.OWN_START)
-OWN_END = tl.constexpr(device_drafts.OWN_END)
 START = tl.constexpr(device_drafts.START)
 FACTS = tl.constexpr(device_drafts.FACTS)
 
@@ -87,14 +86,15 @@ def compare(
     number = tl.load(facts + slot * FACTS + NUMBER)
     is_next = (tl.load(made_at + 2 * slot) == number) & (tl.load(made_at + 2 * slot + 1) == before)
 
-    candidate, column = tl.arange(0, CANDIDATES), tl.arange(0, columns)
+    candidate, column = tl.arange(0, ROWS), tl.arange(0, columns)
+    is_candidate = candidate < CANDIDATES
     came = is_next & (column < k) & (column < new)
     sampled = tl.load(all_tokens + slot * stride + before + column, mask=came, other=END).to(tl.int64)
     at = slot * CANDIDATES + candidate
-    predicted = tl.load(predictions + at[:, None] * k + column, mask=came[None, :], other=END)
+    predicted = tl.load(predictions + at[:, None] * k + column, mask=is_candidate[:, None] & came, other=END)
     first_wrong = tl.min(tl.where((predicted != END) & (predicted == sampled[None, :]), columns, column[None, :]), 1)
-    counted = by_kind + tl.load(kinds + at)[:, None] * 2 * k + column
-    one = tl.full((CANDIDATES, columns), 1, tl.int64)
+    counted = by_kind + tl.load(kinds + at, mask=is_candidate, other=NOTHING)[:, None] * 2 * k + column
+    one = tl.full((ROWS, columns), 1, tl.int64)
     tl.atomic_add(counted, one, mask=(predicted != END) & (column[None, :] <= first_wrong[:, None]))
     tl.atomic_add(counted + k, one, mask=column[None, :] < first_wrong[:, None])
 
@@ -150,9 +150,9 @@ def find_drafts(
     last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)
     none = num_tokens - 1
 
-    own = _own_place(text, facts, length - first, last, none)
-    candidate = tl.arange(0, CANDIDATES)
-    owner, first_kind = tl.where(candidate == 1, prompt, ANY_PROMPT), tl.where(candidate == 1, STORED, RECENT_TEXT)
+    candidate = tl.arange(0, ROWS)
+    is_candidate, is_text = candidate < CANDIDATES, candidate < CANDIDATES - 1
+    owner, first_kind = tl.where(candidate == 0, prompt, ANY_PROMPT), tl.where(candidate == 0, STORED, RECENT_TEXT)
     searched = keys, places, num_keys, key_steps, hashing, last_of_size
     found, kind = _by_last(*searched, last, owner, first_kind, none)
     asked = drafter, passes, draft_length, all_tokens + slot * stride, length, first
@@ -160,8 +160,8 @@ def find_drafts(
     after, worth_after = _continuing(searched, owner, first_kind, *asked, behind, none)
 
     is_drafters = candidate == CANDIDATES - 1
-    found = tl.where(candidate == 0, own, tl.where(is_drafters, after - passes, found))
-    kind = tl.where(candidate == 0, 0, tl.where(is_drafters, DRAFTERS, kind))
+    found = tl.where(is_text, found, tl.where(is_drafters, after - passes, none))
+    kind = tl.where(is_text, kind, DRAFTERS)
     column = tl.arange(0, columns)
     ahead = tl.maximum(tl.minimum(found[:, None] + column[None, :], none), 0)
     tokens = tl.load(text + ahead).to(tl.int64)
@@ -183,8 +183,8 @@ def find_drafts(
     tl.store(made_at + 2 * slot, tl.load(facts + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
     noted = slot * CANDIDATES + candidate
-    tl.store(predictions + noted[:, None] * k + column[None, :], tokens, mask=(column < k)[None, :])
-    tl.store(kinds + noted, kind)
+    tl.store(predictions + noted[:, None] * k + column, tokens, mask=is_candidate[:, None] & (column < k))
+    tl.store(kinds + noted, kind, mask=is_candidate)
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
     tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
@@ -203,25 +203,15 @@ def _is_stop(token, stop_tokens, num_stops, all_stops: tl.constexpr):
 
 
 @triton.jit
-def _own_place(text, facts, length, last, none):
-    """The place of the text of the request's own seed behind a response of this length that agrees with it."""
-    place, back = tl.load(facts + OWN_START) + length, tl.arange(0, LONGEST)
-    goes_on = place < tl.load(facts + OWN_END)
-    before = tl.load(text + tl.where(goes_on, place, LONGEST) - 1 - back).to(tl.int64)
-    return tl.where(goes_on & (tl.sum((before != last).to(tl.int32)) == 0), place, none)
-
-
-@triton.jit
 def _continuing(searched, owner, first_kind, drafter, passes, draft_length, response, length, first, worth, none):
     """The place of the text behind the drafter's tokens, searched for as if they had come, and what both are worth."""
-    back, candidate = tl.arange(0, LONGEST), tl.arange(0, CANDIDATES)
+    back, candidate = tl.arange(0, LONGEST), tl.arange(0, ROWS)
     earlier = length - 1 - back + passes
     is_earlier = (back >= passes) & (earlier >= first)
     behind = tl.load(drafter + passes - 1 - back, mask=back < passes, other=END)
     behind = tl.where(back < passes, behind, tl.load(response + earlier, mask=is_earlier, other=END).to(tl.int64))
     found, kind = _by_last(*searched, behind, owner, first_kind, none)
-    is_text = (candidate > 0) & (candidate < CANDIDATES - 1)
-    worth = tl.where(is_text, tl.load(worth + kind), float("-inf"))
+    worth = tl.where(candidate < CANDIDATES - 1, tl.load(worth + kind), float("-inf"))
     place = tl.sum(tl.where(candidate == tl.argmax(worth, 0), found, 0))
     return tl.where((passes > 0) & (draft_length > passes), place, none), tl.max(worth, 0)
 

@@ -1,4 +1,4 @@
-"""Text on the device: a response's own, at its position, and what is found by its last tokens.
+"""Text on the device, found by the last tokens of a response.
 
 All texts are one tensor, and their places are found in a sorted tensor of keys, which is built between generations: a
 search takes the same few operations for any number of requests, and its time grows with the logarithm of the text.
@@ -22,11 +22,10 @@ END = -1
 SIZES = (8, 5, 3, 2)
 """The numbers of last tokens by which text is looked up; the first that is found counts."""
 LONGEST = SIZES[0]
-OWN, STORED, RECENT_TEXT = 0, 1, 1 + len(SIZES)
+STORED, RECENT_TEXT = 0, len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
 CONTINUED = DRAFTERS + 1
-"""The kinds of drafts: text of the request's own seed; stored and recent text, by the size found; the drafter's, and
-the drafter's with text behind it."""
+"""The kinds of drafts: stored and recent text, by the size found; the drafter's, and the same with text behind it."""
 NOTHING = CONTINUED + 1
 SOURCES = (REPLAY, RECENT, DRAFTER, CONTINUED_DRAFT)
 """The sources of drafts: of stored text, of recent text, and the last two kinds."""
@@ -47,8 +46,6 @@ class Text(NamedTuple):
     tokens: Sequence[int] | NDArray[np.int32]
     prompt: int = ANY_PROMPT
     """The number of the prompt whose responses may follow it, at least 0; or any prompt's."""
-    seed: int | None = None
-    """The seed that it was sampled with, if that is known and a request with it is to follow this text first."""
 
 
 class Found(NamedTuple):
@@ -76,13 +73,6 @@ class TextIndex:
         sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64, device=device)
         prompts = torch.tensor([text.prompt for text in texts], dtype=torch.int64, device=device)
         self._index_tokens(sizes, prompts)
-        self.spans: dict[tuple[int, int], tuple[int, int]] = {}
-        """Where in `tokens` the text of a prompt's number and a seed begins and ends: of several, the first."""
-        start = LONGEST
-        for text, row in zip(texts, rows, strict=True):
-            if text.seed is not None:
-                self.spans.setdefault((text.prompt, text.seed), (start, start + len(text.tokens)))
-            start += len(row)
 
     def _index_tokens(self, sizes: Tensor, prompts: Tensor) -> None:
         tokens = self.tokens.long()
@@ -97,26 +87,13 @@ class TextIndex:
         is_whole = (owner[places] != ANY_PROMPT)[:, None] | (last[:, self.last_of_size] != END)
         self.keys, self.places = _most_common(keys[is_whole], places[:, None].expand_as(keys)[is_whole], tokens)
 
-    def find(self, last: Tensor, prompts: Tensor, spans: Tensor, lengths: Tensor) -> Found:
-        """Find text of each request's own seed, stored text and recent text; nothing here waits for the device.
+    def find(self, last: Tensor, prompts: Tensor) -> Found:
+        """Find stored and recent text, in this order, by the last tokens; nothing here waits for the device.
 
         Args:
             last: [requests, LONGEST] int64, the last tokens of its response, the latest first; `END` beyond its start.
             prompts: [requests] int64, the number of its prompt; below `ANY_PROMPT` where nothing is stored for that.
-            spans: [requests, 2] int64, where the text of its own seed begins and ends; the same where there is none.
-            lengths: [requests], the number of tokens of its response.
         """
-        found = self.find_by_last(last, prompts)
-        none = len(self.tokens) - 1
-        own = spans[:, 0] + lengths
-        goes_on = own < spans[:, 1]
-        before = self.tokens[torch.where(goes_on, own, LONGEST)[:, None] - 1 - self._column]
-        own = torch.where(goes_on & (before == last).all(1), own, none)
-        own_kind = torch.where(own < none, OWN, NOTHING)
-        return Found(torch.cat((own[:, None], found.places), 1), torch.cat((own_kind[:, None], found.kinds), 1))
-
-    def find_by_last(self, last: Tensor, prompts: Tensor) -> Found:
-        """Find stored and recent text, in this order, by the last tokens; the arguments are those of `find`."""
         both = torch.stack((prompts, torch.full_like(prompts, ANY_PROMPT)), 1)
         wanted = self._keys(last[:, None], both)  # [requests, stored or recent, sizes]
         at = torch.searchsorted(self.keys, wanted)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
 
@@ -31,8 +30,8 @@ class TextStore:
         self._prompts: dict[Tokens, int] = {}  # the same, and those of the groups of this generation
         self._next_number = 0  # no number is used again while an index may hold its texts
         self._stored: list[Text] = []
-        self._counts: Counter[int] = Counter()  # the stored responses by prompt, and their tokens by seed too
-        self._own: dict[tuple[int, int | None], Sequence[int] | NDArray[np.int32]] = {}
+        self._counts: Counter[int] = Counter()  # the stored responses by prompt
+        self._own: dict[tuple[int, int], Sequence[int]] = {}  # those whose seeds are known, by prompt and seed
         self._recent: list[Text] = []
         self._siblings: list[Text] = []
         self._groups: Counter[Tokens] = Counter()  # the requests of each that have not finished
@@ -45,14 +44,12 @@ class TextStore:
         """Replace the stored responses; see `Engine.set_replay`."""
         self._with_text = {prompt: number for number, prompt in enumerate(texts)}
         self._prompts, self._next_number = dict(self._with_text), len(texts)
-        self._stored, self._siblings, self._groups, self._index = [], [], Counter(), None
+        self._stored, self._siblings, self._groups, self._index, self._own = [], [], Counter(), None, {}
         for number, (prompt, rows) in enumerate(texts.items()):
-            known: Sequence[int | None] = (seeds or {}).get(prompt) or [None] * len(rows)
-            self._stored += [
-                Text(np.asarray(row, np.int32), number, seed) for row, seed in zip(rows, known, strict=True)
-            ]
+            self._stored += [Text(np.asarray(row, np.int32), number) for row in rows]
+            if known := (seeds or {}).get(prompt):
+                self._own |= {(number, seed): row for seed, row in reversed([*zip(known, rows, strict=True)])}
         self._counts = Counter(text.prompt for text in self._stored)
-        self._own = {(text.prompt, text.seed): text.tokens for text in reversed(self._stored)}
 
     def begin(self, prompts: Iterable[Sequence[int]] = ()) -> None:
         """Begin a generation that answers these prompts, one for each request, and remembers its responses."""
@@ -86,13 +83,6 @@ class TextStore:
     def number_of(self, prompt_tokens: Sequence[int]) -> int:
         """The number that the prompt's stored responses and siblings have, or `UNKNOWN_PROMPT`."""
         return self._prompts.get(tuple(prompt_tokens), UNKNOWN_PROMPT) if self._prompts else UNKNOWN_PROMPT
-
-    def own_span(self, number: int, seed: int) -> tuple[int, int]:
-        """Where the index has the response to a prompt of this number with this seed; (0, 0) where it has none.
-
-        It is the same for the whole generation: what is indexed meanwhile comes behind all stored responses.
-        """
-        return self._index.spans.get((number, seed), (0, 0)) if self._index is not None else (0, 0)
 
     def stored(self, prompt_tokens: Sequence[int], seed: int) -> tuple[int, int]:
         """How many responses to the prompt are stored, and how many tokens the one of this seed has."""

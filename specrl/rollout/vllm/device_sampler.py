@@ -60,7 +60,7 @@ class InvariantSampler(Sampler):  # type: ignore[misc]
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Keep what drafts and their verification need to know of a request."""
         super().add_request(req_idx, sampling_params)
-        self.req_states.describe(sampling_params.seed, (sampling_params.extra_args or {}).get(PROMPT_LENGTH))
+        self.req_states.describe((sampling_params.extra_args or {}).get(PROMPT_LENGTH))
         stops = list(sampling_params.stop_token_ids or ())
         if len(stops) > MOST_STOP_TOKENS:
             raise ValueError(f"stop_token_ids has {len(stops)} tokens; at most {MOST_STOP_TOKENS} are allowed")

@@ -49,12 +49,11 @@ class KnownRequests(RequestState):  # type: ignore[misc]
         limit = min(prompt_len + max_tokens, self.max_model_len)
         self._added = self.req_id_to_index[req_id], all_token_ids, limit
 
-    def describe(self, seed: int, prompt_length: int | None) -> None:
+    def describe(self, prompt_length: int | None) -> None:
         """Find the texts for the request that was added last; `InvariantSampler` gets to know these of it."""
         slot, tokens, limit = self._added
-        prompt = self.texts.number_of(tokens[:prompt_length])
         start = len(tokens) if prompt_length is None else prompt_length
-        self.facts.np[slot] = prompt, next(self._numbers), limit, *self.texts.own_span(prompt, seed), start
+        self.facts.np[slot] = self.texts.number_of(tokens[:start]), next(self._numbers), limit, start
 
     def apply_staged_writes(self) -> None:
         """Send what `add_request` noted to the device."""
