@@ -68,10 +68,6 @@ class Drafting:
         self._text.drafts.expect(self.costs.acceptance.accepted(), recalls=recall)
         self._schedule()
 
-    def count_anew(self, stop_tokens: Sequence[int]) -> None:
-        """Forget the drafts of this generation so far, those of requests that only read text."""
-        self._text.begin(stop_tokens)
-
     def follow(self, iteration: Iteration | None) -> None:
         """Learn from the time of the engine's last iteration; None where it had no result yet."""
         now = time.perf_counter()

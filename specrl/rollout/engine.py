@@ -367,7 +367,6 @@ class Engine(VllmEngine):
             assert self.drafting is not None
             own = [self.drafting.texts.own(asked.prompt_tokens, asked.seed) for asked in requests]
             read_ahead(self, prompts, params, dict(enumerate(own)), begun, self.stop_tokens)
-            self.drafting.count_anew(self.stop_tokens)
         for prompt, request, asked in zip(prompts, begun, params, strict=True):
             asked.max_tokens -= len(request.tokens)
             if request.finish_reason is None:

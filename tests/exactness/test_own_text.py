@@ -87,6 +87,8 @@ def test_text_of_the_own_seed_is_verified_as_a_prompt_is_read(engine: Engine, pl
     same = engine.generate(REQUESTS)
     check(same.responses, plain)
     assert same.stats.by_source.keys() == {OWN_TEXT}, "something was decoded"
+    assert engine.drafting is not None
+    assert not engine.drafting._text.drafts.counts().offered.sum(), "reading counts as a lack of drafts"
     if engine.config.engine.max_num_seqs >= 64:  # all at once, and not in pieces
         assert same.stats.decode_steps < 30
 

@@ -62,7 +62,8 @@ class Counts(NamedTuple):
     right: NDArray[np.int64]
     """[kinds, k]: how often it was what came."""
     offered: NDArray[np.int64]
-    """[kinds]: how often each kind was the best that there was for a request; the last where there was nothing."""
+    """[kinds]: how often each kind was the best that there was for a request with room for a draft; the last where
+    there was nothing."""
 
 
 class DeviceDrafts:
@@ -173,7 +174,7 @@ class DeviceDrafts:
         self.tokens[slots], self.kinds[slots] = candidates, kinds
         kind = kinds.gather(1, chosen[:, None])[:, 0]
         if self.offers(drafter):
-            self.offered.index_add_(0, kind, (~has_ended).long())
+            self.offered.index_add_(0, kind, (room > 0).long())
         drafts = candidates.gather(1, chosen[:, None, None].expand(-1, 1, self.k))[:, 0]
         self.sources[slots] = (kind >= RECENT_TEXT).int() + (kind >= DRAFTERS).int() + (kind == CONTINUED).int()
         self.lengths[slots] = (drafts != END).sum(1, dtype=torch.int32)

@@ -187,7 +187,7 @@ def find_drafts(
     tl.store(kinds + noted, kind, mask=is_candidate)
     is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
-    tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (not has_ended))
+    tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (room > 0))
     source = (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32)
     tl.store(sources + slot, source + (of_kind == CONTINUED).to(tl.int32))
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
