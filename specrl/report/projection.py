@@ -143,8 +143,8 @@ def print_published(rows: Sequence[PublishedRow]) -> None:
             row.setting,
             row.quantity,
             f"{row.published:.2f}",
-            "" if row.predicted is None else f"{row.predicted:.2f}",
-            "" if row.ratio is None else f"{row.ratio:.2f}",
+            f"{row.predicted:.2f}",
+            f"{row.ratio:.2f}",
             "yes" if row.chosen_on else "no",
         )
         for row in rows
@@ -152,6 +152,5 @@ def print_published(rows: Sequence[PublishedRow]) -> None:
     print_table(console, "Published results (arXiv:2604.26779) and the simulator", columns, cells)
     by_k = f"k = 3: {mean_error(rows, (3,)):.0%}; k = 5 and 7: {mean_error(rows, (5, 7)):.0%}"
     print_line(console, f"mean absolute error of the rows that are predicted: {mean_error(rows):.0%} ({by_k})")
-    print_line(console, "empty: too little of the setting is known, or steps have a lag, which is not simulated")
     for line in Efficiency().lines():
         print_line(console, f"assumed: {line}")

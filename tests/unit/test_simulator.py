@@ -95,19 +95,18 @@ def rows() -> list[PublishedRow]:
 def test_published_speedups_are_within_five_percent(rows: list[PublishedRow]) -> None:
     chosen = [row for row in rows if row.chosen_on and row.k]
     assert len(chosen) == 10
-    errors = {(row.setting, row.quantity): abs((row.ratio or 0) - 1) for row in rows if row.chosen_on}
+    errors = {(row.setting, row.quantity): abs(row.ratio - 1) for row in rows if row.chosen_on}
     assert all(errors[row.setting, row.quantity] <= 0.05 for row in chosen)
     assert all(error <= 0.17 for error in errors.values())
 
 
-def test_rows_that_are_predicted_are_named_and_those_that_cannot_be_are_empty(rows: list[PublishedRow]) -> None:
-    predicted = [row for row in rows if not row.chosen_on and row.predicted]
-    assert sorted(row.k or 0 for row in predicted) == [3] * 6 + [5, 5, 7, 7]
-    assert all("n-gram" in row.setting or "lag" in row.setting for row in rows if row.predicted is None)
+def test_rows_that_are_predicted_are_named(rows: list[PublishedRow]) -> None:
+    predicted = [row for row in rows if not row.chosen_on]
+    assert sorted(row.k for row in predicted) == [3] * 6 + [5, 5, 7, 7]
     assert all(row.as_json()["chosen_on"] is row.chosen_on for row in rows)
     # What the simulator does not know: the measured engine loses from k = 3 on.
-    assert all((row.ratio or 0) > 1.2 for row in predicted if row.k in (5, 7))
-    assert all(abs((row.ratio or 0) - 1) < 0.15 for row in predicted if row.k == 3)
+    assert all(row.ratio > 1.2 for row in predicted if row.k in (5, 7))
+    assert all(abs(row.ratio - 1) < 0.15 for row in predicted if row.k == 3)
 
 
 def test_acceptance_goes_on_falling_beyond_the_known_positions() -> None:
@@ -164,9 +163,9 @@ def invoked(*words: str) -> str:
 def test_the_command_prints_published_rows_and_writes_which_ones_constants_were_chosen_on(tmp_path: Path) -> None:
     text = invoked("--published", "--json", str(tmp_path / "rows.json"))
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["chosen_on"] for row in rows} == {True, False} and len(rows) == 32
-    assert all(row["ratio"] == pytest.approx(row["predicted"] / row["published"]) for row in rows if row["predicted"])
-    errors = [abs(row["ratio"] - 1) for row in rows if row["ratio"] and not row["chosen_on"]]
+    assert {row["chosen_on"] for row in rows} == {True, False} and len(rows) == 27
+    assert all(row["ratio"] == pytest.approx(row["predicted"] / row["published"]) for row in rows)
+    errors = [abs(row["ratio"] - 1) for row in rows if not row["chosen_on"]]
     assert f"mean absolute error of the rows that are predicted: {sum(errors) / len(errors):.0%}" in text
 
 

@@ -6,7 +6,8 @@ measured steps of Qwen3-8B on 32 GB200, and projections of Qwen3-235B-A22B in FP
 The paper gives neither response lengths nor layouts. Lengths and the number of 8B responses were chosen so that the
 step *without* speculation takes the published seconds, part by part, and so that generation is the published share of
 it for 235B; the constants of `Efficiency` were chosen for the speedups at k = 3 and at 235B together. Those rows are
-`chosen_on`. All others are predictions: nothing was chosen on them.
+`chosen_on`. All others are predictions: nothing was chosen on them. What cannot be simulated is left out:
+n-gram drafts, whose number is not known, and steps in which some GPUs generate for a later step while others train.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class PublishedRow:
     setting: str
     quantity: str
     published: float
-    predicted: float | None  # None where too little of the setting is known to simulate it
+    predicted: float
     chosen_on: bool  # whether constants of the simulator were, so that agreement with it proves nothing
-    k: int | None  # None where it is not known
+    k: int
 
     @property
-    def ratio(self) -> float | None:
-        return None if self.predicted is None else self.predicted / self.published
+    def ratio(self) -> float:
+        return self.predicted / self.published
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio}
@@ -73,17 +74,9 @@ SPEEDUPS = (
     (THINK, "k=3, chat drafter", 3, 2.40, 1.19, None),
     (ZERO, "k=3, chat drafter, online", 3, 3.04, 1.63, None),
     (THINK, "k=3, chat drafter, online", 3, 2.55, 1.26, None),
-    (ZERO, "n-gram (k not known)", None, 2.47, 0.7, None),
-    (THINK, "n-gram (k not known)", None, 2.05, 0.5, None),
 )
 """The drafts, their k and acceptance length, and the speedups of generation and step, of which constants were chosen
 on those where both are known. At 8B, k = 3 is with a drafter of the task's own data if nothing else is said."""
-WITH_LAG = (
-    PublishedRow("Qwen3-8B, lag 1, k=3", "step speedup", round(75.0 / 60.5, 2), None, False, 3),
-    PublishedRow("Qwen3-235B-A22B, 2048 GB200, lag 2, k=5, length 4", "generation speedup", 3.5, None, False, 5),
-    PublishedRow("Qwen3-235B-A22B, 2048 GB200, lag 2, k=5, length 4", "step speedup", 2.5, None, False, 5),
-)
-"""Steps in which some GPUs generate for a later step while others train; they are not simulated."""
 
 
 def published_rows() -> list[PublishedRow]:
@@ -96,14 +89,14 @@ def published_rows() -> list[PublishedRow]:
             rows.append(PublishedRow(f"{name}, no speculation", quantity, figure, found[quantity], True, 0))
     for name, drafts, k, length, generation, step in SPEEDUPS:
         setting, chosen_on = f"{name}, {drafts}, length {length:g}", step is not None
-        time = MODELS[name].step(Speculation(k, length)) if k is not None else None
-        speedup = plain[name].generation / time.generation if time is not None else None
+        time = MODELS[name].step(Speculation(k, length))
+        speedup = plain[name].generation / time.generation
         rows.append(PublishedRow(setting, "generation speedup", generation, speedup, chosen_on, k))
-        if time is not None and step is not None:
+        if step is not None:
             speedup = plain[name].total / time.total
             rows.append(PublishedRow(setting, "step speedup", step, speedup, chosen_on, k))
-    return [*rows, *WITH_LAG]
+    return rows
 
 
 def mean_error(rows: Sequence[PublishedRow], k: tuple[int, ...] = (3, 5, 7)) -> float:
-    return fmean(abs(row.ratio - 1) for row in rows if row.ratio is not None and not row.chosen_on and row.k in k)
+    return fmean(abs(row.ratio - 1) for row in rows if not row.chosen_on and row.k in k)
