@@ -17,8 +17,6 @@ from specrl.rollout.vllm.engine.running import RunningRequest
 
 FIRST = 64
 """The tokens of a text that are read first."""
-SHORTEST = 16
-"""The tokens of the shortest text that is read: for fewer, a pass is not worth it."""
 Tokens = list[int]
 
 
@@ -38,8 +36,7 @@ def read_ahead(
     """
     stops, size = frozenset(stop_tokens), FIRST
     # The last token of a response is what is sampled after the others.
-    texts = {at: text[: params[at].max_tokens - 1] for at, text in texts.items() if len(text) >= SHORTEST}
-    texts = {at: text for at, text in texts.items() if text}
+    texts = {at: text for at, whole in texts.items() if (text := whole[: params[at].max_tokens - 1])}
     while texts:
         parts = {at: text[:size] for at, text in texts.items()}
         read = _read(engine, {at: (prompts[at] + part, params[at]) for at, part in parts.items()}, cached=True)

@@ -24,7 +24,6 @@ TOLERANCE = 1e-4  # nats: a pass over many tokens and one over a few add up in a
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "FIRST", 4)
-    monkeypatch.setattr(own_text, "SHORTEST", 1)
 
 
 @pytest.fixture(scope="module")
