@@ -52,13 +52,28 @@ _SET_CHOICE = re.compile(
     r"(?:[dt]?frac|sqrt|text|math|pi|log|ln|sin|cos|tan|angle|triangle|overline|d?binom|infty)))"
 )
 """The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`; no operator follows."""
+
+
+def _column(found: re.Match[str]) -> str:
+    rows = [row.strip() for row in found[1].split(r"\\")]
+    return f"({', '.join(filter(None, rows))})" if len(rows) > 1 else found[0]
+
+
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_TOKEN = r"\s*(\\(?!sqrt|[dt]?frac|text|math|left|[dt]?binom)[a-zA-Z]+|[\da-zA-Z])"  # an argument without braces
 _TO_LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
         (r"^[−–]", "-"),
         (_SET_CHOICE, ""),
+        (r"(?<=\d)\{,\}(?=\d{1,2}\b|\d{4})", "."),  # a decimal comma; before three digits it may be a separator
+        (r"^(?:.*=)?\s*\\begin\{[pbB]?matrix\}([^&]*)\\end\{[pbB]?matrix\}$", _column),
+        (r"^(?:.*=)?\s*(?:\\left)?(?:\\langle|⟨)(.*?)(?:\\right)?(?:\\rangle|⟩)$", r"(\1)"),
+        (rf"(?<=[^\s,;])\\?\s?[,;(]{_GAP}*\(?{_GAP}*[a-z]\s*\\in\s*(?:\\math(?:bb|bf))?\s*\{{?[Zℤ]\}}?\)?$", ""),
+        (rf"\\([dt]?frac|sqrt){_TOKEN}", r"\\\1{\2}"),
+        (rf"(\\[dt]?frac\{{[^{{}}]*\}}){_TOKEN}", r"\1{\2}"),
+        (r"^(?=\\(?:ne|neq|[lg]eq?|[lg]t|[lg]eqslant)\b)", "x"),  # `\ge 3` is not 3
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", "π"),
         (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
@@ -90,8 +105,18 @@ _OFFERED = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-Ja-j])(?:[):]\s|\.\s(?!
 """A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
 _ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
 """The letter of one more choice: a response that names several has not chosen."""
-_APART = (re.compile(r"(?<=\d)_\{?(\d+)"), re.compile(r"(?<=[\d\W])([ap])\.?\s?m\b"))
-"""The base of a number and the half of the day: they tell apart what math-verify does not."""
+_APART = [
+    re.compile(mark)
+    for mark in (
+        r"(?<=\d)_\{?(\d+)",
+        r"(?<=[\d\W])([ap])\.?\s?m\b",
+        r"(%|\\\$|\\circ)",
+        r"(second|minute|hour|day|week|month|year)s?\b",
+        r"(?<![a-z])([cmk]m|in(?=ch)|f(?=[oe]{2}t)|yard|mile)",
+        r"(?<![a-z])(?:[cmk]?m|ft|in|units?|meters|inches|feet)\}?\^\{?([23])",
+    )
+]
+"""What tells answers apart and math-verify does not: bases, halves of the day, signs, units, and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
 _UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/]))(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
 _NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
@@ -206,10 +231,10 @@ def same(stated: str, reference: str) -> bool:
 
 
 def contradicts(stated: str, reference: str) -> bool:
-    """Whether two answers have numbers of different bases, times of different halves of a day, or different choices."""
+    """Whether two answers have numbers of different bases, quantities of different units, or different choices."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
-    marks = [[set(mark.findall(answer.casefold())) for answer in (stated, reference)] for mark in _APART]
+    marks = [[set(mark.findall(as_latex(answer).casefold())) for answer in (stated, reference)] for mark in _APART]
     return bool(another) or any(own and wanted and own.isdisjoint(wanted) for own, wanted in marks)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specrl.config import DataConfig
-from specrl.data.answers import format_answer
+from specrl.data.answers import contradicts, format_answer
 from specrl.data.problems import Prompt
 from specrl.data.rewards.functions import make_rewards
 
@@ -248,6 +248,28 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
         ("42", r"So 42\% of them are left.", r"So it is 41\% or 42\%."),
         (r"\frac{3}{4}", r"The answer is $\frac34$ of the total.", r"The answer is twice $\frac34$."),
         (r"\frac{3}{4}", r"So the probability is \(\frac34\).", r"So the probability is \(\frac43\)."),
+        ("2.5", r"\boxed{2{,}5}", r"\boxed{2, 5}"),
+        ("2500", r"\boxed{2{,}500}", r"\boxed{2{,}5}"),
+        (r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", r"\boxed{(1, -2)}", r"\boxed{(-2, 1)}"),
+        (
+            "(1, -2)",
+            r"\boxed{\mathbf v = \begin{bmatrix} 1 \\ -2 \end{bmatrix}}",
+            r"\boxed{\begin{pmatrix}1&-2\end{pmatrix}}",
+        ),
+        ("(1, -2)", r"\boxed{\left\langle 1, -2 \right\rangle}", r"\boxed{\langle -2, 1 \rangle}"),
+        (
+            r"\frac\pi4 + k\pi\ (k \in \mathbb Z)",
+            r"\boxed{\pi k + \frac\pi4,\quad k\in\mathbb{Z}}",
+            r"\boxed{k, k\in\mathbb{Z}}",
+        ),
+        ("3", r"\boxed{x = 3}", r"\boxed{\ge 3}"),
+        (r"x \ge 3", r"\boxed{\geq 3}", r"\boxed{3}"),
+        (r"\frac\pi4", r"\boxed{\frac{\pi}{4}}", r"\boxed{\frac{\pi}{2}}"),
+        (r"\frac{\sqrt{\theta}}{a}", r"\boxed{\sqrt\theta \cdot \dfrac1a}", r"\boxed{\frac a{\sqrt\theta}}"),
+        (r"5\text{ hours}", r"\boxed{5}", r"\boxed{5\text{ minutes}}"),
+        (r"5\text{ cm}^2", r"\boxed{5\text{ cm}}", r"\boxed{5\text{ cm}^3}"),
+        (r"\frac12\%", r"\boxed{0.5\%}", r"\boxed{\$0.50}"),
+        (r"\frac{45}{2}^\circ", r"\boxed{22.5°}", r"\boxed{22.5\%}"),
     ],
 )
 def test_math_verify_reads_what_responses_write(reference: str, right: str, wrong: str) -> None:
@@ -260,10 +282,15 @@ def test_words_that_change_a_number_are_no_units(word: str) -> None:
     assert earned("exact_match", "5", rf"\boxed{{5\text{{ {word}}}}}") == 0
 
 
-@pytest.mark.parametrize("stated", [r"5\text{" + 20_000 * "~", "it is not " + 20_000 * "5"], ids=["text", "number"])
+@pytest.mark.parametrize(
+    "stated",
+    [r"5\text{" + 20_000 * "~", "it is not " + 20_000 * "5", "5" + 20_000 * "( "],
+    ids=["text", "number", "(("],
+)
 def test_a_long_answer_takes_no_time(stated: str) -> None:
     begun = time.process_time()
     assert earned("exact_match", "5", f"Answer: {stated}") == 0
+    assert not contradicts(stated, "5")
     assert time.process_time() - begun < 1
 
 
