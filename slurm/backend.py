@@ -66,6 +66,7 @@ class State:
     reason: Reason | None = None  # why the job ended, where the scheduler reports it
     suspended: bool = False  # whether the scheduler has suspended the job, whose time limit then does not come nearer
     is_leaving: bool = False  # whether the job has ended but for the last of its processes
+    in_time: bool = False  # whether the scheduler itself lets it run on; somebody may have given it more time
     never: str = ""  # why a pending job can never start, in a few words
 
 

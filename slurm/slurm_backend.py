@@ -129,7 +129,8 @@ class SlurmJob:
         if word in PENDING:
             return State("pending", f"{word}, {reason}", never=NEVER.get(reason, ""))
         if word in RUNNING:
-            return State("running", word, suspended=word == "SUSPENDED", is_leaving=word == "COMPLETING")
+            leaving = word == "COMPLETING"
+            return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
         return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))

@@ -160,7 +160,8 @@ class _Watch:
             self.since += now - self.answered_at
         self.answered_at = now
         num_segments = len(self._segments())
-        if state.phase != self.state.phase or num_segments != self.num_segments:
+        known = (self.state.phase, self.state.is_leaving, self.num_segments)
+        if (state.phase, state.is_leaving, num_segments) != known:
             self.since, self.num_segments = now, num_segments
         self.state = state
         if state.phase == "ended" and self.result_at is None and self._has_result():
@@ -178,7 +179,7 @@ class _Watch:
             said, limit = self._cancel(), f"cluster.queue_minutes = {self.cluster.queue_minutes}"
             raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and {said}")
         allowed = self.context.config.resources_of(self.context.stage)
-        if self.state.phase == "running" and minutes > allowed.minutes + OVERTIME_MINUTES:
+        if self.state.phase == "running" and not self.state.in_time and minutes > allowed.minutes + OVERTIME_MINUTES:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
 

@@ -90,6 +90,24 @@ def test_time_in_which_a_job_is_suspended_is_no_running_time(
     assert job.now / MINUTE == pytest.approx(minutes, abs=1)
 
 
+class ExtendedJob(LongJob):
+    """A job to which somebody has given an hour more, with `scontrol update`, and which then takes a minute to end."""
+
+    def state(self) -> State:
+        minute = int(self.now / MINUTE)
+        if minute > 66:
+            return State("ended", "COMPLETED", failed=True, reason="walltime")
+        return State("running", "", in_time=minute < 65, is_leaving=minute >= 65)
+
+
+def test_a_job_that_was_given_more_time_is_left_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    job = ExtendedJob(range(0))
+    assert not wait(job, context(config), job.pass_time, job.clock)  # another job follows
+    assert job.now / MINUTE == pytest.approx(67, abs=1)
+    assert not job.cancelled
+
+
 class Waiting(LongJob):
     """A job that Slurm never starts, as squeue of Slurm itself says it; `programs` has one in its place."""
 
