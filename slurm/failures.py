@@ -22,6 +22,8 @@ from specrl.processes import last_line
 
 MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
 ROOM_BYTES = 2**20  # what a disk must take that is not called full
+OF_ENDS = r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
+"""What srun writes after the words that say why a rank ended."""
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 
 
@@ -97,7 +99,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     elif failure.exception:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
-        unknown = f"no Python error; the log of rank {failure.rank} ends: {last_line(log)}"
+        unknown = f"no Python error; the log of rank {failure.rank} ends: {last_line(log, OF_ENDS)}"
         error = reached or _full_disk(context.run_dir) or unknown
         error = f"{failure.detail}; {error}" if failure.detail else error
     place = log if log.exists() else log.parent

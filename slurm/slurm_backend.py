@@ -62,7 +62,10 @@ SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 """The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
-NEVER = {"DependencyNeverSatisfied": "a job that it depends on has not ended as asked"}
+NEVER = {
+    "DependencyNeverSatisfied": "a job that it depends on has not ended as asked",
+    r"(?:Assoc|QOS)Max\w+Per(?:Job|Node)(?:Limit)?": "it asks for more than a job of its account or QOS may have",
+}
 """The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
@@ -96,8 +99,12 @@ TRANSIENT = (
 """The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 MEMORY = ("mem", *sorted(MEMORY_OPTIONS))
+CHOSEN = ("account", "partition", "qos")  # of these, a refusal says so too if they are not given
 NAMED = {"account": "account", "partition": "partition", "qos": "qos", "time": r"\btime"}
-NAMED |= dict.fromkeys(MEMORY, r"\bmem(ory)?\b")
+NAMED |= dict.fromkeys(MEMORY, r"\bmem(ory)?\b|node config")
+NAMED |= dict.fromkeys(("ntasks-per-node", "cpus-per-task"), r"processor|\bcpus?\b|node config")
+NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b|\bgpus?\b|node config"}
+NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
@@ -127,7 +134,7 @@ class SlurmJob:
         found = next((job for job in jobs if job.job_id == self.job_id), None)
         word, reason = (found.word, found.reason) if found is not None else self._asked_alone()
         if word in PENDING:
-            return State("pending", f"{word}, {reason}", never=NEVER.get(reason, ""))
+            return State("pending", f"{word}, {reason}", never=_why_never(reason))
         if word in RUNNING:
             leaving = word == "COMPLETING"
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
@@ -271,6 +278,10 @@ def interface_towards(host: str) -> str:
     raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
 
 
+def _why_never(reason: str) -> str:
+    return next((words for pattern, words in NEVER.items() if re.fullmatch(pattern, reason)), "")
+
+
 def _expected_start(config: Config, stage: StageName) -> str:
     flags = as_flags(sbatch_options(config, stage))
     try:
@@ -306,7 +317,7 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
         options = sbatch_options(request.context.config, request.context.stage)
         named = [key for key, words in NAMED.items() if re.search(words, reason, re.IGNORECASE)]
         given = {key: f"={options[key]}" if key in options else " not given" for key in named}
-        words = "".join(f"; --{key}{value}" for key, value in given.items() if key in options or key not in MEMORY)
+        words = "".join(f"; --{key}{value}" for key, value in given.items() if key in options or key in CHOSEN)
         raise JobError(f"Slurm refuses the job: {reason}{words}") from error
     finally:
         forget()  # a list that was made meanwhile may lack the job

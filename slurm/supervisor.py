@@ -76,6 +76,7 @@ class Supervisor:
         self.heartbeats = Heartbeats(heartbeats, self.rank, self.world_size)
         self.segment: int | None = None  # the number of this job's segment, on the first rank
         self._end_at: float | None = None
+        self._ask_at = float("inf")  # when the scheduler is asked once more whether the job has been given more time
         self._first_step_said = self._stacks_written = False
         self._beat_at, self._looked_at = float("-inf"), time.monotonic()
         self._beat_seconds = min(15.0, 60 * self.cluster.hang_minutes / 20)
@@ -124,6 +125,7 @@ class Supervisor:
         self._end_at = place.end_at
         if place.end_at is not None:
             self.lifetime.leave_by = _monotonic(place.end_at) - self._exit_seconds()
+            self._ask_at = (time.monotonic() + self.lifetime.leave_by) / 2
         if self.world_size > 1 and self._is_begun(place.job_id):
             raise LeftJobError(Stop("killed", "the second rank has ended the job"))
         if (gave_up := self._end_earlier(place.job_id)) is not None:
@@ -201,8 +203,18 @@ class Supervisor:
             self._first_step_said = True
         if life.stop is None and stop_asked(self.request.context.run_dir):
             self._ask_to_leave(Stop("stopped", "specrl stop"))
+        if time.monotonic() > self._ask_at and life.stop is None:
+            self._ask_for_more_time()
         if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
+
+    def _ask_for_more_time(self) -> None:
+        """Move the end where somebody has raised the limit; ask again when half of the time left has passed."""
+        assert self._end_at is not None and self.lifetime.leave_by is not None
+        end_at = max(self._end_at, self.backend.place(self.request).end_at or 0)
+        self.lifetime.leave_by += end_at - self._end_at
+        self._end_at, now = end_at, time.monotonic()
+        self._ask_at = now + max(60.0, (self.lifetime.leave_by - now) / 2)
 
     def _told(self, number: int) -> None:
         if number not in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):

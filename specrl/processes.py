@@ -12,6 +12,7 @@ import gc
 import getpass
 import importlib.util
 import os
+import re
 import random
 import shutil
 import signal
@@ -208,15 +209,15 @@ def output_of(*command: str, seconds: float, environment: Mapping[str, str] | No
     return done.stdout.strip()
 
 
-def last_line(log: Path) -> str:
-    """The last words of a process in its log, in a line of at most 600 characters."""
+def last_line(log: Path, without: str = "(?!)") -> str:
+    """The last words of a process in its log, a line of at most 600 characters that begins otherwise than `without`."""
     data = b""
     if log.is_file():
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
             data = file.read()
     lines = (line.strip() for line in reversed(data.decode(errors="replace").split("\n")))
-    return next(filter(None, lines), "it said nothing")[:600]
+    return next((line for line in lines if line and not re.match(without, line)), "it said nothing")[:600]
 
 
 def name_user() -> None:

@@ -323,7 +323,12 @@ def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
     with pytest.raises(StoppedError):
         attach_or_submit(context_of(config), "m:f", Path("/code"))
     program(programs, "sbatch", 'echo "sbatch: error: invalid account or partition specified" >&2; exit 1')
-    with pytest.raises(JobError, match="Slurm refuses the job: invalid account"):
+    with pytest.raises(
+        JobError, match=r"Slurm refuses the job: invalid account .*; --account not given; --partition not"
+    ):
+        attach_or_submit(context_of(config), "m:f", Path("/code"))
+    program(programs, "sbatch", 'echo "sbatch: error: Requested node configuration is not available" >&2; exit 1')
+    with pytest.raises(JobError, match=r"is not available; .*--cpus-per-task=2; --nodes=1$"):
         attach_or_submit(context_of(config), "m:f", Path("/code"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from pathlib import Path
 
@@ -91,6 +92,23 @@ def test_a_sigterm_says_that_the_job_is_preempted_only_where_its_end_has_come_fo
     assert end_at is not None
     place = JobPlace("7", end_at if seconds == 600 else None if seconds is None else time.time() + seconds)
     assert first._is_for_this_rank(place) == for_this_rank
+
+
+def test_a_job_that_was_given_more_time_is_left_later(job: Job) -> None:
+    first = job.rank(0, "7")
+    first._begin()
+    leave_by = first.lifetime.leave_by
+    assert leave_by is not None
+    job.patch.setenv(END_AT, str(float(os.environ[END_AT]) + 3600))
+    first._look_as_first()
+    assert first.lifetime.leave_by == leave_by  # it is asked only now and then
+    now = time.monotonic() + 400  # of 590 s
+    job.patch.setattr("time.monotonic", lambda: now)
+    first._look_as_first()
+    assert first.lifetime.leave_by == pytest.approx(leave_by + 3600)
+    job.patch.setenv(END_AT, str(float(os.environ[END_AT]) + 3600))
+    first._look_as_first()
+    assert first.lifetime.leave_by == pytest.approx(leave_by + 3600)
 
 
 def test_a_clock_that_is_set_ends_no_job_and_no_step(job: Job) -> None:

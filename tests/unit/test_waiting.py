@@ -28,6 +28,7 @@ from slurm.backend import (
     UnseenError,
     stop_asked,
 )
+from slurm.failures import explain
 from slurm.slurm_backend import SlurmJob
 from slurm.watch import wait
 from specrl.config import Config, parse_config
@@ -126,10 +127,15 @@ class Waiting(LongJob):
             "DependencyNeverSatisfied",
             r"can never start \(PENDING, DependencyNeverSatisfied: a job that it depends on has not ended as asked\)",
         ),
+        *(
+            (reason, r"can never start \(PENDING, \w+: it asks for more than a job of its account or QOS may have\)")
+            for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
+        ),
+        ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
     ],
 )
-def test_a_job_whose_dependency_has_failed_is_not_waited_for_as_one_that_somebody_holds_is(
+def test_a_job_that_slurm_will_never_start_is_not_waited_for_as_one_that_somebody_holds_is(
     reason: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("PATH", f"{tmp_path}:/usr/bin:/bin"), ("SLURM_TMPDIR", str(tmp_path))):
@@ -142,7 +148,19 @@ def test_a_job_whose_dependency_has_failed_is_not_waited_for_as_one_that_somebod
     job = Waiting(tmp_path)
     with pytest.raises(JobError, match=f"{words}.*, and was cancelled$"):
         wait(job, context(config), job.pass_time, job.clock)
-    assert job.cancelled and (job.now <= MINUTE) == (reason != "JobHeldUser")
+    assert job.cancelled and (job.now <= MINUTE) == words.startswith("can never")
+
+
+def test_a_failed_job_is_explained_by_what_came_before_the_last_words_of_srun(config: Config, tmp_path: Path) -> None:
+    job = SlurmJob("8", tmp_path, attached=False)
+    job.log(0).write_text(
+        "slurmstepd-n1: error: execve(): /opt/python3: No such file or directory\n"
+        "srun: error: n1: tasks 0-1: Exited with exit code 2\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=8.0\n"
+        "slurmstepd-n1: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***\n"
+    )
+    said = explain(job, context(config), State("ended", "FAILED", failed=True))
+    assert "ends: slurmstepd-n1: error: execve(): /opt/python3: No such file or directory; log: " in said
 
 
 class Leaving(LongJob):
