@@ -12,8 +12,8 @@ import gc
 import getpass
 import importlib.util
 import os
-import re
 import random
+import re
 import shutil
 import signal
 import socket
