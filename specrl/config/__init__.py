@@ -34,7 +34,7 @@ from specrl.config.model import (
 )
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.text import NAME, PlainPath, check_text, redacted
+from specrl.config.text import NAME, PlainPath, check_text, redacted, shown
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import unused_data, unused_drafting, unused_reward, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -364,14 +364,17 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a TOML file, and apply overrides `a.b=c`, whose values are TOML or, where they are none, strings."""
     if not path.is_file():
         raise ConfigError(f"no configuration file at {path}")
+    text = ""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        data = tomllib.loads(text := path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        at = re.search(r"at line (\d+)", str(error))
+        line = f": {shown(redacted(text.split('\n')[int(at[1]) - 1].strip()))}" if at is not None else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}{line}") from error
     for override in overrides or []:
         _apply_override(data, override)
     config = parse_config(data, import_own=True)

@@ -8,18 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
 """What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
 """The stages in the order in which a run takes them."""
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is a switch; allowed: a number")  # Python takes it for 1 or 0
+    return value
+
+
+Number = BeforeValidator(_no_switch)
+PositiveInt = Annotated[int, Number, Field(gt=0)]
+NonNegativeInt = Annotated[int, Number, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Number, Field(ge=0)]
+PositiveFloat = Annotated[float, Number, Field(gt=0)]
+Fraction = Annotated[float, Number, Field(gt=0, le=1)]
 """A number above 0 and at most 1."""
 
 

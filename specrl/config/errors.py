@@ -31,13 +31,16 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     key = _join(path) or "config"
     if problem["type"] == "extra_forbidden":
         allowed = _allowed(root, within[:-1])
-        meant = "".join(f"; perhaps {name}" for name in get_close_matches(str(path[-1]), allowed.split(", "), 1))
+        close = get_close_matches(str(path[-1]), allowed.split(", "), 1) or _elsewhere(root, str(path[-1]))
+        meant = f"; perhaps {' or '.join(close)}" if close else ""
         return f"{key}: unknown key; allowed here: {allowed}{meant}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{key} = {given}: this is a section, not a value; its keys: {_allowed(root, within)}"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"].startswith(("int_", "float_")) and (said := _description(root, within)):
+        message += f"; it is: {said}"
     if problem["type"] == "tuple_type":
         message = f"it must be a list, such as [{given}]"
     elif problem.get("ctx", {}).get("pattern") == NAME:
@@ -62,6 +65,21 @@ def _allowed(root: type[BaseModel], path: list[Any]) -> str:
     if get_origin(annotation) is dict:
         return ", ".join(str(key) for key in get_args(get_args(annotation)[0])) or "any"
     return "none"
+
+
+def _elsewhere(root: type[BaseModel], name: str) -> list[str]:
+    """The keys of this name in the sections of the whole configuration."""
+    sections = {key: _plain(field.annotation) for key, field in root.model_fields.items()}
+    return [f"{key}.{name}" for key, section in sections.items() if name in getattr(section, "model_fields", {})]
+
+
+def _description(root: type[BaseModel], path: list[Any]) -> str:
+    """The first sentence about a key, with its unit."""
+    annotation: Any = root
+    for part in path[:-1]:
+        annotation = _descend(annotation, part)
+    field = getattr(annotation, "model_fields", {}).get(path[-1]) if path else None
+    return (field.description or "").partition(". ")[0].rstrip(".") if field is not None else ""
 
 
 def _descend(annotation: Any, part: Any) -> Any:

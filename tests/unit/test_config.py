@@ -43,7 +43,18 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
             ["cluster.setup='module load cuda'"],
             ["cluster.setup = 'module load cuda': it must be a list, such as ['modul"],
         ),
-        (["resources.minutes=01:00:00"], ["resources.minutes = 01:00:00: input should be a valid integer"]),
+        (
+            ["resources.minutes=01:00:00"],
+            [
+                "resources.minutes = 01:00:00: input should be a valid integer; it is: The wall-clock limit",
+                "in minutes",
+            ],
+        ),
+        (["resources.memory_gib_per_rank=8G"], ["'8G'", "valid number", "; it is: Host memory of a rank, in GiB"]),
+        (["stage_resources.train.minutes=2h"], ["stage_resources.train.minutes = '2h': input should be a valid int"]),
+        (["policy.lr=true"], ["policy.lr: true is a switch; allowed: a number"]),
+        (["num_steps=3"], ["num_steps: unknown key", "; perhaps train.num_steps"]),
+        (["train.lr=3"], ["train.lr: unknown key", "; perhaps warm_start.lr or policy.lr or drafter.lr"]),
         (["name='my run'"], ["name = 'my run': allowed: letters, digits, ., _ and -, with a letter or a digit first"]),
         (["tracking.uri=sqlite://runs.db"], ["tracking.uri: 'sqlite://runs.db': allowed", "sqlite:///FILE"]),
         (["tracking.uri=sqlite:///:memory:"], ["tracking.uri: 'sqlite:///:memory:': allowed", "sqlite:///FILE"]),
@@ -242,6 +253,8 @@ def test_a_missing_file_and_bad_toml_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no configuration file at .*absent\.toml"):
         load_config(tmp_path / "absent.toml")
     assert "run.toml is not valid TOML" in mistake(tmp_path, text="name = \n")
+    text = mistake(tmp_path, text="seed = 1\n[resources]\nminutes = 2:00:00\n")
+    assert text.endswith("(at line 3, column 12): 'minutes = 2:00:00'")
 
 
 def test_a_file_without_a_name_is_told_so(tmp_path: Path) -> None:
