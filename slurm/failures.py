@@ -100,6 +100,8 @@ def explain(job: Job, context: StageContext, state: State) -> str:
         error = f"{failure.exception} (rank {failure.rank})"
     else:
         unknown = f"no Python error; the log of rank {failure.rank} ends: {last_line(log, OF_ENDS)}"
+        if not log.exists():
+            unknown = "it left no log: its node may not see runs_dir, or may not write there"
         error = reached or _full_disk(context.run_dir) or unknown
         error = f"{failure.detail}; {error}" if failure.detail else error
     place = log if log.exists() else log.parent

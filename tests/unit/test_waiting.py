@@ -152,14 +152,16 @@ def test_a_job_that_slurm_will_never_start_is_not_waited_for_as_one_that_somebod
 
 
 def test_a_failed_job_is_explained_by_what_came_before_the_last_words_of_srun(config: Config, tmp_path: Path) -> None:
-    job = SlurmJob("8", tmp_path, attached=False)
+    job, stage = SlurmJob("8", tmp_path, attached=False), context(config)
+    ended = State("ended", "FAILED", failed=True)
+    assert "it left no log: its node may not see runs_dir, or may not write there; log: " in explain(job, stage, ended)
     job.log(0).write_text(
         "slurmstepd-n1: error: execve(): /opt/python3: No such file or directory\n"
         "srun: error: n1: tasks 0-1: Exited with exit code 2\n"
         "srun: launch/slurm: _step_signal: Terminating StepId=8.0\n"
         "slurmstepd-n1: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***\n"
     )
-    said = explain(job, context(config), State("ended", "FAILED", failed=True))
+    said = explain(job, stage, ended)
     assert "ends: slurmstepd-n1: error: execve(): /opt/python3: No such file or directory; log: " in said
 
 
