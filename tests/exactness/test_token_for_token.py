@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +107,13 @@ def test_stop_strings_hold_inside_accepted_drafts(
         engine.set_replay(texts)
     engine.set_k(k)
     generation = engine.generate([replace(request, stop=strings) for request in REQUESTS], recall=True)
-    ends = [min(ended_at(response.text, string) for string in strings) for response in plain]
+    ends = [ended_at([engine.tokenizer.decode([token]) for token in response.tokens], strings) for response in plain]
     lengths = [min(len(response.tokens), end) for response, end in zip(plain, ends, strict=True)]
     assert sum(length < len(response.tokens) for response, length in zip(plain, lengths, strict=True)) > 100
     for response, whole, end, length in zip(generation.responses, plain, ends, lengths, strict=True):
         assert response.tokens == whole.tokens[:length]
         assert response.logprobs == pytest.approx(whole.logprobs[:length], abs=LOGPROB_NOISE)
-        assert response.text == whole.text[:length]
+        assert response.text == engine.tokenizer.decode(whole.tokens[:length], skip_special_tokens=True)
         assert response.finish_reason == ("stop" if end <= len(whole.tokens) else whole.finish_reason)
         assert sum(draft.accepted for draft in response.drafts) <= len(response.tokens)
     if k:
@@ -119,10 +121,10 @@ def test_stop_strings_hold_inside_accepted_drafts(
     assert_same(engine.generate(REQUESTS[:64]).responses, plain)
 
 
-def ended_at(text: str, string: str) -> int:
-    """Every token of these responses is a character, but the end token."""
-    place = text.find(string)
-    return place + len(string) if place >= 0 else 10**6
+def ended_at(characters: list[str], strings: Sequence[str]) -> int:
+    """The number of tokens with which the first string is there; every token here is a character or special."""
+    texts = accumulate(characters)
+    return next((size for size, text in enumerate(texts, 1) if any(string in text for string in strings)), 10**6)
 
 
 def test_k_may_change_while_generating(engine_of: Start, plain: list[Response]) -> None:
