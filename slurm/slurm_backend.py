@@ -239,7 +239,7 @@ class SlurmBackend:
             return JobPlace(job_id, float(known) if known else None)
         if not answer or answer[0] not in GOES_ON:
             return JobPlace(job_id, is_ending=True)
-        with contextlib.suppress(ValueError):  # a job without a limit has no such time
+        with contextlib.suppress(ValueError, IndexError):  # a job without a limit has no such time
             return JobPlace(job_id, float(answer[1]))
         return JobPlace(job_id)
 

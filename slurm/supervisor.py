@@ -205,12 +205,15 @@ class Supervisor:
             self._ask_to_leave(Stop("stopped", "specrl stop"))
         if time.monotonic() > self._ask_at and life.stop is None:
             self._ask_for_more_time()
+        if life.leave_by is not None and time.monotonic() > life.leave_by and life.stop is None:
+            self._ask_for_more_time()
         if life.leave_by is not None and time.monotonic() > life.leave_by:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _ask_for_more_time(self) -> None:
         """Move the end where somebody has raised the limit; ask again when half of the time left has passed."""
-        assert self._end_at is not None and self.lifetime.leave_by is not None
+        if self._end_at is None or self.lifetime.leave_by is None:
+            return
         end_at = max(self._end_at, self.backend.place(self.request).end_at or 0)
         self.lifetime.leave_by += end_at - self._end_at
         self._end_at, now = end_at, time.monotonic()

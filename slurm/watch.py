@@ -32,6 +32,7 @@ RETURN_SECONDS = 30
 """How long it may take, once a job has ended, for its result to become visible on a shared file system, and for a
 scheduler that took the job away to queue it again."""
 OVERTIME_MINUTES = 10  # how long the flow waits for the scheduler to end a job whose time is up
+LEAVING_MINUTES = 60  # how long it waits for what is left of a job to end
 RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
 """The reasons after which a scheduler mostly queues the job again by itself."""
 
@@ -179,9 +180,13 @@ class _Watch:
             said, limit = self._cancel(), f"cluster.queue_minutes = {self.cluster.queue_minutes}"
             raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and {said}")
         allowed = self.context.config.resources_of(self.context.stage)
-        if self.state.phase == "running" and not self.state.in_time and minutes > allowed.minutes + OVERTIME_MINUTES:
+        goes_on = self.state.phase == "running" and not (self.state.in_time or self.state.is_leaving)
+        if goes_on and minutes > allowed.minutes + OVERTIME_MINUTES:
             said = self._cancel()
             raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
+        if self.state.is_leaving and minutes > LEAVING_MINUTES:
+            said = self._cancel()
+            raise JobError(f"{self._name()} has been ending for more than {LEAVING_MINUTES} minutes, and {said}")
 
     def _is_to_leave(self) -> bool:
         """Whether the files say that the job ends, before the scheduler does."""

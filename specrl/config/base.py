@@ -6,9 +6,10 @@ import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
 """What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
@@ -16,18 +17,11 @@ STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "v
 """The stages in the order in which a run takes them."""
 
 
-def _no_switch(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is a switch; allowed: a number")  # Python takes it for 1 or 0
-    return value
-
-
-Number = BeforeValidator(_no_switch)
-PositiveInt = Annotated[int, Number, Field(gt=0)]
-NonNegativeInt = Annotated[int, Number, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Number, Field(ge=0)]
-PositiveFloat = Annotated[float, Number, Field(gt=0)]
-Fraction = Annotated[float, Number, Field(gt=0, le=1)]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 """A number above 0 and at most 1."""
 
 
@@ -50,6 +44,14 @@ class Section(BaseModel):
     """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {*(get_args(annotation) or (annotation,))} <= {int, float, NoneType}:
+            raise ValueError(f"{str(value).lower()} is a switch; allowed: a number")  # Python takes it for 1 or 0
+        return value
 
 
 def import_function(key: str, path: str) -> Any:

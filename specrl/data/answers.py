@@ -67,7 +67,7 @@ _TO_LATEX = [
         (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
         (r"^[−–]", "-"),
         (_SET_CHOICE, ""),
-        (r"(?<=\d)\{,\}(?=\d{1,2}\b|\d{4})", "."),  # a decimal comma; before three digits it may be a separator
+        (r"^([^{}]*\d)\{,\}(?=\d{1,2}\b[^{}]*$)", r"\1."),  # a decimal comma; before three digits it may be a separator
         (r"^(?:.*=)?\s*\\begin\{[pbB]?matrix\}([^&]*)\\end\{[pbB]?matrix\}$", _column),
         (r"^(?:.*=)?\s*(?:\\left)?(?:\\langle|⟨)(.*?)(?:\\right)?(?:\\rangle|⟩)$", r"(\1)"),
         (rf"(?<=[^\s,;])\\?\s?[,;(]{_GAP}*\(?{_GAP}*[a-z]\s*\\in\s*(?:\\math(?:bb|bf))?\s*\{{?[Zℤ]\}}?\)?$", ""),
@@ -231,7 +231,7 @@ def same(stated: str, reference: str) -> bool:
 
 
 def contradicts(stated: str, reference: str) -> bool:
-    """Whether two answers have numbers of different bases, quantities of different units, or different choices."""
+    """Whether two answers have numbers of different bases, some units that differ, or different choices."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
     marks = [[set(mark.findall(as_latex(answer).casefold())) for answer in (stated, reference)] for mark in _APART]

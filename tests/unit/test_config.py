@@ -53,6 +53,8 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["resources.memory_gib_per_rank=8G"], ["'8G'", "valid number", "; it is: Host memory of a rank, in GiB"]),
         (["stage_resources.train.minutes=2h"], ["stage_resources.train.minutes = '2h': input should be a valid int"]),
         (["policy.lr=true"], ["policy.lr: true is a switch; allowed: a number"]),
+        (["seed=false"], ["seed: false is a switch; allowed: a number"]),
+        (["sampling.temperature=true"], ["sampling.temperature: true is a switch; allowed: a number"]),
         (["num_steps=3"], ["num_steps: unknown key", "; perhaps train.num_steps"]),
         (["train.lr=3"], ["train.lr: unknown key", "; perhaps warm_start.lr or policy.lr or drafter.lr"]),
         (["name='my run'"], ["name = 'my run': allowed: letters, digits, ., _ and -, with a letter or a digit first"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,6 +80,10 @@ def ask(base_url: str, *messages: dict[str, Any], **options: Any) -> str:
     return str(found.choices[0].message.content)
 
 
+def cancelled() -> float:
+    raise CancelledError("gone")
+
+
 TOOL = {"type": "function", "function": {"name": "look"}}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
 
@@ -87,6 +92,8 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ("rollout", "texts", "reason"),
     [
         (lambda _, url: ask(url, tools=[TOOL]), [], "has tools, and the turns of a policy are text"),
+        (lambda _, url: ask(url, logprobs=True), [], "has logprobs, and the turns of a policy are text"),
+        (lambda _, url: cancelled(), [], "the rollout ended with CancelledError: gone"),
         (lambda _, url: ask(url, n=2), [], "has n = 2, and there is one turn at a time"),
         (lambda _, url: ask(url, IMAGE), [], "has images or sound, and the policy reads text"),
         (lambda _, url: [ask(url), ask(url)], ["a"], "asked for a turn of another conversation"),

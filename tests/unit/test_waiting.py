@@ -109,6 +109,23 @@ def test_a_job_that_was_given_more_time_is_left_alone(config: Config, monkeypatc
     assert not job.cancelled
 
 
+class LeavingJob(LongJob):
+    """A job of which a process never ends."""
+
+    def state(self) -> State:
+        return State("running", "COMPLETING", is_leaving=self.now > 3 * MINUTE, in_time=self.now <= 3 * MINUTE)
+
+
+def test_a_job_that_does_not_get_done_with_ending_is_cancelled_as_such(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0)
+    job = LeavingJob(range(0))
+    with pytest.raises(JobError, match="has been ending for more than 60 minutes, and was cancelled"):
+        wait(job, context(config), job.pass_time, job.clock)
+    assert job.now / MINUTE == pytest.approx(65, abs=1)
+
+
 class Waiting(LongJob):
     """A job that Slurm never starts, as squeue of Slurm itself says it; `programs` has one in its place."""
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from specrl.data.problems import Problem
 
+REFUSED = ("tools", "functions", "logprobs", "response_format")  # of a request: nothing here would do as they say
 Messages = list[dict[str, str]]
-Event = tuple[Messages, Future[str]] | float | BaseException
+Event = tuple[Messages, Future[str]] | float | Exception
 """What a rollout does: ask for a turn of a conversation, end with a reward, or fail."""
 
 
@@ -55,12 +56,14 @@ class PolicyEndpoint:
     def _run(self, problem: Problem, base_url: str) -> None:
         try:
             self._events.put(float(self.rollout(problem, base_url)))
-        except BaseException as error:  # `step` waits for it
+        except Exception as error:  # `step` waits for it
             self._events.put(error)
+        except BaseException as error:  # a task that was cancelled, say, which would end the process
+            self._events.put(RuntimeError(f"the rollout ended with {type(error).__name__}: {error}"))
 
     def _next(self) -> tuple[Messages, float, bool]:
         event = self._events.get()
-        if isinstance(event, BaseException):
+        if isinstance(event, Exception):
             raise event
         if isinstance(event, float):
             return [], event, True
@@ -90,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         turn: Future[str] = Future()
         try:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
             self.server.events.put((_messages(body), turn))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             self.server.events.put(error)
@@ -102,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "delta" if streams else "message": message, "finish_reason": "stop"}
         kind = "chat.completion.chunk" if streams else "chat.completion"
-        found = json.dumps({"id": "turn", "object": kind, "created": 0, "model": model, "choices": [choice]})
+        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)  # not counted here
+        about = {"id": "turn", "object": kind, "created": 0, "model": model, "usage": usage}
+        found = json.dumps({**about, "choices": [choice]})
         content = (f"data: {found}\n\ndata: [DONE]\n\n" if streams else found).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
@@ -115,8 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _messages(body: dict[str, Any]) -> Messages:
-    if body.get("tools") or any(message.get("tool_calls") for message in body["messages"]):
-        raise ValueError("the rollout's request has tools, and the turns of a policy are text")
+    calls = any(message.get("tool_calls") for message in body["messages"])
+    if refused := "tools" if calls else next((key for key in REFUSED if body.get(key)), None):
+        raise ValueError(f"the rollout's request has {refused}, and the turns of a policy are text alone")
     if body.get("n") not in (None, 1):
         raise ValueError(f"the rollout's request has n = {body['n']}, and there is one turn at a time")
     return [{"role": message["role"], "content": _text(message.get("content"))} for message in body["messages"]]

@@ -75,7 +75,8 @@ def model_of(
         most_running=config.engine.max_num_seqs,
         logprob_passes=(config.train.updates_per_step > 1) + (config.train.kl_coef > 0) + taught,
         policy=policy,
-        drafter_tokens=learns * copies * drafter.max_tokens_per_step / drafter.update_every,
+        drafter_tokens=learns * copies * drafter.max_tokens_per_step,
+        drafter_updates=1 / drafter.update_every,
         ttt_steps=drafter.ttt_steps,
     )
 
@@ -98,7 +99,7 @@ def choices(model: StepModel, rates: Sequence[float]) -> list[Choice]:
 
 
 def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
-    responses = model.workload.prompts * model.workload.samples
+    responses, learned = model.workload.prompts * model.workload.samples, model.drafter_tokens
     return [
         f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
@@ -106,7 +107,8 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
         "measured (--published)",
         "each drafted position is a pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
-        f"an update of the drafter learns from at most {model.drafter_tokens:,.0f} tokens, and makes no draft better",
+        *([f"an update of the drafter learns from at most {learned:,.0f} tokens"] if learned else []),
+        "training the drafter makes no draft better",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",

@@ -60,7 +60,8 @@ class StepModel:
     most_running: int = 1024  # responses of an engine at once
     logprob_passes: float = 0  # of the trainer, forward, beside the update; one of a larger teacher is several
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
-    drafter_tokens: float = 0.0  # of a step that the drafter learns from, on all GPUs together
+    drafter_tokens: float = 0.0  # that an update of the drafter learns from, on all GPUs together; 0 without one
+    drafter_updates: float = 1.0  # in a step
     ttt_steps: int = 7  # positions that this unrolls, each a forward and a backward pass
     other_s: float = 2.0  # for rewards, data and logging
 
@@ -73,8 +74,9 @@ class StepModel:
         engines, pace = max(1, self.gpus // self.engine.gpus), speculation.acceptance_length
         steps = [dealt(groups, engines, speculation.k, pace) for groups in self.drawn]
         speed = DecodingSpeed((replace(self.engine, k=speculation.k).at,), self.engine.row_s, AGREES)
-        updates = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
-        return self.time(steps, speed, speculation.bubbles, drafter_s=self.drafter_s(self.engine) if updates else 0.0)
+        learns = speculation.k > 0 and speculation.bubbles in ("none", "pregenerate")  # else it learns in idle time
+        drafter_s = self.drafter_updates * self.drafter_s(self.engine) if learns else 0.0
+        return self.time(steps, speed, speculation.bubbles, drafter_s=drafter_s)
 
     def time(
         self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none", *, drafter_s: float = 0.0
