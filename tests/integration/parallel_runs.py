@@ -25,7 +25,8 @@ EXPERTS: Sections = {"model": {"tiny": {"family": "qwen3_moe"}}}
 
 
 def layout(folder: Path, name: str) -> Config:
-    return config_of(folder, name, {**EXPERTS, **LAYOUTS[name]}, ranks=1 if name == "alone" else 2)
+    config = config_of(folder, name, {**EXPERTS, **LAYOUTS[name]}, ranks=1 if name == "alone" else 2)
+    return config.model_copy(update={"seed": 8})  # with 7 a token is nearly as well off with another expert
 
 
 def main(folder: Path) -> None:
