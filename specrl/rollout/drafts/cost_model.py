@@ -26,7 +26,7 @@ SHARED = 0.75
 """How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
 TIME_WINDOW = 8.0
 """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
-RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 4.0
+RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 1.0
 """The number of iterations after which what a draft length brought the running requests weighs 1/e, while it is in use
 and while it is not; and the weight of the average over all requests, in accepted tokens of a request."""
 TEXT_WINDOW = 500

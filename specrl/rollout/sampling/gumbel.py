@@ -124,6 +124,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """g(seed, position, token) of every token, FP32 [rows, vocab], in bits and with the same bits on every device.
 
+    The key is the seed. Counters (position, group // 4, 1, 0) have a word for each of four groups: its low 5 bits name
+    the token with the least variable, and the others, as v in (0, 1), make this -log2(1 - v) / 32. Counters (position,
+    token // 4, 0, 0) have a word for each of four tokens, and make what they add, -log2(1 - v). g is -log2 of the sum.
+
     Args:
         seeds: [rows] int64, in [0, 2^63).
         positions: [rows] int64, in the sequence, prompt included.
