@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 NAMES = ["model.layers.0.self_attn.q_proj.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")]
 
 
+def load_rows(param: Any, loaded_weight: Any, first: int) -> None:
+    param.data[first : first + len(loaded_weight)].copy_(loaded_weight)
+
+
 def error_after(change: str) -> str:
-    """Load three fused matrices as vLLM does on a GPU, change something, and compare."""
+    """Load three fused matrices, and load them again as a refit does on a GPU; change something, and compare."""
     import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
 
     # isort: split
@@ -20,6 +26,7 @@ def error_after(change: str) -> str:
     from vllm.model_executor.kernels.linear import TritonFp8BlockScaledMMKernel
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+    from vllm.model_executor.model_loader.reload import layerwise
 
     from specrl.models.families import LLAMA
     from specrl.rollout.errors import PolicyParityError
@@ -30,12 +37,12 @@ def error_after(change: str) -> str:
     layer = LinearBase.__new__(LinearBase)
     nn.Module.__init__(layer)
     layer.weight = nn.Parameter(torch.cat(parts), requires_grad=False)
-    layer.weight_block_size = [128, 128]
+    layer.weight.weight_loader = load_rows
+    layer.weight_block_size, layer.quant_config = [128, 128], SimpleNamespace(online_quantization_config=None)
     # Their constructors want an engine's configuration, and choose a kernel that there is on a GPU alone.
     layer.quant_method = object.__new__(Fp8PerBlockOnlineLinearMethod)
     layer.quant_method.weight_block_size, layer.quant_method.requantization_source = [128, 128], None
     layer.quant_method.fp8_linear = object.__new__(TritonFp8BlockScaledMMKernel)
-    layer.quant_method.process_weights_after_loading(layer)
     model = nn.Module()
     model.add_module("embed", nn.Embedding(2, 2, dtype=torch.bfloat16))
     place: nn.Module = model
@@ -43,16 +50,22 @@ def error_after(change: str) -> str:
         place.add_module(name, nn.Module())
         place = place.get_submodule(name)
     place.add_module("qkv_proj", layer)
+    layerwise.record_metadata_for_reloading(model)
+    layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.shape == (4, 2)
     before = layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr()
+    expected = Expected(model, LLAMA)
+    layerwise.initialize_layerwise_reload(model)
+    for first, (_, part) in zip((0, 256, 384), expected.noted(zip(NAMES, parts, strict=True)), strict=True):
+        if change == "stale" and first == 0:
+            part = part.clone()
+            part[200] *= 2
+        layer.weight.weight_loader(layer.weight, part, first)
+    layerwise.finalize_layerwise_processing(model, None)
     if change == "weight":
         layer.weight.data.view(torch.uint8)[300, 7] ^= 1
     if change == "scale":
         layer.weight_scale_inv.data.view(torch.int32)[1, 1] += 1
-    if change == "stale":
-        parts[0][200] *= 2
-    expected = Expected(model, LLAMA)
-    expected.take(zip(NAMES, parts, strict=True))
     assert before == (layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr())  # graphs read from there
     try:
         expected.check()

@@ -13,10 +13,12 @@ from specrl.bench.gpu.models import LIKELY, SHARP, Row, Scale, bench_config, wri
 from specrl.precision.near_ties import compare
 from specrl.rollout.drafts.acceptance import DRAFTER, SourceCounts
 from specrl.rollout.engine import Engine, Request, response_seed
+from specrl.rollout.vllm.engine.arguments import gpu_memory
 from specrl.validation.exactness import noise_of_shapes, recorded, texts_to_replay, traces
 
 K = 3
 MAX_LENGTH = 192
+MEMORY = {"kv_cache_memory_bytes": 2**27, **gpu_memory(0.05)}  # whatever other processes on the GPU take and free
 
 
 def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
@@ -36,9 +38,9 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     MAX_LENGTH,
                     model={"dtype": dtype},
                     speculation={"method": method, "k": K, "adaptive": False},
-                    engine={"max_num_seqs": 64, "kv_cache_gib": 0.125, "gpu_memory_fraction": 0.3} | settings,
+                    engine={"max_num_seqs": 64} | settings,
                 )
-                engine = Engine(policy, drafter if method != "ngram" else None, config=config, seed=0)
+                engine = Engine(policy, drafter if method != "ngram" else None, config=config, seed=0, overrides=MEMORY)
                 # Whole distributions: see `near_ties`.
                 requests = [replace(asked, top_p=1.0, top_k=0) for asked in mixed_requests(scale.requests)]
                 plain = traces(engine, requests, len(requests), 0)

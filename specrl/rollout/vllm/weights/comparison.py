@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
+from specrl.rollout.vllm.precision import NATIVE_METHODS
 from specrl.rollout.vllm.weights.experts import EXPERT, PARTS, expected_output, outputs_of_experts
 from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
 
@@ -134,8 +135,8 @@ class Expected:
         if kind == "weight" and _multiplies(layer):
             # The engine converts what it loads to its own type: a run in FP32 may begin with a drafter of one in BF16.
             parts = [part.to(self._like.dtype) for part in parts]
-            if getattr(layer, "weight_scale_inv", None) is not None:  # in FP8
-                bits = _bits(_quantised(layer, parts))
+            if type(layer.quant_method).__name__ in NATIVE_METHODS:  # while it is loaded, its parameters do not say so
+                bits = _bits(_quantised(layer, parts, self._like.device))
                 return lambda: torch.equal(_bits(layer), bits)
             inputs = probe_rows(parts[0].shape[1], parts[0])
             products = _expected_products(layer, inputs, parts)
@@ -221,12 +222,15 @@ def _expected_products(layer: Any, inputs: Tensor, parts: list[Tensor]) -> Tenso
     return torch.cat([F.linear(inputs, part) for part in parts], -1)
 
 
-def _quantised(layer: Any, parts: Sequence[Tensor]) -> Any:
-    """A copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own."""
+def _quantised(layer: Any, parts: Sequence[Tensor], device: torch.device) -> Any:
+    """A copy of a layer whose weight has these parts, quantised by vLLM as it quantises the layer's own, on its device.
+
+    Between the tensors of a reload the layer's own parameters are on no device, and not yet in FP8.
+    """
     made = copy(layer)
     # What the copy sets must not show in the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
-    made.weight = nn.Parameter(torch.cat(list(parts)).to(layer.weight.device), requires_grad=False)
+    made.weight = nn.Parameter(torch.cat(list(parts)).to(device), requires_grad=False)
     made._already_called_process_weights_after_loading = False
     layer.quant_method.process_weights_after_loading(made)
     return made
