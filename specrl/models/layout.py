@@ -25,13 +25,39 @@ def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from _head_problems("engine.tensor_parallel", engine.tensor_parallel, shape, source)
     if shape.num_experts and policy.lora is not None:
         yield f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out"
-    if config.precision.generation == "fp8" and shape.expert_size // engine.tensor_parallel % FP8_BLOCK:
-        rows = f"the {shape.expert_size} rows of an expert of {source} in {engine.tensor_parallel} parts"
-        yield f"engine.tensor_parallel = {engine.tensor_parallel}: {rows} cut through FP8 blocks of {FP8_BLOCK}"
+    yield from fp8_problems(config, shape)
     yield from _head_size_problems(config, shape, source)
     method = config.speculation.draft_method
     if method.has_weights and not method.is_policy_layer:
         yield from _drafter_problems(config, shape)
+
+
+def fp8_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for FP8 blocks that a shard would cut, or that trainer and engine would cut differently."""
+    source, precision = config.model.source, config.precision
+    trainer, engine = config.policy.tensor_parallel, config.engine.tensor_parallel
+    if precision.generation == "fp8" and shape.expert_size // engine % FP8_BLOCK:
+        experts = f"the {shape.expert_size} rows of an expert of {source} in {engine} parts"
+        yield f"engine.tensor_parallel = {engine}: {experts} cut through FP8 blocks of {FP8_BLOCK}"
+    if precision.training == "bf16":
+        return
+    if config.resources_of("train").gpus_per_rank and shape.head_dim % FP8_BLOCK:
+        # Transformer Engine's blocks of queries and keys would hold rows of several heads.
+        yield (
+            f'precision.training = "fp8" on a GPU: heads of {shape.head_dim} channels share blocks of {FP8_BLOCK} '
+            "rows, and Megatron keeps queries, keys and values in another order than the engine; use a model whose "
+            f'head_dim is a multiple of {FP8_BLOCK}, or precision.training = "bf16"'
+        )
+    if precision.generation == "bf16" or trainer == engine:
+        return
+    sizes = {"query": shape.query_size, "key and value": shape.kv_size}
+    for name, rows in (sizes if shape.num_experts else sizes | {"MLP": shape.intermediate_size}).items():
+        if cutting := [size for size in (trainer, engine) if size > 1 and rows // size % FP8_BLOCK]:
+            yield (
+                f"policy.tensor_parallel = {trainer} and engine.tensor_parallel = {engine} with FP8 in both: the "
+                f"model's {rows} {name} rows in {cutting[0]} parts cut through blocks of {FP8_BLOCK}, so that the two "
+                "would quantise differently; use equal sizes"
+            )
 
 
 def check_teacher(config: Config, policy_dir: Path | None) -> None:

@@ -114,11 +114,11 @@ KNOWN_SHAPES = {
 def model_shape(model: ModelConfig) -> ModelShape:
     """The shape of `model.source`, without loading it."""
     if model.source == "tiny":
-        return _shape_of(tiny_config(model))
+        return shape_of(tiny_config(model))
     if model.source in KNOWN_SHAPES:
         return KNOWN_SHAPES[model.source]
     if source_kind(model.source) == "directory":
-        return _shape_of(check_directory(Path(model.source).expanduser(), model.max_length))
+        return shape_of(check_directory(Path(model.source).expanduser(), model.max_length))
     raise ConfigError(
         f'model.source = "{model.source}" is neither a directory nor a model whose shape is known '
         f"({', '.join(KNOWN_SHAPES)}): run `hf download {model.source} --local-dir DIR` and set model.source=DIR"
@@ -129,12 +129,13 @@ def teacher_shape(config: Config) -> ModelShape | None:
     """The shape of `train.teacher`; None where there is none or its folder cannot be read, as `check_teacher` tells."""
     directory = config.train.teacher
     try:
-        return None if directory is None else _shape_of(check_directory(directory, config.model.max_length))
+        return None if directory is None else shape_of(check_directory(directory, config.model.max_length))
     except ConfigError:
         return None
 
 
-def _shape_of(hf: dict[str, Any]) -> ModelShape:
+def shape_of(hf: dict[str, Any]) -> ModelShape:
+    """The shape that a Hugging Face configuration describes."""
     heads, experts = hf["num_attention_heads"], expert_shape(hf) or ExpertShape(0, 0, 0)
     return ModelShape(
         family=family_of(hf),

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from specrl.config import PrecisionConfig
-from specrl.models.families import head_dim
-from specrl.precision.blocks import BLOCK
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
@@ -23,7 +21,7 @@ QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave activations in BF16
 
 
-def check_training(hf: Any, config: PrecisionConfig) -> None:
+def check_training(config: PrecisionConfig) -> None:
     """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set its scales.
 
     To be called before Transformer Engine is used.
@@ -41,7 +39,6 @@ def check_training(hf: Any, config: PrecisionConfig) -> None:
             'would train in BF16 without a warning; install requirements/gpu.lock or set precision.training = "bf16"'
         )
     check_device("precision.training")
-    check_blocks(hf)
     if os.environ.setdefault(FP32_SCALES, "1") != "1":
         raise ValueError(
             f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment asks for scales that are powers of two, and "
@@ -74,17 +71,6 @@ def set_scales() -> None:
         raise ValueError(
             f"this Transformer Engine keeps its own scales in {wrong[0]}: start specrl with {FP32_SCALES}=1 in the "
             "environment"
-        )
-
-
-def check_blocks(hf: Any) -> None:
-    """Raise ValueError if Transformer Engine's blocks of queries and keys would hold rows of several heads."""
-    width = head_dim(hf)
-    if width % BLOCK:
-        raise ValueError(
-            f'precision.training = "fp8" on a GPU: heads of {width} channels share blocks of {BLOCK} rows, and '
-            "Megatron keeps queries, keys and values in another order than the engine; use a model whose head_dim is "
-            f'a multiple of {BLOCK}, or precision.training = "bf16"'
         )
 
 

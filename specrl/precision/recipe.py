@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from specrl.artifacts import digest, write_json
 from specrl.distributed import Ranks
 from specrl.keys import file_digest
 from specrl.models.directory import read_model_config
-from specrl.models.families import Family, expert_shape_of_model, family_of, head_dim
-from specrl.precision.blocks import BLOCK
+from specrl.models.families import Family, family_of
 
 Mode = Literal["native", "emulated", "off"]
 """By the device's own kernels, by rounding in the compute type, or not at all."""
@@ -118,30 +117,3 @@ def recipe_of(policy_dir: Path, ranks: Ranks) -> Recipe | None:
     """The recipe that `train` wrote beside the policy's weights, None where nothing was in FP8 (collective)."""
     path = policy_dir / RECIPE_FILE
     return load_recipe(path, policy_dir, ranks) if path.exists() else None
-
-
-def check_shards(hf: Any, trainer_size: int, engine_size: int) -> None:
-    """Raise ValueError if trainer and engine would cut the same matrix into different blocks.
-
-    They do where tensor-parallel sizes differ, or only the engine splits experts, and a shard ends inside a block.
-    """
-    experts = expert_shape_of_model(hf)
-    if experts is not None and experts.intermediate_size % (engine_size * BLOCK) and engine_size > 1:
-        raise ValueError(
-            f"engine.tensor_parallel = {engine_size} with FP8 in both: the {experts.intermediate_size} rows of an "
-            f"expert in {engine_size} parts cut through blocks of {BLOCK}, and the trainer does not split experts; use "
-            "a smaller size"
-        )
-    if trainer_size == engine_size:
-        return
-    sizes = {"query": hf.num_attention_heads * head_dim(hf), "key and value": hf.num_key_value_heads * head_dim(hf)}
-    if experts is None:
-        sizes["MLP"] = hf.intermediate_size
-    for name, rows in sizes.items():
-        for size in {trainer_size, engine_size} - {1}:
-            if rows // size % BLOCK:
-                raise ValueError(
-                    f"policy.tensor_parallel = {trainer_size} and engine.tensor_parallel = {engine_size} with FP8 in "
-                    f"both: the model's {rows} {name} rows in {size} parts cut through blocks of {BLOCK}, so that "
-                    "the two would quantise differently; use equal sizes"
-                )

@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from transformers import AutoConfig
-
 from specrl import lifetime, logs
 from specrl.artifacts import (
     BestPolicy,
@@ -21,7 +19,7 @@ from specrl.artifacts import (
     TrainResult,
     write_result,
 )
-from specrl.config import Config
+from specrl.config import Config, ConfigError
 from specrl.context import StageContext
 from specrl.data.drawing import drawn_ahead
 from specrl.data.prompts import PromptSource
@@ -32,11 +30,13 @@ from specrl.lifetime.segments import TRAIN_PROGRESS
 from specrl.lineage.history import adopt_history, changes_by_step, kept_checkpoints
 from specrl.loop import Trainer
 from specrl.metrics import OF_PARTS
-from specrl.models.layout import check_teacher
+from specrl.models.directory import read_model_config
+from specrl.models.layout import check_teacher, fp8_problems
+from specrl.models.shapes import shape_of
 from specrl.models.sources import materialise_model
 from specrl.precision import native
 from specrl.precision.kv_scales import KvObserver
-from specrl.precision.recipe import RECIPE_FILE, Recipe, check_shards, load_recipe, write_recipe
+from specrl.precision.recipe import RECIPE_FILE, Recipe, load_recipe, write_recipe
 from specrl.rollout.bubbles.coordinator import EngineRank
 from specrl.rollout.bubbles.generator import RolloutGenerator
 from specrl.rollout.drafts.acceptance import SpeculationStats
@@ -197,11 +197,10 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
     config, precision = context.config, context.config.precision
     if not precision.uses_fp8:
         return None, None
-    hf = AutoConfig.from_pretrained(policy_dir)
+    if problems := list(fp8_problems(config, shape_of(read_model_config(policy_dir)))):  # of a model from the hub
+        raise ConfigError("\n".join(problems))
     if precision.training == "fp8":
-        native.check_training(hf, precision)
-    if precision.generation == precision.training == "fp8":
-        check_shards(hf, config.policy.tensor_parallel, config.engine.tensor_parallel)
+        native.check_training(precision)
     recipe = load_recipe(context.input("calibrate", CalibrateResult).scales_path, policy_dir, ranks)
     if precision.training == "bf16":
         return recipe, None

@@ -57,10 +57,10 @@ def error_after(change: str) -> str:
     expected = Expected(model, LLAMA)
     layerwise.initialize_layerwise_reload(model)
     for first, (_, part) in zip((0, 256, 384), expected.noted(zip(NAMES, parts, strict=True)), strict=True):
+        loaded = part.clone()
         if change == "stale" and first == 0:
-            part = part.clone()
-            part[200] *= 2
-        layer.weight.weight_loader(layer.weight, part, first)
+            loaded[200] *= 2
+        layer.weight.weight_loader(layer.weight, loaded, first)
     layerwise.finalize_layerwise_processing(model, None)
     if change == "weight":
         layer.weight.data.view(torch.uint8)[300, 7] ^= 1

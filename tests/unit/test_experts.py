@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from specrl.models.shapes import model_shape
 from specrl.models.sources import check_source, materialise_model
 from specrl.precision.recipe import (
     Recipe,
-    check_shards,
     edge_layers,
     engine_name,
     layer_names,
@@ -35,6 +35,7 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.megatron.weights import WeightMap, weight_map
 from tests.unit.test_calibration import CONFIG as CALIBRATION
 from tests.unit.test_calibration import make_rollouts
+from tests.unit.test_fp8 import fp8_lines
 
 # isort: split
 from megatron.core import parallel_state
@@ -203,6 +204,6 @@ def test_the_calibration_takes_the_experts_of_a_layer_as_one(policy_dir: Path, r
 
 
 def test_the_engine_must_not_cut_an_expert_through_a_block() -> None:
-    check_shards(moe_config(moe_intermediate_size=256), 2, 2)
-    with pytest.raises(ValueError, match=r"engine.tensor_parallel = 4 .* 256 rows of an expert"):
-        check_shards(moe_config(moe_intermediate_size=256), 4, 4)
+    assert fp8_lines(moe_config(moe_intermediate_size=256), 2, 2) == []
+    (line,) = fp8_lines(moe_config(moe_intermediate_size=256), 4, 4)
+    assert re.match("engine.tensor_parallel = 4: .* 256 rows of an expert", line)

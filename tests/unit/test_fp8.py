@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specrl.config import PolicyConfig, PrecisionConfig
+from specrl.config import Config, ConfigError, PolicyConfig, PrecisionConfig, load_config
 from specrl.distributed import Ranks, join, leave
 from specrl.models.families import LLAMA
+from specrl.models.layout import fp8_problems
+from specrl.models.shapes import shape_of
 from specrl.precision import native
 from specrl.precision.blocks import (
     ALONG_ROWS,
@@ -37,7 +40,8 @@ from specrl.precision.blocks import (
     fake_quantise_rows,
     quantise,
 )
-from specrl.precision.recipe import NotQuantisedError, Recipe, check_shards, engine_name, layer_names
+from specrl.precision.recipe import NotQuantisedError, Recipe, engine_name, layer_names
+from specrl.projection.plan import plan
 from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
@@ -113,10 +117,34 @@ def test_matrices_below_each_other_have_blocks_of_their_own() -> None:
 
 def test_shards_that_cut_blocks_are_refused_only_where_the_engines_differ() -> None:
     odd = LlamaConfig(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-    check_shards(odd, 2, 2)
-    with pytest.raises(ValueError, match=r"^policy\.tensor_parallel = 1 and engine\.tensor_parallel = 2 .*use equal"):
-        check_shards(odd, 1, 2)
-    check_shards(LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32), 4, 2)
+    assert fp8_lines(odd, 2, 2) == []
+    (line,) = fp8_lines(odd, 1, 2)
+    assert re.match(r"policy\.tensor_parallel = 1 and engine\.tensor_parallel = 2 .*use equal", line)
+    assert fp8_lines(LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32), 4, 2) == []
+
+
+def test_heads_that_share_blocks_are_refused_on_gpus_alone_and_before_a_job() -> None:
+    narrow = LlamaConfig(hidden_size=256)
+    on_gpus = ["resources.gpus_per_rank=1", "resources.gpu_memory_gib=80"]
+    (line,) = fp8_lines(narrow, 1, 1, *on_gpus)
+    assert line.startswith('precision.training = "fp8" on a GPU: heads of 8 channels')
+    assert fp8_lines(narrow, 1, 1) == []
+    assert fp8_lines(LlamaConfig(hidden_size=256, num_attention_heads=2), 1, 1, *on_gpus) == []
+    with pytest.raises(ConfigError, match="on a GPU: heads of 32 channels"):  # of configs/smoke.toml
+        plan(fp8_config(1, 1, *on_gpus))
+
+
+def fp8_lines(hf: Any, trainer: int, engine: int, *overrides: str) -> list[str]:
+    """What layouts in FP8 with these tensor-parallel sizes are told about a model."""
+    architecture = type(hf).__name__.replace("Config", "ForCausalLM")
+    shape = shape_of(hf.to_dict() | {"architectures": [architecture]})
+    return list(fp8_problems(fp8_config(trainer, engine, *overrides), shape))
+
+
+def fp8_config(trainer: int, engine: int, *overrides: str) -> Config:
+    sizes = [f"policy.tensor_parallel={trainer}", f"engine.tensor_parallel={engine}", "resources.ranks_per_node=4"]
+    fp8 = ["precision.generation=fp8", "precision.training=fp8", "stage_resources.train.ranks_per_node=4"]
+    return load_config(Path(__file__).parents[2] / "configs" / "smoke.toml", [*sizes, *fp8, *overrides])
 
 
 def test_the_engine_knows_the_layers_by_its_own_names() -> None:
@@ -295,22 +323,19 @@ def test_a_layer_that_was_not_quantised_is_an_error_with_its_name(model_dir: Pat
 
 
 def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    aligned = LlamaConfig(hidden_size=256, num_attention_heads=2)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r'^precision\.hardware = "native": there is no GPU'):
-            native.check_training(aligned, PrecisionConfig(training="fp8", hardware="native"))
-        native.check_training(aligned, PrecisionConfig(training="fp8"))
+            native.check_training(PrecisionConfig(training="fp8", hardware="native"))
+        native.check_training(PrecisionConfig(training="fp8"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes := transformer_engine_recipes())
     monkeypatch.delenv(native.FP32_SCALES, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs Transformer Engine, which is not installed"):
-        native.check_training(aligned, PrecisionConfig(training="fp8"))
+        native.check_training(PrecisionConfig(training="fp8"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(ValueError, match="heads of 8 channels"):
-        native.check_training(LlamaConfig(hidden_size=256), PrecisionConfig(training="fp8"))
-    native.check_training(aligned, PrecisionConfig(training="fp8"))
+    native.check_training(PrecisionConfig(training="fp8"))
     assert os.environ[native.FP32_SCALES] == "1"
     made = recipes.Float8BlockScaling(fp8_format="e4m3")
     assert [getattr(made, name) for name in native.QUANTISERS] == [recipes.QParams(False, 0.0)] * 3
@@ -319,7 +344,7 @@ def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pyt
         native.set_scales()
     monkeypatch.setenv(native.FP32_SCALES, "0")
     with pytest.raises(ValueError, match=r"SCALING_FP32_SCALES = 0 in the environment .*: unset it"):
-        native.check_training(aligned, PrecisionConfig(training="fp8"))
+        native.check_training(PrecisionConfig(training="fp8"))
 
 
 def transformer_engine_recipes() -> Any:
@@ -342,12 +367,11 @@ def transformer_engine_recipes() -> Any:
 
 
 def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    aligned = LlamaConfig(hidden_size=256, num_attention_heads=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*this one has 8\.9; set precision.training'):
-        native.check_training(aligned, PrecisionConfig(training="fp8"))
+        native.check_training(PrecisionConfig(training="fp8"))
     with pytest.raises(ValueError, match=r'^precision\.generation = "fp8": .*set precision\.generation = "bf16"$'):
         EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LLAMA, 2))
 
