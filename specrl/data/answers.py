@@ -83,6 +83,7 @@ _TO_LATEX = [
         (r"^((?:(?!\\pm)[^,;])*)\\pm((?:(?!\\pm)[^,;])*)$", r"\1+\2, \1-\2"),
         *((rf"(?<=\d) ?{word}\b", rf"\\times 10^{{{power}}}") for word, power in _POWERS.items()),
         (r"(?<=\d) ?x ?(?=10\^)", r"\\times "),
+        (r"(?<=\d) (?=i(?![a-zA-Z]))", ""),
         (r"^(-?\d+)(?:\\? )+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
@@ -118,8 +119,19 @@ _APART = [
 ]
 """What tells answers apart and math-verify does not: bases, halves of the day, signs, units, and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
-_UNIT = r"(?:[a-z]{2,}\.?|m(?=[\^/]))(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
-_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
+_UNIT = r"(?:[a-z]{2,}\.?|[mglsh])(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
+_NUMBER = re.compile(
+    rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°]|[kcm]?[mgl]|[sh])"
+)
+_UNIT_WORD = re.compile(r"(?:(sq|cu)\S* )?(kilo|centi|milli)?([a-z]+?)s?\.?(\^[23])?")
+_SYMBOLS = {"meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd"}
+_SYMBOLS |= {"mile": "mi", "gram": "g", "liter": "l", "litre": "l"}
+_SYMBOLS |= {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h"}
+_MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[sh])(?:\^[23])?(?:/(?:min|[sh])(?:\^2)?)?")
+_POWER = re.compile(r"\^[23]")
+_IN_FONT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
+_LAST_LETTER = re.compile(r"(?<=[\d}\s])([cdghlmost])\s*$")
+_LETTER = re.compile(r"(?<![a-zA-Z\\])[cdghlmost](?![a-zA-Z]|\s*$)")
 
 
 def format_answer(answer: str) -> str:
@@ -226,6 +238,8 @@ def same(stated: str, reference: str) -> bool:
         return choice is not None and choice[1] == wanted and (another is None or wanted in another.groups())
     if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(reference)):
         return offered[1].casefold() == own
+    if "," not in wanted and re.search(r"\d,\d", stated) and own.count(",") == 1:
+        own = own.replace(",", ".")  # where no pair is asked for, it is a decimal comma
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
 
@@ -234,8 +248,12 @@ def contradicts(stated: str, reference: str) -> bool:
     """Whether two answers have numbers of different bases, some units that differ, or different choices."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
+    amounts = [_amount(normalise(answer)) for answer in (stated, reference)]
+    units = [unit for _, unit in amounts if _MEASURED.fullmatch(unit)]
     marks = [[set(mark.findall(as_latex(answer).casefold())) for answer in (stated, reference)] for mark in _APART]
-    return bool(another) or any(own and wanted and own.isdisjoint(wanted) for own, wanted in marks)
+    marks += [[{unit.partition("^")[0]} for unit in units], [set(_POWER.findall(unit)) for unit in units]]
+    pairs = (pair for pair in marks if len(pair) == 2)
+    return bool(another) or any(own and wanted and own.isdisjoint(wanted) for own, wanted in pairs)
 
 
 def normalise(answer: str) -> str:
@@ -261,7 +279,19 @@ def _amount(text: str) -> tuple[Decimal | str | None, str]:
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
     unit = found[1] + found[3].strip().rstrip(".")
-    return found[2] if "/" in found[2] else Decimal(found[2]), _SIGNS.get(unit, unit)
+    return found[2] if "/" in found[2] else Decimal(found[2]), _SIGNS.get(unit) or _symbol(unit)
+
+
+def _symbol(unit: str) -> str:
+    return "/".join(map(_symbol_of_word, unit.replace(" per ", "/").replace("mph", "mi/h").split("/")))
+
+
+def _symbol_of_word(word: str) -> str:
+    found = _UNIT_WORD.fullmatch(word)
+    if found is None or not (found[1] or found[3] in _SYMBOLS):
+        return word
+    power = found[4] or {"sq": "^2", "cu": "^3"}.get(found[1], "")
+    return f"{(found[2] or '')[:1]}{_SYMBOLS.get(found[3], found[3])}{power}"
 
 
 def is_text(answer: str) -> bool:
@@ -282,6 +312,20 @@ def as_latex(answer: str) -> str:
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
     return answer
+
+
+def keep_variable(latex: str, other: str) -> str:
+    """An expression whose last letter is in braces if it is a variable, there or in the other: `2+3t`.
+
+    math-verify would take it for a unit, and leave it out.
+    """
+    own, others = _IN_FONT.sub("", latex), _LETTER.findall(_IN_FONT.sub("", other))
+    last = _LAST_LETTER.search(own)
+    if last is None or not (
+        last[1] in "cdot" or last[1] in _LETTER.findall(own) + others or re.search(r"[\w})]\s*[-+]\s*[\w\\({]", own)
+    ):
+        return latex
+    return _LAST_LETTER.sub(r"{\1}", latex)
 
 
 def _fraction(repeating: re.Match[str]) -> str:

@@ -269,6 +269,18 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
         (r"5\text{ hours}", r"\boxed{5}", r"\boxed{5\text{ minutes}}"),
         (r"5\text{ cm}^2", r"\boxed{5\text{ cm}}", r"\boxed{5\text{ cm}^3}"),
         (r"\frac12\%", r"\boxed{0.5\%}", r"\boxed{\$0.50}"),
+        ("2.5", r"\boxed{2,5}", r"\boxed{2,50 + 1}"),
+        ("2.5 cm", r"\boxed{2,5\text{ cm}}", r"\boxed{2,5\text{ m}}"),
+        ("2+3t", r"\boxed{3t+2}", r"\boxed{5}"),  # letters that math-verify takes for units at an end
+        ("1.5m", r"\boxed{\frac{3m}{2}}", r"\boxed{\frac{2m}{3}}"),
+        ("3t", r"\boxed{t \cdot 3}", r"\boxed{3}"),
+        ("2cx+2c", r"\boxed{2(x+1)c}", r"\boxed{2(x+1)}"),
+        ("5 m", r"\boxed{5}", r"\boxed{5\text{ cm}}"),
+        (r"5\text{ km}", r"\boxed{5\text{ kilometers}}", r"\boxed{5m}"),
+        (r"12\text{ ft}^2", r"\boxed{12 square feet}", r"\boxed{12 cubic feet}"),
+        ("60 km/h", r"\boxed{60 kilometers per hour}", r"\boxed{60 m/s}"),
+        (r"10\sqrt3\text{ m}", r"\boxed{10\sqrt{3} m}", r"\boxed{3\sqrt{10} m}"),
+        ("2+3i", r"\boxed{3 i + 2}", r"\boxed{3 i - 2}"),
         (r"\frac{45}{2}^\circ", r"\boxed{22.5°}", r"\boxed{22.5\%}"),
     ],
 )

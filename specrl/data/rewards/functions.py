@@ -30,6 +30,7 @@ from specrl.data.answers import (
     final_part,
     formula,
     is_text,
+    keep_variable,
     references,
     same,
 )
@@ -240,14 +241,15 @@ def math_verify(_: str, response: str, answer: str) -> float:
         return 1.0
     if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
+    true = as_latex(formula(wanted))
     try:
-        latex = bounded_latex(as_latex(formula(stated)))
+        latex = keep_variable(bounded_latex(as_latex(formula(stated))), true)
     except NotAnAnswerError:
         return 0.0
     forms = [f"\\boxed{{{latex}}}"]
     if _SENTENCE.search(latex) and not re.search(r"\\(?![$%])|[\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex.replace("\\$", ""))
-    gold = parse(f"\\boxed{{{as_latex(formula(wanted))}}}", parsing_timeout=seconds)
+    gold = parse(f"\\boxed{{{keep_variable(true, latex)}}}", parsing_timeout=seconds)
     check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
     return float(any(check(parse(form, parsing_timeout=seconds)) for form in forms))
 
