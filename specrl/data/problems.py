@@ -73,8 +73,19 @@ Fit = Callable[[Sequence[Problem], Counts], list[Problem | Misfit]]
 
 
 def fit_all(problems: Sequence[Problem], _: Counts) -> list[Problem | Misfit]:
-    """All problems as they are, for checks that are made without a tokenizer."""
-    return list(problems)
+    """All problems that are text, as they are, for checks that are made without a tokenizer."""
+    return [misfit_of(problem) or problem for problem in problems]
+
+
+def misfit_of(problem: Problem) -> Misfit | None:
+    """What is wrong with a problem that cannot be encoded; None if it can."""
+    context = json.dumps(problem.context, ensure_ascii=False)
+    try:
+        for text in (problem.question, problem.answer, problem.demonstration, context):
+            text.encode()
+    except UnicodeEncodeError as error:
+        return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
+    return None
 
 
 def derive_seed(*parts: int | str) -> int:

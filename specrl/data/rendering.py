@@ -13,7 +13,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specrl.config import Config, ConfigError
 from specrl.data.formats.messages import TOOLS, Message
-from specrl.data.problems import Counts, Misfit, Problem
+from specrl.data.problems import Counts, Misfit, Problem, misfit_of
 
 CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
 TOKENS_PER_BYTE = 3  # a token stands for at least one byte, and NFC makes at most three of one
@@ -121,15 +121,11 @@ class Rendering:
     def _renderable(self, problem: Problem, counts: Counts) -> str | Misfit:
         counts.seen += 1
         try:
-            text = self.text(problem.question, problem.context)
-            for part in (text, problem.answer, problem.demonstration):
-                part.encode()
-        except (UnicodeEncodeError, ConfigError) as error:
-            counts.unusable += 1
-            if isinstance(error, ConfigError):
-                return Misfit(str(error))
-            return Misfit(f"U+{ord(error.object[error.start]):04X} is half of a surrogate pair, which is no text")
-        return text
+            found = misfit_of(problem) or self.text(problem.question, problem.context)
+        except ConfigError as error:
+            found = Misfit(str(error))
+        counts.unusable += isinstance(found, Misfit)
+        return found
 
     def _judge(self, problem: Problem, length: int, counts: Counts) -> Problem | Misfit:
         counts.longest = max(counts.longest, length)

@@ -301,6 +301,12 @@ def row(prompt: Any, answer: Any = 1) -> str:
     return json.dumps({"prompt": prompt, "answer": answer}) + "\n"
 
 
+@pytest.mark.parametrize("broken", [("half \ud800",), ("b", "\udfff"), ([{"role": "user", "content": "\ud800"}],)])
+def test_half_a_character_is_refused_before_a_job(broken: tuple[Any, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 2: U\+D\w{3} is half of a surrogate pair"):
+        check_data(make_config(file_data(tmp_path / "data.jsonl", row("a") + row(*broken))))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
