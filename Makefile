@@ -80,7 +80,7 @@ DOCS := requirements/docs.lock
 DOCS_STAMP := .venv/.installed-$(notdir $(DOCS))
 
 docs: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, --strict would see no warning
 
 $(DOCS_STAMP): $(STAMP) $(DOCS)
 	$(INSTALL) --require-hashes -r $(DOCS)

@@ -94,6 +94,20 @@ def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
     assert {line: unknown for line in command_lines(page.read_text()) if (unknown := unknown_in(line))} == {}
 
 
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=named)
+def test_every_python_block_on_a_page_can_be_compiled(page: Path) -> None:
+    for block in re.findall(r"^```python.*?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        compile(block, named(page), "exec")
+
+
+def test_every_target_of_make_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = r"(?:`|^(?: {4})?)make (?:-C \w+ )?([a-z-]+)"
+    found = [name for page in PAGES for name in re.findall(called, page.read_text(), re.MULTILINE)]
+    assert {"env", "quickstart"} <= set(found)
+    assert [name for name in found if name not in targets] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[)#]", page.read_text())
