@@ -15,8 +15,6 @@ from specrl.processes import free_port
 
 VARIABLES = {
     "TORCH_GLOO_LAZY_INIT": "1",  # else gloo connects all pairs of ranks at once: minutes for hundreds
-    # By default pinned memory is rounded up to a power of two: a checkpoint's copy could take twice what is planned.
-    "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64",
     # On CPUs each new shape of a BF16 product leaves half a megabyte of compiled code: a gigabyte by default.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",

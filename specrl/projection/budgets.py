@@ -63,7 +63,8 @@ def stage_budgets(rank: Rank) -> list[Budget]:
     if stage == "train" and rank.config.engine.sleep:
         graphs = sum(item.gib for item in engine if item.name == memory.GRAPHS)
         asleep = sum(item.gib for item in engine if item.phase is None) - graphs
-        host.append(MemoryItem("weights of the sleeping engine", asleep, "engine.sleep"))
+        # torch rounds each piece of pinned memory up to a power of two, and keeps it when the engine wakes.
+        host.append(MemoryItem("weights of the sleeping engine", 2 * asleep, "engine.sleep, up to twice in size"))
         trainer.append(MemoryItem(memory.GRAPHS, graphs, "they stay while it sleeps"))
         # While the engine is awake, the trainer's resident items share the GPU with it; then the trainer has all of it.
         for name, phase in (("engine, awake", "generation"), ("engine, awake again", "refit")):

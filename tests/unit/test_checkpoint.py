@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -349,6 +350,30 @@ def test_rotated_channels_are_side_by_side_in_the_written_policy_of_a_family_tha
     (written,) = load_file(tmp_path / "policy" / "model.safetensors").values()
     rows = [0, 4, 1, 5, 2, 6, 3, 7]
     assert (written[:, 0] / 2).tolist() == [*rows, *(8 + row for row in rows)]
+
+
+class OnGpu(Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_the_copy_of_a_gpus_tensors_is_pinned_in_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: torch's own pinned memory, of which 5 GiB are 8 GiB."""
+    pinned: dict[int, int] = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: 0 if pinned.setdefault(address, size) == size else 712,
+        cudaHostUnregister=pinned.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None if code == 0 else pytest.fail(f"{code}"))
+    copy = files.HostCopy()
+    for _ in range(2):  # the second time, into the same memory
+        found = copy.fill({"a": torch.arange(5).as_subclass(OnGpu), "b": torch.ones(3)})["a"]
+        assert found.tolist() == [0, 1, 2, 3, 4]
+        assert pinned == {found.data_ptr(): 52}
+    larger = copy.fill({"a": torch.arange(6).as_subclass(OnGpu)})["a"]
+    assert pinned == {larger.data_ptr(): 48}
+    del copy
+    assert not pinned
 
 
 def test_a_checksum_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

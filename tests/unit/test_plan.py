@@ -139,7 +139,9 @@ def test_an_engine_that_sleeps_leaves_the_trainer_the_whole_gpu() -> None:
 
     assert found("true", "GPU, trainer").available_gib > found("false", "GPU, trainer").available_gib + 10
     assert found("true", "GPU, engine").available_gib == found("false", "GPU, engine").available_gib
-    assert found("true", "host").needed_gib > found("false", "host").needed_gib + 1
+    # What vLLM copies the weights to is pinned, and rounded up to powers of two.
+    weights = sum(item.gib for item in found("true", "GPU, engine").items if item.name == "engine weights")
+    assert found("true", "host").needed_gib > found("false", "host").needed_gib + 2 * weights - 1e-6
 
 
 def test_a_drafter_that_trains_in_bubbles_does_so_beside_an_engine_that_is_awake() -> None:

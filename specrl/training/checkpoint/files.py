@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +21,17 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], Any] = lambda: None
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors; the copies, by the same names, are those of the last call filled again."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if len(self._buffer) != size:
-            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            self._unpin()
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            if any(tensor.is_cuda for tensor in tensors.values()):
+                self._pin()
         copies, offset = dict[str, Tensor](), 0
         # The widest elements come first, so that all are aligned.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -37,6 +42,12 @@ class HostCopy:
         if self._buffer.is_pinned():
             torch.cuda.synchronize()
         return copies
+
+    def _pin(self) -> None:
+        # torch's own pinned memory is rounded up to a power of two, here up to twice what is planned.
+        cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, len(self._buffer), 0))
+        self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
 
 def checksum_of(path: Path) -> int:
