@@ -132,7 +132,7 @@ class _Flash:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> tuple[Tensor, Tensor]:
         out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            *(q, k, v, *spans.ends, *spans.longest), window is None, 1.0, _sides(window), True
+            *(q, k, v, *spans.ends, *spans.longest), window is None, 1.0, _sides(window)
         )
         return out, lse
 
