@@ -353,7 +353,7 @@ def test_rotated_channels_are_side_by_side_in_the_written_policy_of_a_family_tha
 
 
 class OnGpu(Tensor):
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def test_the_copy_of_a_gpus_tensors_is_pinned_in_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
