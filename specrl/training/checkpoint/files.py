@@ -45,7 +45,7 @@ class HostCopy:
 
     def _pin(self) -> None:
         # torch's own pinned memory is rounded up to a power of two, here up to twice what is planned.
-        cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()
+        cuda, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cuda.cudaHostRegister(address, len(self._buffer), 0))
         self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
