@@ -19,6 +19,7 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
 QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")  # attributes of its recipe
 FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave activations in BF16
+FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine's kernels refuse scales that are no powers of two
 
 
 def check_training(config: PrecisionConfig) -> None:
@@ -39,6 +40,11 @@ def check_training(config: PrecisionConfig) -> None:
             'would train in BF16 without a warning; install requirements/gpu.lock or set precision.training = "bf16"'
         )
     check_device("precision.training")
+    if torch.cuda.get_device_capability() >= FIRST_OF_POWERS:
+        raise ValueError(
+            'precision.training = "fp8": from compute capability 10.0 (Blackwell) on, the scales of Transformer Engine are '
+            'powers of two, and those of the engine are not; set precision.training = "bf16"'
+        )
     if os.environ.setdefault(FP32_SCALES, "1") != "1":
         raise ValueError(
             f"{FP32_SCALES} = {os.environ[FP32_SCALES]} in the environment asks for scales that are powers of two, and "

@@ -374,6 +374,9 @@ def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPat
         native.check_training(PrecisionConfig(training="fp8"))
     with pytest.raises(ValueError, match=r'^precision\.generation = "fp8": .*set precision\.generation = "bf16"$'):
         EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LLAMA, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*\(Blackwell\) on, .* = "bf16"$'):
+        native.check_training(PrecisionConfig(training="fp8"))
 
 
 def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:
