@@ -42,8 +42,8 @@ def check_training(config: PrecisionConfig) -> None:
     check_device("precision.training")
     if torch.cuda.get_device_capability() >= FIRST_OF_POWERS:
         raise ValueError(
-            'precision.training = "fp8": from compute capability 10.0 (Blackwell) on, the scales of Transformer Engine are '
-            'powers of two, and those of the engine are not; set precision.training = "bf16"'
+            'precision.training = "fp8": from compute capability 10.0 (Blackwell) on, the scales of Transformer Engine '
+            'are powers of two, and those of the engine are not; set precision.training = "bf16"'
         )
     if os.environ.setdefault(FP32_SCALES, "1") != "1":
         raise ValueError(
