@@ -379,6 +379,19 @@ def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPat
         native.check_training(PrecisionConfig(training="fp8"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((8, 9), "TRITON_ATTN"), ((9, 0), "FLASH_ATTN"), ((10, 0), "TRITON_ATTN")]
+)
+def test_attention_on_gpus_reads_the_scales_of_the_kv_cache_where_a_refit_puts_them(
+    capability: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    precision = EnginePrecision(PrecisionConfig(kv_cache="fp8"), Recipe(LLAMA, 2))
+    assert precision.arguments()["attention_backend"] == backend
+    assert "attention_backend" not in EnginePrecision(PrecisionConfig(), Recipe(LLAMA, 2)).arguments()
+
+
 def test_an_unknown_layer_and_a_foreign_linear_are_refused(model_dir: Path, ranks: Ranks) -> None:
     with pytest.raises(ValueError, match=r"does not have: layers\.3\.linear_qkv"):
         make_policy(model_dir, ranks, LinearPrecision(["layers.3.linear_qkv"]), trainable=False)

@@ -61,6 +61,10 @@ class EnginePrecision:
             found = {"quantization": EMULATION}
         if self.recipe is not None and self._has_fp8_kv_cache:
             found |= {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [str(self.recipe.num_layers)]}
+            if torch.cuda.is_available():
+                # FlashInfer, vLLM's choice elsewhere, would compute with the scales of the engine's first iteration.
+                is_hopper = torch.cuda.get_device_capability()[0] == 9
+                found["attention_backend"] = "FLASH_ATTN" if is_hopper else "TRITON_ATTN"
         return found
 
     def hf_updates(self) -> dict[str, Any]:
