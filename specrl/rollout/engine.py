@@ -89,7 +89,8 @@ class Engine(VllmEngine):
             seed: The seed of vLLM's own generators; no response depends on it.
             speculate: Whether to draft as `config.speculation` says.
             recipe: The FP8 recipe of this policy; without one everything is computed in `model.dtype`.
-            alone: Whether there is no trainer: the engine can take most of the GPU's memory, and keeps no routes.
+            alone: Whether there is no trainer: the engine can take most of the GPU's memory, keeps no routes and
+                cannot sleep.
             reads_policy: Whether to read the policy's weights; without them a refit must follow.
             overrides: Arguments of vLLM's `EngineArgs` that replace the project's.
 

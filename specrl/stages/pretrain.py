@@ -104,9 +104,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
     engines, own = ranks.world_size // size, ranks.rank // size
     prompts = source.pretraining(config.drafter.num_prompts)
     with logs.phase("start of the engine"):
-        # It never sleeps, and sleep mode's allocator could keep memory that the drafter needs once the engine is gone.
-        awake = {"enable_sleep_mode": False}
-        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True, overrides=awake)
+        engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False, alone=True)
 
     def answer(config: Config, prompts: list[Prompt], rewards: RewardPool | None, purpose: str, phase: str) -> Unscored:
         opened = open_conversations(engine, prompts[own::engines], config, rewards)

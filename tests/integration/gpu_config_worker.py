@@ -106,7 +106,9 @@ def found(path: Path, folder: Path, *, batch_invariant: bool) -> dict[str, Any]:
     recipe = Recipe(shape.family, shape.num_layers, kv_scales=KvScales(scales, scales, scales))
     precision, longest = EnginePrecision(config.precision, recipe), max(config.speculation.draft_lengths)
     routes = bool(shape.num_experts)
-    arguments = engine_arguments(config, policy, drafter, 0, longest, precision, alone=False, keeps_routes=routes)
+    directories = policy, drafter, 0, longest, precision
+    arguments = engine_arguments(config, *directories, alone=False, keeps_routes=routes)
+    lonely = engine_arguments(config, *directories, alone=True)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.engine.tensor_parallel)}
     vllm_config = EngineArgs(**arguments).create_engine_config()
     compilation, lengths = vllm_config.compilation_config, possible_lengths(longest, config.speculation.k)
@@ -114,6 +116,7 @@ def found(path: Path, folder: Path, *, batch_invariant: bool) -> dict[str, Any]:
         from vllm.v1.attention.selector import get_attn_backend
 
         return {
+            "sleeps": [vllm_config.model_config.enable_sleep_mode, lonely["enable_sleep_mode"]],
             "second_runner": vllm_config.use_v2_model_runner,
             "asynchronous": vllm_config.scheduler_config.async_scheduling,
             "full_graphs": compilation.cudagraph_mode.decode_mode().name,

@@ -35,6 +35,12 @@ def test_every_shipped_configuration_runs_the_second_runner_asynchronously_with_
         assert answer["attention"] == "FLASH_ATTN", name
 
 
+def test_only_an_engine_beside_a_trainer_takes_the_allocator_that_serves_one_of_a_process(
+    resolved: dict[str, Any],
+) -> None:
+    assert [answer["sleeps"] for answer in resolved.values()] == [[True, False]] * len(resolved)
+
+
 def test_every_decoding_batch_of_every_draft_length_has_a_full_graph(resolved: dict[str, Any]) -> None:
     assert {name: answer["without_graph"] for name, answer in resolved.items()} == {name: [] for name in resolved}
     assert all(len(answer["sizes"]) <= 90 for answer in resolved.values())

@@ -89,7 +89,8 @@ def engine_arguments(
         "async_scheduling": True,
         "enforce_eager": not config.engine.compile,
         "enable_prefix_caching": True,
-        "enable_sleep_mode": config.engine.sleep and torch.cuda.is_available(),
+        # Sleep mode's allocator serves one engine of a process, and may keep its memory when that is gone.
+        "enable_sleep_mode": config.engine.sleep and not alone and torch.cuda.is_available(),
         "generation_config": "vllm",
         "disable_log_stats": True,
         "skip_tokenizer_init": True,  # requests are tokens, and so are the responses
