@@ -44,3 +44,33 @@ def test_kernels_are_compiled_by_the_first_rank_of_a_node(failing: bool, tmp_pat
     compiled_by = (tmp_path / "compiled-by").read_text()
     assert compiled_by[0] == "4"
     assert (compiled_by == "4", codes) == ((False, [0, 0, 0, 1]) if failing else (True, [0, 0, 0, 0]))
+
+TWO_ENGINES = """
+import gc, weakref
+from types import SimpleNamespace
+import specrl.rollout.vllm.cpu_kernels  # must precede vllm
+import torch
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker import workspace
+from specrl.rollout.vllm.engine import lifecycle
+
+class Started:
+    engine_core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: None))
+
+def from_engine_args(arguments):
+    workspace.init_workspace_manager(torch.device("cpu"))  # as vLLM's workers do on GPUs
+    return Started()
+
+LLMEngine.from_engine_args = from_engine_args
+first = lifecycle.start({})
+memory = weakref.ref(workspace.current_workspace_manager()._ensure_workspace_size(8))
+second = lifecycle.start({})
+gc.collect()
+print(memory() is not None)
+"""
+
+
+@pytest.mark.engine
+def test_memory_that_graphs_of_an_engine_write_to_outlives_the_start_of_another() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_ENGINES], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr[-2000:]

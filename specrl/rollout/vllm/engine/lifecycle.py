@@ -286,12 +286,15 @@ def start(arguments: dict[str, Any]) -> Any:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         replacements.install()
+        from vllm.v1.worker import workspace
     set_num_threads = torch.set_num_threads
     try:
         llm_engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     finally:
         torch.set_num_threads = set_num_threads
     llm_engine.engine_core._finalizer.detach()
+    # The scratch memory of its experts, to which its CUDA graphs write: vLLM holds only that of the latest engine.
+    llm_engine.workspaces = workspace._manager
     _live_engines.add(llm_engine)
     return llm_engine
 
@@ -304,6 +307,7 @@ def stop(llm_engine: Any) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     _live_engines.discard(llm_engine)
+    llm_engine.workspaces = None
     if not _live_engines:
         parallel_state.destroy_model_parallel()
     if not _live_engines and parallel_state._WORLD is not None:
