@@ -16,6 +16,14 @@ def load_rows(param: Any, loaded_weight: Any, first: int) -> None:
     param.data[first : first + len(loaded_weight)].copy_(loaded_weight)
 
 
+def loadable(weight: Any) -> Any:
+    """Make it a parameter as vLLM makes them, whose constructor would want to know the tensor-parallel ranks."""
+    from vllm.model_executor.parameter import ModelWeightParameter
+
+    weight.__class__, weight.weight_loader = ModelWeightParameter, load_rows
+    return weight
+
+
 def error_after(change: str) -> str:
     """Load three fused matrices, and load them again as a refit does on a GPU; change something, and compare."""
     import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
@@ -28,7 +36,6 @@ def error_after(change: str) -> str:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
     from vllm.model_executor.model_loader.reload import layerwise
-    from vllm.model_executor.parameter import ModelWeightParameter
 
     from specrl.models.families import LLAMA
     from specrl.rollout.errors import PolicyParityError
@@ -38,9 +45,7 @@ def error_after(change: str) -> str:
     parts = [torch.randn(rows, 256).bfloat16() for rows in (256, 128, 128)]
     layer = LinearBase.__new__(LinearBase)
     nn.Module.__init__(layer)
-    weight = torch.cat(parts)
-    weight.__class__ = ModelWeightParameter  # whose constructor wants to know the tensor-parallel ranks
-    layer.weight, weight.weight_loader = weight, load_rows
+    layer.weight = loadable(torch.cat(parts))
     layer.weight_block_size, layer.quant_config = [128, 128], SimpleNamespace(online_quantization_config=None)
     # Their constructors want an engine's configuration, and choose a kernel that there is on a GPU alone.
     layer.quant_method = object.__new__(Fp8PerBlockOnlineLinearMethod)

@@ -45,6 +45,7 @@ def test_kernels_are_compiled_by_the_first_rank_of_a_node(failing: bool, tmp_pat
     assert compiled_by[0] == "4"
     assert (compiled_by == "4", codes) == ((False, [0, 0, 0, 1]) if failing else (True, [0, 0, 0, 0]))
 
+
 TWO_ENGINES = """
 import gc, weakref
 from types import SimpleNamespace
