@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -34,8 +34,9 @@ VLLM_VERSION = "0.32.0"
 OFFLOAD = 1
 """The level of vLLM's sleep that copies weights to the CPU. The other level saves the models' buffers alone: no refit
 brings back what else was made while loading, such as the samplers' tensors and a draft model's weights."""
-_live_engines: WeakSet[Any] = WeakSet()
-"""The engines of this process, which share vLLM's process groups."""
+_live_engines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The engines of this process, which share vLLM's process groups, with the scratch memory of their experts: CUDA graphs
+write to it, and vLLM itself holds that of the latest engine alone."""
 
 
 class Iteration(NamedTuple):
@@ -293,9 +294,7 @@ def start(arguments: dict[str, Any]) -> Any:
     finally:
         torch.set_num_threads = set_num_threads
     llm_engine.engine_core._finalizer.detach()
-    # The scratch memory of its experts, to which its CUDA graphs write: vLLM holds only that of the latest engine.
-    llm_engine.workspaces = workspace._manager
-    _live_engines.add(llm_engine)
+    _live_engines[llm_engine] = workspace._manager
     return llm_engine
 
 
@@ -306,8 +305,7 @@ def stop(llm_engine: Any) -> None:
     core = llm_engine.engine_core.engine_core
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    _live_engines.discard(llm_engine)
-    llm_engine.workspaces = None
+    _live_engines.pop(llm_engine, None)
     if not _live_engines:
         parallel_state.destroy_model_parallel()
     if not _live_engines and parallel_state._WORLD is not None:

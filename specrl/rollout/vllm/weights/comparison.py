@@ -230,10 +230,8 @@ def _quantised(layer: Any, parts: Sequence[Tensor], device: torch.device) -> Any
     made = copy(layer)
     # What the copy sets must not show in the layer.
     made._parameters, made._buffers = {}, dict(layer._buffers)
-    weight = torch.cat(list(parts)).to(device)
     # As vLLM's is: of another class, torch would quantise it by other kernels, compiled for each shape, while it may.
-    weight.__class__ = type(layer.weight)
-    made.weight = weight
+    made.weight = torch.cat(list(parts)).to(device).as_subclass(type(layer.weight))
     made._already_called_process_weights_after_loading = False
     layer.quant_method.process_weights_after_loading(made)
     return made
