@@ -24,7 +24,7 @@ from specrl.training.checkpoint.load import TrainState
 from specrl.training.checkpoint.manifest import CheckpointError
 from specrl.training.checkpoint.policy_folder import write_policy_folder
 from specrl.training.lora import DOWN, UP
-from specrl.training.megatron import scores
+from specrl.training.megatron import scores, weights
 from specrl.training.megatron.export import export
 from specrl.training.megatron.policy import Policy
 
@@ -136,6 +136,29 @@ def test_gradients_are_those_of_the_weights_through_the_product(
                 norm += float(tensor.square().sum())
                 torch.testing.assert_close(own[module + end], tensor, atol=1e-5, rtol=1e-4)
     assert policy.train_step(batches(), loss, lr=0.0)[0]["grad_norm"] == pytest.approx(norm**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_at_full_rank_is_that_of_full_training(
+    models: dict[str, Path], ranks: Ranks, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With A the identity, B = 0 and alpha = rank, B gets the gradient of the matrix, and A none."""
+
+    def initial(name: str, shape: tuple[int, ...], _: int) -> Tensor:
+        return torch.zeros(shape) if name.endswith(UP) else torch.eye(*shape)
+
+    monkeypatch.setattr(weights, "initial", initial)
+    base = weights_of(whole := opened(models[family], ranks, lora=None))
+    width = max(base[name].shape[1] for name in base if name.endswith("_proj.weight"))
+    policy = opened(models[family], ranks, lora={"rank": width, "alpha": float(width)})
+    steps = [trained.train_step(batches(), loss)[0] for trained in (whole, policy)]
+    assert steps[0]["loss"] == steps[1]["loss"]
+    full, low, adapters = weights_of(whole), weights_of(policy), adapters_of(policy)
+    linear = [name for name in base if name.removesuffix("weight") + UP in adapters]
+    assert len(linear) == 7 * policy.hf_config.num_hidden_layers
+    for name in linear:
+        assert (full[name] - base[name]).abs().max() > 0.005, name  # Adam's first steps are of about lr = 0.01
+        torch.testing.assert_close(low[name], full[name], atol=1e-6, rtol=0)
 
 
 def test_only_adapters_have_gradients_and_an_optimizer(
