@@ -14,8 +14,10 @@ from specrl.artifacts import PrepareResult, write_result
 from specrl.context import StageContext
 from specrl.data.drawing import draw_first
 from specrl.data.prompts import PromptSource
+from specrl.data.rewards import sandbox
+from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import check_scoring
-from specrl.data.rewards.functions import is_built_in
+from specrl.data.rewards.functions import is_built_in, runs_code
 from specrl.data.rewards.trial import doubtful_references
 from specrl.distributed import Ranks
 from specrl.events import record_event
@@ -39,6 +41,7 @@ def main(context: StageContext) -> None:
     started = time.monotonic()
     config, start = context.config, context.continues
     check_scoring(config)
+    refuse_open_sandbox(sandbox.available(), runs_code(config.data, config.environment.name))
     warm = config.warm_start.num_examples > 0
     policy_dir = context.stage_dir / "policy"
     base_dir = context.stage_dir / "base" if warm or start is not None else policy_dir

@@ -6,18 +6,24 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from specrl.config import Config, ConfigError, DataConfig, load_config, parse_config
+from specrl.context import StageContext
 from specrl.data.files import read_problems
 from specrl.data.problems import Counts, Problem, Prompt, fit_all
+from specrl.data.rewards import sandbox
 from specrl.data.rewards.calculator import Calculator, NotArithmeticError, value, written
+from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import NotATurnError, Turn, check_scoring, make_environment, play
+from specrl.data.rewards.functions import runs_code, starts_processes
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardFailure, RewardPool, Scoring, refuse_failure
 from specrl.data.rewards.worker import Outcome
 from specrl.keys import run_keys
+from specrl.stages import prepare
 
 ROOT = Path(__file__).parents[2]
 BODY = """
@@ -50,8 +56,19 @@ class Counter:
 class NoEnvironment:
     pass
 """
+SEES = """
+import glob
+found = []
+for place in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        found += [place] * (b"WHO=" in open(place, "rb").read())
+    except OSError:
+        pass
+print(found)
+"""
 NAME = "counting_environment:Counter"
 MESSAGE = {"role": "tool", "content": "5"}
+needs_sandbox = pytest.mark.skipif(bool(sandbox.available().gaps(False)), reason="the kernel has no whole sandbox")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,7 +146,7 @@ def test_failures_of_an_environment_are_named_after_it() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("calculater", "it must be calculator or package.module:Class"),
+        ("calculater", "it must be calculator, python or package.module:Class"),
         ("counting_environment:NoEnvironment", "has no methods reset(problem) and step(text)"),
         ("counting_environment:Missing", "cannot be imported"),
         ("nowhere.module:Class", "cannot be imported"),
@@ -288,7 +305,123 @@ def test_the_calculator_asks_what_the_problem_asks() -> None:
     assert Calculator().reset(Problem("Q", "1", "")) == []
 
 
-@pytest.mark.parametrize(("name", "entry"), [(NAME, {"level": 2}), ("calculator", {})])
+@pytest.fixture(scope="module")
+def programs() -> Iterator[RewardPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WHO", "a-secret-of-the-test")
+        found = RewardPool(DataConfig(reward_environment=("WHO",)), environment="python")
+        yield found
+        found.close()
+
+
+def block(program: str) -> str:
+    return f"I compute it:\n```python\n{program}\n```\n"
+
+
+def output(text: str) -> Turn:
+    return Turn(({"role": "tool", "content": f"\n```output\n{text}\n```\n"},))
+
+
+@needs_sandbox
+def test_python_runs_the_last_block_of_each_turn_until_an_answer_is_stated(programs: RewardPool) -> None:
+    conversations = [
+        (block("x = 2\nprint(x)"),),
+        (block("print(1)"), block("print(2)") + "or rather\n" + block("print('Answer: 3')")),
+        (block("print(3)"), "It is 3.\nAnswer: 3"),
+        (block("print(3)") + "Answer: 4",),
+        ("Answer: 3\n\nQuestion: and 2 + 2?\nAnswer: 4",),
+        (
+            block("open('kept', 'w').write('7')"),
+            block("x = open('kept').read()"),
+            block("print(open('kept').read(), x)"),
+        ),
+        (f"<think>{block('print(1)')}</think>{block('print(2)')}",),
+        (f"<think>{block('print(1)')}Answer: 3",),
+        ("no idea",),
+    ]
+    assert results(programs, *conversations) == [
+        output("2"),
+        output("Answer: 3"),
+        Turn((), 1.0, done=True),
+        Turn((), 0.0, done=True),
+        Turn((), 1.0, done=True),
+        output("NameError: name 'x' is not defined"),
+        output("2"),
+        Turn((), 0.0, done=True),
+        Turn((), 0.0, done=True),
+    ]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("print(1)\nprint(1 / 0)", "1\nZeroDivisionError: division by zero"),
+        ("print(1", "SyntaxError: '(' was never closed (program.py, line 1)"),
+        ("print(1)\nraise SystemExit(3)", "1"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("pass", ""),
+        ("print('x' * 5000 + 'y')", f"...{'x' * 1999}y"),
+        ("bytearray(2**31)", "MemoryError:"),
+        ("while True: pass", "(none: it was ended, at the latest after 5 s)"),
+        ("import os\nos._exit(1)", "(none: it was ended, at the latest after 5 s)"),
+        ("import os\nos.unlink('output')\nos.mkdir('output')", ""),
+        (SEES, "\n[]\n"),
+        ("import socket\nsocket.socket()", "PermissionError: [Errno 1] Operation not permitted"),
+        ("open('/tmp/marker-of-a-test', 'w')", "Error: [Errno"),
+    ],
+)
+def test_a_program_of_a_conversation_is_held_as_those_of_code_are(
+    programs: RewardPool, program: str, shown: str
+) -> None:
+    (turn,) = results(programs, (block(program),))
+    assert isinstance(turn, Turn) and not turn.done and turn.reward == 0
+    assert shown in turn.messages[0]["content"]
+
+
+@needs_sandbox
+def test_programs_print_the_same_when_a_restart_runs_them_again(programs: RewardPool) -> None:
+    """Mutation: with Python's isolated mode, in which PYTHONHASHSEED is ignored."""
+    varying = "import random\nprint({str(n) for n in range(50)}, random.random(), object(), lambda: 0)"
+    turns = results(programs, *[(block(varying),)] * 3)
+    assert turns[0] == turns[1] == turns[2] and "<object object at 0x0>" in turns[0].messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": {"reward_network": True}}, r'^data.reward_network = true: what environment.name = "python" runs may'),
+        (
+            {"data": {"reward_timeout_s": 20.0}},
+            r"^data.reward_timeout_s = 20 with .*: it must be longer than 20, 5 for",
+        ),
+        ({"environment": {"name": "python", "max_turns": 6}}, r"of environment.max_turns = 6 turns$"),
+    ],
+)
+def test_a_run_whose_programs_could_not_be_held_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check_scoring(parse_config({"name": "x", "environment": {"name": "python"}, **settings}))
+    assert "\n" not in str(error.value)
+
+
+def test_python_counts_as_what_runs_a_models_code() -> None:
+    config = DataConfig()
+    named = {name: (runs_code(config, name), starts_processes(config, name)) for name in (None, "calculator", "python")}
+    assert named == {None: ("", False), "calculator": ("", False), "python": ('environment.name = "python"', True)}
+    with pytest.raises(
+        ConfigError, match=r'^environment.name = "python" runs what a model writes, which on this machine'
+    ):
+        refuse_open_sandbox(sandbox.Confinement(False, False, 0, False), named["python"][0])
+
+
+def test_prepare_refuses_an_open_sandbox_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "available", lambda: sandbox.Confinement(True, True, 6, False))
+    config = parse_config({"name": "x", "environment": {"name": "python"}})
+    with pytest.raises(ConfigError, match="on this machine could start processes without end"):
+        prepare.main(cast(StageContext, SimpleNamespace(config=config, continues=None)))
+
+
+@pytest.mark.parametrize(("name", "entry"), [(NAME, {"level": 2}), ("calculator", {}), ("python", {})])
 def test_the_other_columns_of_a_file_reach_an_environment_of_ones_own(
     name: str, entry: dict[str, int], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ HELD = sandbox.available()
 needs_sandbox = pytest.mark.skipif(bool(HELD.gaps(False)), reason="the kernel has no whole sandbox")
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 5"])
 PRINTS = json.dumps({"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10"]})
+CODE = 'data.reward = "code"'
 NAP = str(20_000_000 + os.getpid())
 OUTLIVING = """
 import glob, os, time
@@ -256,11 +257,12 @@ def test_tests_that_cannot_be_run_are_refused_in_one_line(row: object, message: 
 
 
 def test_code_is_refused_where_the_kernel_holds_less_than_the_whole_sandbox() -> None:
-    refuse_open_sandbox(sandbox.Confinement(True, True, 6, True))
+    refuse_open_sandbox(sandbox.Confinement(True, True, 6, True), CODE)
+    refuse_open_sandbox(sandbox.Confinement(False, False, 0, False), "")
     for missing in ({"namespaces": False, "landlock": 3}, {"filters": False}, {"read_only": False, "landlock": 0}):
         held = replace(sandbox.Confinement(True, True, 6, True), **missing)
         with pytest.raises(ConfigError, match="runs what a model writes, which on this machine could ") as error:
-            refuse_open_sandbox(held)
+            refuse_open_sandbox(held, CODE)
         assert "\n" not in str(error.value)
 
 

@@ -25,9 +25,15 @@ from specrl.data.rewards.sandbox import MEMORY, PROCESSES, Confinement, hide_mem
 
 MIB = 2**20
 LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
-ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""That of the tests."""
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # a restart finds sets in the same order
+}
+"""That of the programs."""
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _RUNNER = """
 import resource, sys
 memory, proof, *names = sys.argv[1:]
@@ -59,19 +65,17 @@ class CodeParameters(Options):
     @model_validator(mode="after")
     def _is_held(self, info: ValidationInfo) -> Self:
         data = cast(DataConfig, info.context)
-        if data.reward_network:
-            raise ValueError('data.reward_network = true: what "code" runs may not use the network; set it to false')
         if self.seconds >= data.reward_timeout_s:
             raise ValueError(f"seconds = {self.seconds:g}: data.reward_timeout_s must be longer")
         return self
 
 
-def refuse_open_sandbox(held: Confinement) -> None:
-    """Raise ConfigError on a machine whose kernel does not hold all of the sandbox."""
-    if gaps := held.gaps(network=False):
+def refuse_open_sandbox(held: Confinement, named: str) -> None:
+    """Raise ConfigError if the setting `named` runs code on a machine whose kernel does not hold all of the sandbox."""
+    if named and (gaps := held.gaps(network=False)):
         raise ConfigError(
-            f'data.reward = "code" runs what a model writes, which on this machine could {gaps}: run it where '
-            "`specrl doctor` finds a whole sandbox"
+            f"{named} runs what a model writes, which on this machine could {gaps}: run it where `specrl doctor` finds "
+            "a whole sandbox"
         )
 
 
@@ -81,7 +85,7 @@ def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) ->
     The caller must be in the sandbox, in an empty folder where it may write.
     """
     tests = read_tests(answer)
-    codes = [textwrap.dedent(block) for block in _BLOCK.findall(response)[-1:]]
+    codes = [textwrap.dedent(block) for block in BLOCK.findall(response)[-1:]]
     deadline = time.monotonic() + parameters.seconds
     # What is wanted and the variables of `data.reward_environment` are in this memory. It stays hidden for the parts of
     # the reward that follow, because a process in a session of its own outlives its test.
@@ -128,20 +132,20 @@ def _are_texts(found: object) -> TypeGuard[list[str]]:
 
 def _passes(code: str, test: str, wanted: str | None, deadline: float, parameters: CodeParameters) -> bool:
     """Whether code raises nothing in a test, or prints what is wanted."""
-    proof = secrets.token_hex(16)
+    proof, memory = secrets.token_hex(16), parameters.memory_mib
     try:
-        _write(_SOLUTION, code)
+        write(_SOLUTION, code)
         if wanted is not None:
-            printed = _printed(["", _SOLUTION], test, deadline, parameters)
-            return printed is not None and _lines(printed) == _lines(wanted)
-        _write(_TEST, test)
-        printed = _printed([proof, _SOLUTION, _TEST], "", deadline, parameters)
-        return printed is not None and printed.endswith(f"{proof}\n")
+            found = printed(_RUNNER, ["", _SOLUTION], test, deadline, memory)
+            return found is not None and _lines(found) == _lines(wanted)
+        write(_TEST, test)
+        found = printed(_RUNNER, [proof, _SOLUTION, _TEST], "", deadline, memory)
+        return found is not None and found.endswith(f"{proof}\n")
     except OSError:  # earlier tests may have taken all processes or the disk, or made a folder of the file
         return False
 
 
-def _write(name: str, text: str) -> None:
+def write(name: str, text: str) -> None:
     Path(name).unlink(missing_ok=True)  # an earlier test may have made a pipe of it, at which writing would wait
     Path(name).write_text(text, errors="replace")
 
@@ -150,13 +154,16 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _printed(arguments: Sequence[str], given: str, deadline: float, parameters: CodeParameters) -> str | None:
-    """What a process prints, its end if that is long; None where it fails or has no time left."""
+def printed(runner: str, arguments: Sequence[str], given: str, deadline: float, memory_mib: int) -> str | None:
+    """What a process prints, its end if that is long; None where it fails or has no time left.
+
+    The program `runner` is given its memory in bytes and the arguments, and limits itself.
+    """
     if (left := deadline - time.monotonic()) <= 0:
         return None
     with Path(_OUTPUT).open("w+b") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _RUNNER, str(parameters.memory_mib * MIB), *arguments],
+            [sys.executable, "-P", "-s", "-B", "-c", runner, str(memory_mib * MIB), *arguments],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,

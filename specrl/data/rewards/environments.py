@@ -11,7 +11,8 @@ from specrl.config import Config, ConfigError
 from specrl.config.base import import_function
 from specrl.data.problems import Problem, Prompt
 from specrl.data.rewards.calculator import Calculator
-from specrl.data.rewards.functions import LARGEST, make_rewards, raised
+from specrl.data.rewards.functions import LARGEST, make_rewards, raised, refuse_network, runs_code
+from specrl.data.rewards.interpreter import SECONDS, Python
 
 
 class Environment(Protocol):
@@ -34,7 +35,7 @@ class NotATurnError(ValueError):
 
 
 EnvironmentClass = Callable[[], Environment]
-BUILT_IN: dict[str, EnvironmentClass] = {"calculator": Calculator}
+BUILT_IN: dict[str, EnvironmentClass] = {"calculator": Calculator, "python": Python}
 """specrl's own environments, by their `environment.name`."""
 
 
@@ -88,10 +89,17 @@ def make_environment(name: str) -> EnvironmentClass:
 
 def check_scoring(config: Config) -> None:
     """Check that the environment, or without one the reward, can be imported and is called as a run calls it."""
-    if config.environment.name is None:
-        make_rewards(config.data)
-    else:
-        make_environment(config.environment.name)
+    name, data, turns = config.environment.name, config.data, config.environment.max_turns
+    if name is None:
+        make_rewards(data)
+        return
+    make_environment(name)
+    refuse_network(data, name)
+    if runs_code(data, name) and data.reward_timeout_s <= turns * SECONDS:
+        raise ConfigError(
+            f'data.reward_timeout_s = {data.reward_timeout_s:g} with environment.name = "{name}": it must be longer '
+            f"than {turns * SECONDS:g}, {SECONDS:g} for the program of each of environment.max_turns = {turns} turns"
+        )
 
 
 def play(made: EnvironmentClass, prompt: Prompt, texts: Sequence[str]) -> Turn | str:

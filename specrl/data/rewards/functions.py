@@ -91,6 +91,7 @@ def make_rewards(config: DataConfig) -> list[Reward]:
     Raises:
         ConfigError: There is no such reward, or it cannot be used with these parameters.
     """
+    refuse_network(config)
     return [_make_reward(config, part) for part in config.reward]
 
 
@@ -163,12 +164,20 @@ def is_built_in(config: DataConfig, environment: str | None = None) -> bool:
 
 def starts_processes(config: DataConfig, environment: str | None = None) -> bool:
     """Whether a part of `data.reward`, or the environment in its place, may start processes."""
-    return not is_built_in(config, environment) or (environment is None and runs_code(config))
+    return not is_built_in(config, environment) or bool(runs_code(config, environment))
 
 
-def runs_code(config: DataConfig) -> bool:
-    """Whether a part of `data.reward` runs what a model writes."""
-    return any(part.name == "code" for part in config.reward)
+def runs_code(config: DataConfig, environment: str | None = None) -> str:
+    """The setting, if any, that runs what a model writes: a part of `data.reward`, or the environment in its place."""
+    if environment is not None:
+        return 'environment.name = "python"' if environment == "python" else ""
+    return 'data.reward = "code"' if any(part.name == "code" for part in config.reward) else ""
+
+
+def refuse_network(config: DataConfig, environment: str | None = None) -> None:
+    """Raise ConfigError if what a model writes would run with the network."""
+    if config.reward_network and (named := runs_code(config, environment)):
+        raise ConfigError(f"data.reward_network = true: what {named} runs may not use the network; set it to false")
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:

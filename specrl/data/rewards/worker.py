@@ -30,7 +30,7 @@ from specrl.data.problems import Prompt
 from specrl.data.rewards import sandbox
 from specrl.data.rewards.code import refuse_open_sandbox
 from specrl.data.rewards.environments import Turn, make_environment, play
-from specrl.data.rewards.functions import judge, make_rewards, runs_code, starts_processes, warm_up
+from specrl.data.rewards.functions import judge, make_rewards, refuse_network, runs_code, starts_processes, warm_up
 from specrl.processes import become_helper, end_with_parent
 
 ANSWER_BYTES = 65_536  # the longest answer of a fork
@@ -110,8 +110,8 @@ def main(rank: Connection) -> None:
         sandbox.adopt_orphans()
     sandbox.hide_memory()
     try:
-        if any(map(runs_code, sections)):
-            refuse_open_sandbox(held)
+        for section in sections:
+            refuse_open_sandbox(held, runs_code(section, environment))
         judges, problem = [make_judge(section, environment) for section in sections], ""
     except ConfigError as error:
         judges, problem = [], str(error)
@@ -125,6 +125,7 @@ def main(rank: Connection) -> None:
 def make_judge(section: DataConfig, environment: str | None) -> Judge:
     """The environment, or without one the parts of the section's reward; raise ConfigError if there is none."""
     if environment is not None:
+        refuse_network(section, environment)
         return partial(play, make_environment(environment))
     rewards = make_rewards(section)
     for part, reward in zip(section.reward, rewards, strict=True):

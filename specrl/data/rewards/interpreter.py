@@ -1,0 +1,71 @@
+"""The environment `python`: a policy that writes a program is told what it prints, until it states its answer.
+
+A program runs as those of the reward `code` do. So that a restart finds the same conversation, the order of its sets,
+`random` and the addresses that it prints are the same each time; a clock that it reads is not.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+
+from specrl.data.answers import after_thoughts, final_part
+from specrl.data.problems import Problem
+from specrl.data.rewards.code import BLOCK, printed, write
+from specrl.data.rewards.functions import exact_match
+from specrl.data.rewards.sandbox import hide_memory
+
+SECONDS = 5.0  # for one program
+MEMORY_MIB = 1024  # of its address space
+LONGEST = 2000  # characters of what it prints that the policy reads: the end, where an error stands
+_PROGRAM = "program.py"
+_RUNNER = """
+import random, resource, sys
+memory, name = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
+sys.argv = [name]
+random.seed(0)
+try:
+    with open(name) as file:
+        exec(compile(file.read(), name, "exec"), {"__name__": "__main__"})
+except SystemExit:
+    pass
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+_ADDRESS = re.compile(r"(?<= at 0x)[0-9a-f]+(?=>)")
+
+
+class Python:
+    """Runs the last fenced block of a turn, and rewards one that states the right `Answer:` with 1.
+
+    Programs share nothing but the files of their conversation. A turn with neither ends it.
+    """
+
+    def reset(self, problem: Problem) -> list[dict[str, str]]:
+        self._answer = problem.answer
+        return []
+
+    def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+        said = after_thoughts(text)
+        programs, words = BLOCK.findall(said), BLOCK.sub("", said)
+        if "Answer:" in words:
+            return [], exact_match("", final_part(words), self._answer), True
+        if not programs:
+            return [], 0.0, True
+        content = f"\n```output\n{_output(textwrap.dedent(programs[-1]))}\n```\n"
+        return [{"role": "tool", "content": content}], 0.0, False
+
+
+def _output(program: str) -> str:
+    hide_memory()  # which has the answer
+    try:
+        write(_PROGRAM, program)
+        found = printed(_RUNNER, [_PROGRAM], "", time.monotonic() + SECONDS, MEMORY_MIB)
+    except OSError:  # an earlier program may have taken all processes or the disk, or made a folder of the file
+        found = None
+    if found is None:
+        return f"(none: it was ended, at the latest after {SECONDS:g} s)"
+    text = _ADDRESS.sub("0", found).strip()
+    return text if len(text) <= LONGEST else f"...{text[-LONGEST:]}"
