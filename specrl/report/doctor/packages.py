@@ -14,7 +14,7 @@ from specrl.report import package_files
 
 LOCKS = Path(__file__).parents[3] / "requirements"
 SHOWN = 5  # packages that a line names
-_DEVELOPERS = """pytest pytest-xdist hypothesis ruff mypy import-linter vulture
+_DEVELOPERS = """pytest pytest-xdist hypothesis ruff mypy import-linter vulture peft
 ast-serialize execnet grimp iniconfig librt mypy-extensions sortedcontainers"""
 DEVELOPERS = _DEVELOPERS.split()
 """What `dev.in` brings into the locks and nothing else needs: a machine without it runs everything but the tests."""
