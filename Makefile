@@ -6,7 +6,7 @@ TEST_WORKERS ?= 2
 # A worker runs whole files. Folders run one after another, so that the engines and process groups of one end before the next.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # Whole pipelines and trainings, many of them killed and resumed: half of the time that all tests take.
-LONG := $(patsubst %,tests/integration/test_%.py,bench bubbles kinds mtp_pipeline parallel_runs pipeline tutorial) \
+LONG := $(patsubst %,tests/integration/test_%.py,bench bubbles kinds menu mtp_pipeline parallel_runs pipeline tutorial) \
 	tests/slurm/test_slurm_sweep.py
 LOCK ?= requirements/cpu.lock
 BIN := .venv/bin

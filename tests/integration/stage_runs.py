@@ -14,6 +14,7 @@ from specrl.config import STAGES, Config, StageName, parse_config
 from specrl.context import StageContext
 from specrl.keys import INPUTS
 from specrl.tracking.runs import start_parent_run
+from specrl.tracking.store import import_mlflow
 from tests.forks import fork, import_engine, wait
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -50,6 +51,7 @@ def config_of(folder: Path, name: str, changes: Sections, ranks: int = 1) -> Con
 
 def import_stages() -> None:
     import_engine()
+    import_mlflow()
     for stage in STAGES:
         import_module(f"specrl.stages.{stage}")
 

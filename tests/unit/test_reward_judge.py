@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,10 +20,11 @@ KEY = "a-key-of-the-test"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers a question about a response with a score for each `!` in it, and in other ways where it says so."""
+    """Answers a question about a response with a score for each `counted` in it, and in other ways where it says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.counted = counted
         self.asked: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
@@ -53,7 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         elif "strange" in text:
             self.answer(b"{}")
         else:
-            said = "Score: 9 of it is\nmine." if "rambling" in text else f"It is so.\n**Score: {text.count('!')}**\n"
+            score = text.count(self.server.counted)
+            said = "Score: 9 of it is\nmine." if "rambling" in text else f"It is so.\n**Score: {score}**\n"
             self.answer(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
 
     def answer(self, body: bytes) -> None:
@@ -66,15 +69,21 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
+@contextmanager
+def serving(counted: str = "!") -> Iterator[Server]:
+    found = Server(counted)
     thread = threading.Thread(target=found.serve_forever)
     thread.start()
     yield found
     found.shutdown()
     thread.join()
     found.server_close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as found:
+        yield found
 
 
 def data(url: str, parameters: dict[str, Any] | None = None, **settings: Any) -> DataConfig:
