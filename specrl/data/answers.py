@@ -119,19 +119,18 @@ _APART = [
 ]
 """What tells answers apart and math-verify does not: bases, halves of the day, signs, units, and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
-_UNIT = r"(?:[a-z]{2,}\.?|[mglsh])(?:\^[23])?(?:/[a-z]+(?:\^[23])?)?"
-_NUMBER = re.compile(
-    rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°]|[kcm]?[mgl]|[sh])"
-)
+_UNIT = r"(?:(?:[a-z]{2,}\.?|m)(?:\^[23])?|[glsh])(?:/[a-z]+(?:\^[23])?)?"
+_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
 _UNIT_WORD = re.compile(r"(?:(sq|cu)\S* )?(kilo|centi|milli)?([a-z]+?)s?\.?(\^[23])?")
 _SYMBOLS = {"meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd"}
 _SYMBOLS |= {"mile": "mi", "gram": "g", "liter": "l", "litre": "l"}
 _SYMBOLS |= {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h"}
 _MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[sh])(?:\^[23])?(?:/(?:min|[sh])(?:\^2)?)?")
+_CLOSE = re.compile(r"(?<=\d)(?=[kcm]?m$)")
 _POWER = re.compile(r"\^[23]")
 _IN_FONT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _LAST_LETTER = re.compile(r"(?<=[\d}\s])([cdghlmost])\s*$")
-_LETTER = re.compile(r"(?<![a-zA-Z\\])[cdghlmost](?![a-zA-Z]|\s*$)")
+_LETTER = re.compile(r"(?<![a-zA-Z\\'])(?<!\d )[cdghlmost](?![a-zA-Z]|\s*[=$]|\s*$)")
 
 
 def format_answer(answer: str) -> str:
@@ -238,7 +237,7 @@ def same(stated: str, reference: str) -> bool:
         return choice is not None and choice[1] == wanted and (another is None or wanted in another.groups())
     if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(reference)):
         return offered[1].casefold() == own
-    if "," not in wanted and re.search(r"\d,\d", stated) and own.count(",") == 1:
+    if "," not in wanted and re.search(r"\d,(?:\d\d|[1-9])", stated) and own.count(",") == 1:
         own = own.replace(",", ".")  # where no pair is asked for, it is a decimal comma
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
@@ -248,10 +247,11 @@ def contradicts(stated: str, reference: str) -> bool:
     """Whether two answers have numbers of different bases, some units that differ, or different choices."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
-    amounts = [_amount(normalise(answer)) for answer in (stated, reference)]
+    amounts = [_amount(normalise(_CLOSE.sub(" ", answer))) for answer in (stated, reference)]
     units = [unit for _, unit in amounts if _MEASURED.fullmatch(unit)]
     marks = [[set(mark.findall(as_latex(answer).casefold())) for answer in (stated, reference)] for mark in _APART]
-    marks += [[{unit.partition("^")[0]} for unit in units], [set(_POWER.findall(unit)) for unit in units]]
+    if {*units} != {"m", "min"}:  # `5m` may be minutes
+        marks += [[{unit.partition("^")[0]} for unit in units], [set(_POWER.findall(unit)) for unit in units]]
     pairs = (pair for pair in marks if len(pair) == 2)
     return bool(another) or any(own and wanted and own.isdisjoint(wanted) for own, wanted in pairs)
 
@@ -322,7 +322,9 @@ def keep_variable(latex: str, other: str) -> str:
     own, others = _IN_FONT.sub("", latex), _LETTER.findall(_IN_FONT.sub("", other))
     last = _LAST_LETTER.search(own)
     if last is None or not (
-        last[1] in "cdot" or last[1] in _LETTER.findall(own) + others or re.search(r"[\w})]\s*[-+]\s*[\w\\({]", own)
+        re.search(r"\S[cdot]\s*$", own)
+        or last[1] in _LETTER.findall(own) + others
+        or re.search(r"[\w})]\s*[-+]\s*[^-+=\s]*[a-z]\s*$", own)
     ):
         return latex
     return _LAST_LETTER.sub(r"{\1}", latex)

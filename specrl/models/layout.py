@@ -25,14 +25,14 @@ def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from _head_problems("engine.tensor_parallel", engine.tensor_parallel, shape, source)
     if shape.num_experts and policy.lora is not None:
         yield f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out"
-    yield from fp8_problems(config, shape)
+    yield from fp8_problems(config, shape, on_gpu=config.resources_of("train").gpus_per_rank > 0)
     yield from _head_size_problems(config, shape, source)
     method = config.speculation.draft_method
     if method.has_weights and not method.is_policy_layer:
         yield from _drafter_problems(config, shape)
 
 
-def fp8_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+def fp8_problems(config: Config, shape: ModelShape, *, on_gpu: bool) -> Iterator[str]:
     """Yield a line for FP8 blocks that a shard would cut, or that trainer and engine would cut differently."""
     source, precision = config.model.source, config.precision
     trainer, engine = config.policy.tensor_parallel, config.engine.tensor_parallel
@@ -41,7 +41,7 @@ def fp8_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"engine.tensor_parallel = {engine}: {experts} cut through FP8 blocks of {FP8_BLOCK}"
     if precision.training == "bf16":
         return
-    if config.resources_of("train").gpus_per_rank and shape.head_dim % FP8_BLOCK:
+    if on_gpu and shape.head_dim % FP8_BLOCK:
         # Transformer Engine's blocks of queries and keys would hold rows of several heads.
         yield (
             f'precision.training = "fp8" on a GPU: heads of {shape.head_dim} channels share blocks of {FP8_BLOCK} '

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
+
 from specrl import lifetime, logs
 from specrl.artifacts import (
     BestPolicy,
@@ -197,7 +199,8 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
     config, precision = context.config, context.config.precision
     if not precision.uses_fp8:
         return None, None
-    if problems := list(fp8_problems(config, shape_of(read_model_config(policy_dir)))):  # of a model from the hub
+    shape = shape_of(read_model_config(policy_dir))
+    if problems := list(fp8_problems(config, shape, on_gpu=torch.cuda.is_available())):  # of a model from the hub
         raise ConfigError("\n".join(problems))
     if precision.training == "fp8":
         native.check_training(precision)

@@ -281,6 +281,16 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
         ("60 km/h", r"\boxed{60 kilometers per hour}", r"\boxed{60 m/s}"),
         (r"10\sqrt3\text{ m}", r"\boxed{10\sqrt{3} m}", r"\boxed{3\sqrt{10} m}"),
         ("2+3i", r"\boxed{3 i + 2}", r"\boxed{3 i - 2}"),
+        (r"1+\sqrt2", r"\boxed{(1+\sqrt2) m}", r"\boxed{(1+2m)}"),  # and units that are no variables
+        (r"10-\sqrt2 m", r"\boxed{10-\sqrt2\text{ meters}}", r"\boxed{10-2m}"),
+        ("128", r"\boxed{2^{10-3} g}", r"\boxed{128-g}"),
+        (r"\frac53", r"\boxed{2 - \frac13 h}", r"\boxed{2-\frac13h}"),
+        ("5 m", "The ball is 5 m high, so the answer is 5 m.", r"\boxed{5 cm}"),
+        ("2", r"\boxed{3.2 m - 1.2 m = 2 m}", r"\boxed{3.2m-1.2}"),
+        ("5", r"\boxed{s = 5 s}", r"\boxed{5s^2}"),
+        ("5 minutes", r"\boxed{5m}", r"\boxed{5 s}"),
+        ("5 km", r"\boxed{5km}", r"\boxed{5m}"),
+        ("10", r"\boxed{10 c}", r"\boxed{1,0}"),
         (r"\frac{45}{2}^\circ", r"\boxed{22.5°}", r"\boxed{22.5\%}"),
     ],
 )

@@ -126,19 +126,19 @@ def test_shards_that_cut_blocks_are_refused_only_where_the_engines_differ() -> N
 def test_heads_that_share_blocks_are_refused_on_gpus_alone_and_before_a_job() -> None:
     narrow = LlamaConfig(hidden_size=256)
     on_gpus = ["resources.gpus_per_rank=1", "resources.gpu_memory_gib=80"]
-    (line,) = fp8_lines(narrow, 1, 1, *on_gpus)
+    (line,) = fp8_lines(narrow, 1, 1, on_gpu=True)
     assert line.startswith('precision.training = "fp8" on a GPU: heads of 8 channels')
     assert fp8_lines(narrow, 1, 1) == []
-    assert fp8_lines(LlamaConfig(hidden_size=256, num_attention_heads=2), 1, 1, *on_gpus) == []
+    assert fp8_lines(LlamaConfig(hidden_size=256, num_attention_heads=2), 1, 1, on_gpu=True) == []
     with pytest.raises(ConfigError, match="on a GPU: heads of 32 channels"):  # of configs/smoke.toml
         plan(fp8_config(1, 1, *on_gpus))
 
 
-def fp8_lines(hf: Any, trainer: int, engine: int, *overrides: str) -> list[str]:
+def fp8_lines(hf: Any, trainer: int, engine: int, *, on_gpu: bool = False) -> list[str]:
     """What layouts in FP8 with these tensor-parallel sizes are told about a model."""
     architecture = type(hf).__name__.replace("Config", "ForCausalLM")
     shape = shape_of(hf.to_dict() | {"architectures": [architecture]})
-    return list(fp8_problems(fp8_config(trainer, engine, *overrides), shape))
+    return list(fp8_problems(fp8_config(trainer, engine), shape, on_gpu=on_gpu))
 
 
 def fp8_config(trainer: int, engine: int, *overrides: str) -> Config:

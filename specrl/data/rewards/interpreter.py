@@ -1,7 +1,7 @@
 """The environment `python`: a policy that writes a program is told what it prints, until it states its answer.
 
-A program runs as those of the reward `code` do. So that a restart finds the same conversation, the order of its sets,
-`random` and the addresses that it prints are the same each time; a clock that it reads is not.
+A program runs as those of the reward `code` do. So that a restart finds the same conversation, the order of sets of
+texts, `random` and the addresses in `<... at 0x...>` are the same each time; other addresses and a clock are not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 import zlib
@@ -14,6 +15,8 @@ from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
 """The bytes that are read at a time."""
+
+PAGE = mmap.PAGESIZE
 
 
 class HostCopy:
@@ -29,7 +32,8 @@ class HostCopy:
         size = sum(tensor.nbytes for tensor in tensors.values())
         if len(self._buffer) != size:
             self._unpin()
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            around = torch.empty(size + 2 * PAGE, dtype=torch.uint8)  # no page of it has anything else that is pinned
+            self._buffer = around[-around.data_ptr() % PAGE :][:size]
             if any(tensor.is_cuda for tensor in tensors.values()):
                 self._pin()
         copies, offset = dict[str, Tensor](), 0

@@ -301,11 +301,13 @@ def start(arguments: dict[str, Any]) -> Any:
 def stop(llm_engine: Any) -> None:
     """Free the engine, and with the last one vLLM's process groups too; the default process group stays."""
     from vllm.distributed import parallel_state
+    from vllm.v1.worker import workspace
 
     core = llm_engine.engine_core.engine_core
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     _live_engines.pop(llm_engine, None)
+    workspace._manager = next(iter(_live_engines.values()), None)  # vLLM dropped it with the engine
     if not _live_engines:
         parallel_state.destroy_model_parallel()
     if not _live_engines and parallel_state._WORLD is not None:
