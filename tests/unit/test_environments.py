@@ -323,6 +323,28 @@ def output(text: str) -> Turn:
 
 
 @needs_sandbox
+def test_a_program_reads_neither_the_answers_nor_anything_else_that_is_the_users(
+    programs: RewardPool, tmp_path: Path
+) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("the answer is 42")
+    reads = f"print(open({str(answers)!r}).read())"
+    started = f"import subprocess; print(subprocess.run(['cat', {str(answers)!r}], capture_output=True).stdout)"
+    lists = f"import os; print(os.listdir({str(tmp_path)!r}))"
+    works = (
+        "import json, numpy, subprocess; print(subprocess.run(['echo', 'yes'], capture_output=True, text=True).stdout)"
+    )
+    found = results(programs, *((block(program),) for program in (reads, started, lists, works)))
+    denied = "PermissionError: [Errno 13] Permission denied: {}"
+    assert found == [
+        output(denied.format(repr(str(answers)))),
+        output("b''"),
+        output(denied.format(repr(str(tmp_path)))),
+        output("yes"),
+    ]
+
+
+@needs_sandbox
 def test_python_runs_the_last_block_of_each_turn_until_an_answer_is_stated(programs: RewardPool) -> None:
     conversations = [
         (block("x = 2\nprint(x)"),),

@@ -14,7 +14,9 @@ import platform
 import resource
 import signal
 import struct
+import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EAGAIN, ENOSYS, EPERM
@@ -26,6 +28,8 @@ MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond wh
 FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
 FILES = 10_000  # in a scratch folder that is a file system of its own
 PROCESSES = 200  # a reward of the user's may start so many for each response
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/dev", "/proc", "/sys")
+"""What a program that a model has written may read, beside Python and its own folder."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Without these, Python or text may not work as they do in the rank."""
 
@@ -198,12 +202,25 @@ def _allow_writing(scratch: Path, version: int, network: bool) -> None:
     rights = 1 << 1 | sum(1 << bit for bit in range(4, 13)) | (1 << 13) * (version >= 2) | (1 << 14) * (version >= 3)
     tcp = 0 if network else 3
     attributes = struct.pack("QQQ", rights, tcp, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
-    rules = _checked(_call("landlock_create_ruleset", attributes, len(attributes), 0))
     to_write_and_truncate = rights & (1 << 1 | 1 << 14)
-    for path, allowed in ((scratch, rights), (Path(os.devnull), to_write_and_truncate)):
-        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _checked(_call("landlock_add_rule", rules, 1, struct.pack("=Qi", allowed, folder), 0))
-        os.close(folder)
+    _allow(attributes, {scratch: rights, Path(os.devnull): to_write_and_truncate})
+
+
+def allow_reading() -> None:
+    """Take from this process and all that it starts, for good, what is neither the system's, Python's, nor in this
+    folder; nothing on a kernel without Landlock."""
+    if landlock_version():
+        folders = map(Path, (*SYSTEM, sys.prefix, sys.base_prefix, os.curdir))
+        execute_and_read = 1 << 0 | 1 << 2 | 1 << 3
+        _allow(struct.pack("Q", execute_and_read), {path: execute_and_read for path in folders if path.is_dir()})
+
+
+def _allow(attributes: bytes, allowed: Mapping[Path, int]) -> None:
+    rules = _checked(_call("landlock_create_ruleset", attributes, len(attributes), 0))
+    for path, rights in allowed.items():
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _checked(_call("landlock_add_rule", rules, 1, struct.pack("=Qi", rights, place), 0))
+        os.close(place)
     _checked(_call("landlock_restrict_self", rules, 0))
     os.close(rules)
 
