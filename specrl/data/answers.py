@@ -126,9 +126,10 @@ _SYMBOLS = {"meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft
 _SYMBOLS |= {"mile": "mi", "gram": "g", "liter": "l", "litre": "l"}
 _SYMBOLS |= {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h"}
 _MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[sh])(?:\^[23])?(?:/(?:min|[sh])(?:\^2)?)?")
-_CLOSE = re.compile(r"(?<=\d)(?=[kcm]?m$)")
+_BEFORE_UNIT = re.compile(r"(?<=\d)(?=[kcm]?m$)")
 _POWER = re.compile(r"\^[23]")
 _IN_FONT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
+# math-verify leaves out such a letter at an end, as a unit; elsewhere it is a variable, but for a unit behind a blank.
 _LAST_LETTER = re.compile(r"(?<=[\d}\s])([cdghlmost])\s*$")
 _LETTER = re.compile(r"(?<![a-zA-Z\\'])(?<!\d )[cdghlmost](?![a-zA-Z]|\s*[=$]|\s*$)")
 
@@ -247,7 +248,7 @@ def contradicts(stated: str, reference: str) -> bool:
     """Whether two answers have numbers of different bases, some units that differ, or different choices."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
-    amounts = [_amount(normalise(_CLOSE.sub(" ", answer))) for answer in (stated, reference)]
+    amounts = [_amount(normalise(_BEFORE_UNIT.sub(" ", answer))) for answer in (stated, reference)]
     units = [unit for _, unit in amounts if _MEASURED.fullmatch(unit)]
     marks = [[set(mark.findall(as_latex(answer).casefold())) for answer in (stated, reference)] for mark in _APART]
     if {*units} != {"m", "min"}:  # `5m` may be minutes

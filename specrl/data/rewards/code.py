@@ -21,7 +21,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from specrl.config import ConfigError, DataConfig
 from specrl.config.algorithms import Options
 from specrl.config.base import PositiveFloat
-from specrl.data.rewards.sandbox import MEMORY, PROCESSES, Confinement, allow_reading, hide_memory
+from specrl.data.rewards.sandbox import MEMORY, PROCESSES, Confinement, hide_memory, limit_reading
 
 MIB = 2**20
 LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
@@ -167,7 +167,7 @@ def printed(runner: str, arguments: Sequence[str], given: str, deadline: float, 
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            preexec_fn=allow_reading,  # noqa: PLW1509  (this process has one thread)
+            preexec_fn=limit_reading,  # noqa: PLW1509  (this process has one thread)
             env=ENVIRONMENT,
             start_new_session=True,
         )

@@ -28,7 +28,8 @@ MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond wh
 FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
 FILES = 10_000  # in a scratch folder that is a file system of its own
 PROCESSES = 200  # a reward of the user's may start so many for each response
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/dev", "/proc", "/sys")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")  # and not /dev/shm, where others' data may lie
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", *DEVICES)
 """What a program that a model has written may read, beside Python and its own folder."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Without these, Python or text may not work as they do in the rank."""
@@ -206,13 +207,16 @@ def _allow_writing(scratch: Path, version: int, network: bool) -> None:
     _allow(attributes, {scratch: rights, Path(os.devnull): to_write_and_truncate})
 
 
-def allow_reading() -> None:
-    """Take from this process and all that it starts, for good, what is neither the system's, Python's, nor in this
-    folder; nothing on a kernel without Landlock."""
+def limit_reading() -> None:
+    """Let this process and all that it starts read, for good, only the system, Python and the current folder.
+
+    On a kernel without Landlock it does nothing.
+    """
     if landlock_version():
-        folders = map(Path, (*SYSTEM, sys.prefix, sys.base_prefix, os.curdir))
-        execute_and_read = 1 << 0 | 1 << 2 | 1 << 3
-        _allow(struct.pack("Q", execute_and_read), {path: execute_and_read for path in folders if path.is_dir()})
+        places = [path for path in map(Path, (*SYSTEM, sys.prefix, sys.base_prefix, os.curdir)) if path.exists()]
+        read, execute_and_list = 1 << 2, 1 << 0 | 1 << 3
+        allowed = {path: read | execute_and_list * path.is_dir() for path in places}
+        _allow(struct.pack("Q", read | execute_and_list), allowed)
 
 
 def _allow(attributes: bytes, allowed: Mapping[Path, int]) -> None:
