@@ -256,7 +256,7 @@ def test_trainings_that_do_not_fit_into_memory_together_are_refused() -> None:
     small = parse_config({"name": "small", "model": {"source": "tiny"}})
     check_memory([small])
     large = parse_config({"name": "large", "model": {"source": "Qwen/Qwen3-235B-A22B"}})
-    with pytest.raises(ConfigError, match=r"2 trainings at once need \d+ GiB of memory, and this machine has "):
+    with pytest.raises(ConfigError, match=r"2 trainings at once need [\d.]+ GiB of memory, and this machine has "):
         check_memory([small, large])
 
 

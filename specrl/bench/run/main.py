@@ -50,6 +50,6 @@ def check_memory(configs: Sequence[Config]) -> None:
         needed += config.resources_of("train").ranks * own
     if needed > present:
         raise ConfigError(
-            f"{len(configs)} trainings at once need {needed:.0f} GiB of memory, and this machine has {present:.0f}: "
+            f"{len(configs)} trainings at once need {needed:.1f} GiB of memory, and this machine has {present:.1f}: "
             "choose fewer with --together, fewer ranks, or a smaller engine.kv_cache_gib"
         )
