@@ -136,7 +136,7 @@ def test_what_does_not_exist_is_found() -> None:
     assert unknown_in("specrl ran configs/smoke.toml") == ["ran"]
     assert unknown_in("specrl run CONFIG --sett a=b") == ["--sett"]
     assert unknown_in("specrl run CONFIG --set policy.learning_rate=1") == ["policy.learning_rate"]
-    assert unknown_in("specrl serve-model RUN [--port PORT] [--check]") == []
+    assert unknown_in("specrl serve-model RUN [--port PORT]") == []
     assert not exists(("validate", "sets", "aime", "files"))
     assert exists(("validate", "sets", "aime", "path"))
 

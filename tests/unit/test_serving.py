@@ -1,14 +1,10 @@
-"""`specrl serve-model` as far as it needs no server: what it refuses, what it counts, and what it mends in vLLM."""
+"""`specrl serve-model` as far as it needs no server: what it refuses, and what it mends in vLLM."""
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -16,19 +12,7 @@ from flows.cli import invoke
 from flows.commands.options import usable_port
 from specrl.artifacts import ExportResult, write_result, write_text
 from specrl.config import dump_config, parse_config
-from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.serving.process import expand
-from specrl.serving.server import parse_metrics
-
-PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-vllm:generation_tokens_total{engine="0",model_name="p"} 31.0
-vllm:spec_decode_num_drafts_total{engine="0",model_name="p"} 10.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="p"} 20.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="p"} 11.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="p",position="0"} 8.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="p",position="1"} 3.0
-vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="p",position="0"} 1.7e+09
-"""
 
 
 def exported(tmp_path: Path, **result: Path | None) -> str:
@@ -73,40 +57,8 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "absent").exists()
 
 
-def test_acceptance_is_read_from_the_servers_metrics() -> None:
-    tokens, stats = parse_metrics(PAGE)
-    assert (tokens, stats.acceptance_length, stats.acceptance_rate_per_pos) == (31, 2.1, (0.8, 0.3))
-    assert parse_metrics("") == (0, SpeculationStats())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_each_draft_token_gets_the_value_of_its_request(dtype: torch.dtype) -> None:
     output = torch.full((6,), 99, dtype=dtype)
     expand(output, torch.tensor([0, 7, 5], dtype=dtype), torch.tensor([2, 2, 6], dtype=torch.int32), 0, 1, 128)
     assert output.tolist() == [1, 1, 5, 5, 5, 5]
-
-
-def test_a_server_and_its_own_processes_end_with_a_command_that_is_killed() -> None:
-    server = "\n".join(
-        [
-            "import subprocess, sys, time",
-            "from specrl.serving.process import _end_with",
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
-            "print(child.pid, flush=True)",
-            "_end_with(int(sys.argv[1]))",
-        ]
-    )
-    command = (
-        "import os, subprocess, sys, time;"
-        f"subprocess.Popen([sys.executable, '-c', {server!r}, str(os.getpid())], start_new_session=True);"
-        "time.sleep(600)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True, env={**os.environ})
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    own = child.parent()
-    assert own is not None and own.pid != parent.pid
-    parent.kill()
-    parent.communicate()
-    _, alive = psutil.wait_procs([child, own], timeout=120)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
