@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": LOOPBACK,
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as `specrl.serving.process` relies on
     "HF_HUB_OFFLINE": "1",
 }
 """The server's, unless the user has set them."""
