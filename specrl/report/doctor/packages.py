@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
+from email import message_from_string
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from specrl.checks import Check
-from specrl.report import package_files
 
 LOCKS = Path(__file__).parents[3] / "requirements"
 SHOWN = 5  # packages that a line names
@@ -24,7 +27,7 @@ def checks(*, gpu: bool) -> list[Check]:
     """The findings about the packages, compared with the lock for GPUs or for CPUs."""
     site_packages = Path(sysconfig.get_path("purelib"))
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
-    return [check_packages(lock), check_files(site_packages), check_bytecode(site_packages)]
+    return [check_packages(lock), check_bytecode(site_packages)]
 
 
 def read_pins(lock: Path) -> dict[str, str]:
@@ -35,11 +38,23 @@ def read_pins(lock: Path) -> dict[str, str]:
     return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
 
 
+def whole_packages() -> Iterator[tuple[str, str]]:
+    """The packages that Python would import, with their versions.
+
+    A pip that broke off leaves folders whose metadata are missing, cut short or no text: these are passed over.
+    """
+    for package in distributions():
+        with contextlib.suppress(ValueError):
+            known = message_from_string(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
+            if known["Name"] and known["Version"]:
+                yield known["Name"], known["Version"]
+
+
 def check_packages(lock: Path) -> Check:
     """Compare the installed packages with their locked versions; local parts of versions (`+cpu`) do not count."""
     pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    found = reversed(list(package_files.whole_packages(sys.path)))  # of two, Python imports the first
-    installed = {str(canonicalize_name(name)): version for name, version, _ in found}
+    found = reversed(list(whole_packages()))  # of two, Python imports the first
+    installed = {str(canonicalize_name(name)): version for name, version in found}
     if missing := [name for name in pins if name not in installed and name not in DEVELOPERS]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
     other = [name for name, pin in pins.items() if installed.get(name, "").partition("+")[0] != pin.partition("+")[0]]
@@ -54,14 +69,6 @@ def check_packages(lock: Path) -> Check:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more
-
-
-def check_files(site_packages: Path) -> Check:
-    """Check that no two packages own one file, and that torch is built for the CUDA version beside it."""
-    found = package_files.problems(site_packages)
-    if not found:
-        return Check("package files", "ok", "no two packages own one path with different contents")
-    return Check("package files", "fail", "; ".join(found), "make clean, then make env")
 
 
 def check_bytecode(site_packages: Path) -> Check:
