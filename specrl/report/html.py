@@ -18,7 +18,7 @@ from specrl.artifacts import write_text
 from specrl.lineage.history import changes_by_step
 from specrl.report.curve import curve_chart
 from specrl.report.gantt import gantt
-from specrl.report.plots import embedded, histogram, line_chart, share_bar
+from specrl.report.plots import embedded, histogram, line_chart
 from specrl.report.samples import clipped, page_samples
 from specrl.report.summary import Results, build_summary, event_table, exported, headlines, summary_tables
 from specrl.schemas import ROLLOUT_SCHEMA
@@ -73,9 +73,6 @@ def _rollout_charts(stages: Mapping[str, Path]) -> list[Chart]:
 
 def _result_charts(found: Results) -> list[Chart]:
     charts = []
-    if found.train:
-        bar = share_bar(found.train.timing_share, "share of the step's time, %")
-        charts.append(Chart("Where a step's time goes", bar))
     if found.curve:
         charts.append(Chart("Accuracy on held-out prompts, with 95 % confidence intervals", curve_chart(found.curve)))
     if "train" in found.stages:

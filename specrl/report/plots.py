@@ -71,27 +71,6 @@ def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) ->
     return draw(paint, SIZE)
 
 
-def share_bar(shares: Mapping[str, float], x_label: str) -> str:
-    """Draw one bar, divided by share, the largest first, with each share in percent in the legend."""
-    total = sum(shares.values()) or 1.0
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    names = [f"{name} {share / total:.1%}" for name, share in ordered]
-
-    def paint(axes: Any) -> None:
-        left = 0.0
-        for index, ((_, share), name) in enumerate(zip(ordered, names, strict=True)):
-            width = 100 * share / total
-            hatch = "///" if index >= len(COLOURS) else None
-            colour = COLOURS[index % len(COLOURS)]
-            axes.barh(0, width, left=left, color=colour, hatch=hatch, edgecolor="white", label=name)
-            left += width
-        axes.set(xlabel=x_label, xlim=(0, 100))
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-
-    return draw(paint, (SIZE[0], 100), names=names)
-
-
 def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
     """What `paint` draws on new matplotlib axes of a size in pixels, as SVG, with a legend of the names below."""
     import matplotlib
