@@ -34,16 +34,13 @@ def waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
     return str(raised.value)
 
 
-def test_a_server_that_works_is_waited_for_longer_than_one_that_does_nothing(
+def test_a_server_that_does_not_answer_is_waited_for_and_given_up_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0)
-    assert "it has not answered for 0 s" in waited_for("import time; time.sleep(1000)", tmp_path, monkeypatch)
-    monkeypatch.setattr(server, "IDLE_SECONDS", 10**6)
     monkeypatch.setattr(server, "START_SECONDS", 2)
     monkeypatch.setattr(server, "PATIENCE_SECONDS", 0)
     said = waited_for("while True: pass", tmp_path, monkeypatch)
-    assert "it has not answered for 2 s, " in said and said.endswith(f"see {tmp_path / 'server.log'}")
+    assert "it has not answered for 2 s; " in said and said.endswith(f"see {tmp_path / 'server.log'}")
     assert "Prefect's server is starting" in capsys.readouterr().err
 
 
