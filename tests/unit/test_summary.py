@@ -385,9 +385,9 @@ def test_the_page_draws_rollouts_and_results_and_needs_nothing_else(tmp_path: Pa
     assert lengths.tolist() == [5, 9, 6, 9, 7, 9]
     record_event(run_dir / "stages" / TRAIN_KEY, "settings", "policy.lr = 1e-05 -> 2e-05", 2)
     page = write_report(run_dir).read_text()
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 3
     assert "policy.lr = 1e-05 -&gt; 2e-05" in page
-    assert "generation 60.0%" in page
+    assert '<td>generation</td><td class="number">60.0%</td>' in page
     assert not any(word in page for word in ("<script", "http:", "https:", "src="))
     assert "<strong>30% \u2192 50%</strong> <span>accuracy on 128 held-out prompts</span>" in page
     assert "<td>accuracy, held out</td><td>30.0% -&gt; 50.0% (128 prompts)</td>" in page
