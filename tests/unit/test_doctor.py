@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import http.server
 import json
-import sqlite3
 import stat
 import sys
 import threading
@@ -136,12 +135,12 @@ def test_a_partial_slurm_names_the_missing_commands(tmp_path: Path, monkeypatch:
 
 
 def test_mlflow_is_asked_where_it_is(tmp_path: Path) -> None:
-    assert "will be created" in services.check_mlflow(tmp_path, None).found
-    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
-        connection.execute("create table runs (id text)")
-    assert "0 runs" in services.check_mlflow(tmp_path, None).found
+    answered = services.check_mlflow(tmp_path, None)
+    assert (answered.status, answered.found) == ("ok", f"sqlite:///{tmp_path}/mlflow.db")
+    assert not (tmp_path / "mlflow.db").exists()
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to be read as the header of one" * 4)
-    assert services.check_mlflow(tmp_path, None).status == "fail"
+    damaged = services.check_mlflow(tmp_path, None)
+    assert (damaged.status, damaged.fix) == ("fail", "name another file")
 
 
 def test_an_mlflow_server_that_is_away_fails_with_its_address() -> None:
@@ -159,7 +158,7 @@ def test_the_doctor_asks_the_mlflow_of_the_environment(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mine.db")
     invoke(["doctor", "--json", "--runs-dir", str(tmp_path)])
     found = {check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)}
-    assert found["MLflow"].startswith(f"{tmp_path}/mine.db")
+    assert found["MLflow"] == f"sqlite:///{tmp_path}/mine.db"
 
 
 def test_an_mlflow_server_that_answers_is_ok() -> None:

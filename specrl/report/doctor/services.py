@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
 from specrl.checks import Check
 from specrl.checks.file_systems import existing, file_system, is_shared, prefect_home, shared_database
+from specrl.config import Config, ConfigError, TrackingConfig
 from specrl.processes import output_of, slurm_environment
-from specrl.tracking.store import lack_of_store, why_silent
+from specrl.tracking import store
 
 APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
@@ -64,33 +64,17 @@ def _check_cluster() -> Check:
 
 
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
-    """Check that an MLflow server answers or that a database file opens. The first run creates a missing database."""
-    if tracking_uri and tracking_uri.startswith(("http://", "https://")):
-        if (reason := why_silent(tracking_uri, PROBE_SECONDS)) is None:
-            return Check("MLflow", "ok", f"{tracking_uri} answers")
-        fix = "start the server, or unset tracking.uri to write a sqlite file beside the runs"
-        return Check("MLflow", "fail", f"{tracking_uri}: {reason}", fix)
-    if tracking_uri and not tracking_uri.startswith("sqlite:///"):
-        if (lack := lack_of_store(tracking_uri)) is not None:
-            fix = "correct it before the first run, or unset tracking.uri"
-            return Check("MLflow", "fail", f"{tracking_uri}: {lack}", fix)
-        return Check("MLflow", "ok", f"{tracking_uri.partition(':')[0]} store, opened by the first run")
-    database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"
+    """Check that an MLflow server answers or that its database can be opened, as `specrl run` does with a new run."""
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
         words, _, fix = shared.partition(": ")
         return Check("MLflow", "warn", words, fix)
-    return _check_database(database)
-
-
-def _check_database(database: Path) -> Check:
-    if not database.is_file():
-        return Check("MLflow", "ok", f"{database} will be created by the first run")
+    config = Config(name="doctor", runs_dir=runs_dir, tracking=TrackingConfig(uri=tracking_uri))
     try:
-        with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=PROBE_SECONDS) as connection:
-            count = connection.execute("select count(*) from runs").fetchone()[0]
-    except sqlite3.Error as error:
-        return Check("MLflow", "fail", f"{database}: {error}", f"move {database} away; the next run creates a new one")
-    return Check("MLflow", "ok", f"{database}, {count} runs")
+        store.check_server(config)
+    except ConfigError as error:
+        words, _, fix = str(error).partition("; ")
+        return Check("MLflow", "fail", words, fix)
+    return Check("MLflow", "ok", store.tracking_uri(config))
 
 
 def check_prefect_home(runs_dir: Path) -> Check:
