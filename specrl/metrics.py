@@ -78,12 +78,6 @@ _DEFINITIONS = (
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
     Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
     Metric(
-        "spec/chosen_k_batch_I",
-        "tokens",
-        "Draft length that the next generation begins with where I requests run, with speculation.adaptive.",
-    ),
-    Metric("spec/chosen_tokens_per_s_batch_I", "tokens/s", "Tokens per second that are expected with this length."),
-    Metric(
         "bubble/idle_s",
         "s",
         "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from specrl.config import Config
-from specrl.rollout.drafts.cost_model import Choice, CostModel
+from specrl.rollout.drafts.cost_model import CostModel
 from specrl.rollout.drafts.text_store import TextStore
 from specrl.rollout.requests import Request
 from specrl.rollout.vllm.engine.arguments import generation_params
@@ -101,18 +101,9 @@ class Drafting:
         self.costs.begin()
 
     def metrics(self) -> dict[str, float]:
-        """The mean draft length of the iterations since the last call, and what is chosen for batch sizes."""
+        """The mean draft length of the iterations since the last call."""
         lengths, self._drafted = self._drafted, []
-        found = {"spec/k": fmean(lengths)} if lengths else {}
-        for choice in self.chosen():
-            chosen = {"k": float(choice.k), "tokens_per_s": choice.tokens_per_s}
-            found |= {f"spec/chosen_{name}_batch_{choice.batch}": value for name, value in chosen.items()}
-        return found
-
-    def chosen(self) -> list[Choice]:
-        """What the cost model chooses for batch sizes that are powers of two, once it knows times."""
-        sizes = sorted({batch for batch, _ in self.costs.to_measure()}) if self._is_measured else []
-        return [choice for batch in sizes for choice in self.costs.choices(batch) if choice.chosen]
+        return {"spec/k": fmean(lengths)} if lengths else {}
 
     def _measure(self) -> None:
         self._is_measured = True

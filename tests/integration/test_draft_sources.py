@@ -255,9 +255,8 @@ def test_what_is_expected_of_drafts_is_learned_while_generating(
         for start in range(0, len(REQUESTS), size):
             mixed.generate(REQUESTS[start : start + size])
     assert (mixed.drafting.costs.acceptance.by_position() != before).any()
-    chosen = mixed.drafting.chosen()
-    assert {choice.batch for choice in chosen} == {1, 2, 4, 8, 16, 32}
-    assert all(choice.acceptance_length >= 1 and choice.tokens_per_s > 0 for choice in chosen)
+    rates = [mixed.drafting.costs.rates(batch) for batch in (1, 2, 4, 8, 16, 32)]
+    assert all(min(of_batch.values()) > 0 for of_batch in rates)
 
 
 def test_the_draft_length_is_chosen_anew_for_those_that_still_run(

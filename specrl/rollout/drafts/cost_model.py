@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,22 +151,6 @@ class Seconds:
         self._logs += by / 2 * (1 + 2 ** -np.abs(np.log2(self._rows / self.computed(batch))))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is expected of a draft length at a batch size."""
-
-    batch: int
-    k: int
-    acceptance_length: float
-    seconds: float
-    chosen: bool
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all requests."""
-        return self.batch * self.acceptance_length / self.seconds
-
-
 class CostModel:
     """Chooses the draft length for every batch size."""
 
@@ -222,19 +205,13 @@ class CostModel:
         for length, others in self._seconds.items():
             others.move(batch, change if length == k else SHARED * change)
 
-    def choices(self, batch: int) -> list[Choice]:
-        """What is expected of every draft length at a batch size."""
+    def rates(self, batch: int) -> dict[int, float]:
+        """The tokens per second of all requests that are expected at a batch size, by the length of drafts."""
         ratio = (self._accepted + PRIOR_RUNNING) / (self._expected + PRIOR_RUNNING)
         tokens = 1 + (self.acceptance.tokens() - 1) * ratio
-        seconds = {length: self._seconds[length].log(batch) for length in self.lengths}
-        worth = {length: math.log(tokens[length]) - seconds[length] for length in self.lengths}
-        margin = math.log1p(WORTHWHILE)
-        best = max(self.lengths, key=lambda length: worth[length] - (margin if length else 0))
-        return [
-            Choice(batch, length, float(tokens[length]), math.exp(seconds[length]), chosen=length == best)
-            for length in self.lengths
-        ]
+        return {k: batch * float(tokens[k]) / math.exp(seconds.log(batch)) for k, seconds in self._seconds.items()}
 
     def best(self, batch: int) -> int:
         """The length that brings the most tokens per second; 0 if none clearly surpasses plain decoding."""
-        return next(choice.k for choice in self.choices(batch) if choice.chosen)
+        rates = self.rates(batch)
+        return max(rates, key=lambda length: rates[length] / (1 + WORTHWHILE if length else 1))
