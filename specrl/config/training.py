@@ -302,8 +302,6 @@ class PrecisionConfig(Section):
     """The precision in which the trainer's linear layers compute."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
-    hardware: Literal["any", "native"] = "any"
-    """Whether a device without FP8 emulates it (`any`) or is refused (`native`)."""
     bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
     """Number of first and of last transformer layers that stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005

@@ -6,14 +6,11 @@ for themselves.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Collection
 from typing import Any
 
 import torch
-
-from specrl.config import PrecisionConfig
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
@@ -22,23 +19,13 @@ FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave act
 FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine's kernels refuse scales that are no powers of two
 
 
-def check_training(config: PrecisionConfig) -> None:
+def check_training() -> None:
     """Raise ValueError unless the trainer can compute in native FP8 where it has a GPU; set its scales.
 
     To be called before Transformer Engine is used.
     """
     if not torch.cuda.is_available():
-        if config.hardware == "native":
-            raise ValueError(
-                'precision.hardware = "native": there is no GPU to train on in FP8; "any" emulates it, '
-                'or set precision.training = "bf16"'
-            )
         return
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(
-            'precision.training = "fp8" on a GPU needs Transformer Engine, which is not installed, and Megatron-core '
-            'would train in BF16 without a warning; install requirements/gpu.lock or set precision.training = "bf16"'
-        )
     check_device("precision.training")
     if torch.cuda.get_device_capability() >= FIRST_OF_POWERS:
         raise ValueError(

@@ -203,7 +203,7 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
     if problems := list(fp8_problems(config, shape, on_gpu=torch.cuda.is_available())):  # of a model from the hub
         raise ConfigError("\n".join(problems))
     if precision.training == "fp8":
-        native.check_training(precision)
+        native.check_training()
     recipe = load_recipe(context.input("calibrate", CalibrateResult).scales_path, policy_dir, ranks)
     if precision.training == "bf16":
         return recipe, None

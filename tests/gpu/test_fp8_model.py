@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from specrl.config import Config, PolicyConfig, PrecisionConfig
+from specrl.config import Config, PolicyConfig
 from specrl.distributed import Ranks, join
 from specrl.models.families import FAMILIES, TINY_VOCAB_SIZE
 from specrl.models.sources import materialise_model
@@ -100,7 +100,7 @@ def logprobs_of(policy: Policy) -> Tensor:
 
 def test_a_native_policy_trains_on_any_number_of_tokens(model_dir: Path, ranks: Ranks) -> None:
     pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
-    native.check_training(PrecisionConfig(training="fp8"))
+    native.check_training()
 
     def policy(fp8: LinearPrecision | None, *, trainable: bool = False) -> Policy:
         config = PolicyConfig(lr=1e-4)
@@ -134,7 +134,7 @@ def test_the_engines_product_is_the_emulations(model_dir: Path, num_tokens: int)
             "sampling": {"max_response_tokens": 32},
             "speculation": {"method": "none", "k": 0},
             "engine": {"max_num_seqs": 8, "gpu_memory_fraction": 0.3},
-            "precision": {"generation": "fp8", "hardware": "native"},
+            "precision": {"generation": "fp8"},
         }
     )
     engine = Engine(model_dir, None, config=config, seed=0, recipe=Recipe(FAMILIES["qwen3"], 1))
@@ -173,7 +173,7 @@ def test_the_engines_experts_are_the_emulations_and_its_router_is_not_in_fp8(tmp
             "sampling": {"max_response_tokens": 32},
             "speculation": {"method": "none", "k": 0},
             "engine": {"max_num_seqs": 8, "gpu_memory_fraction": 0.3},
-            "precision": {"generation": "fp8", "hardware": "native"},
+            "precision": {"generation": "fp8"},
         }
     )
     directory = materialise_model(config.model, 0, tmp_path / "policy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -324,18 +323,12 @@ def test_a_layer_that_was_not_quantised_is_an_error_with_its_name(model_dir: Pat
 
 def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r'^precision\.hardware = "native": there is no GPU'):
-            native.check_training(PrecisionConfig(training="fp8", hardware="native"))
-        native.check_training(PrecisionConfig(training="fp8"))
+        native.check_training()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes := transformer_engine_recipes())
     monkeypatch.delenv(native.FP32_SCALES, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Transformer Engine, which is not installed"):
-        native.check_training(PrecisionConfig(training="fp8"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    native.check_training(PrecisionConfig(training="fp8"))
+    native.check_training()
     assert os.environ[native.FP32_SCALES] == "1"
     made = recipes.Float8BlockScaling(fp8_format="e4m3")
     assert [getattr(made, name) for name in native.QUANTISERS] == [recipes.QParams(False, 0.0)] * 3
@@ -344,7 +337,7 @@ def test_native_fp8_is_neither_emulated_nor_left_out_in_silence(monkeypatch: pyt
         native.set_scales()
     monkeypatch.setenv(native.FP32_SCALES, "0")
     with pytest.raises(ValueError, match=r"SCALING_FP32_SCALES = 0 in the environment .*: unset it"):
-        native.check_training(PrecisionConfig(training="fp8"))
+        native.check_training()
 
 
 def transformer_engine_recipes() -> Any:
@@ -369,14 +362,13 @@ def transformer_engine_recipes() -> Any:
 def test_devices_without_fp8_in_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*this one has 8\.9; set precision.training'):
-        native.check_training(PrecisionConfig(training="fp8"))
+        native.check_training()
     with pytest.raises(ValueError, match=r'^precision\.generation = "fp8": .*set precision\.generation = "bf16"$'):
         EnginePrecision(PrecisionConfig(generation="fp8"), Recipe(LLAMA, 2))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     with pytest.raises(ValueError, match=r'^precision\.training = "fp8": .*\(Blackwell\) on, .* = "bf16"$'):
-        native.check_training(PrecisionConfig(training="fp8"))
+        native.check_training()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ class EnginePrecision:
         self._has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
         if self._has_fp8_linears:
-            _check_linears(config)
+            if torch.cuda.is_available():
+                native.check_device("precision.generation")
         if self._has_fp8_kv_cache:
             _check_kv_cache()
 
@@ -191,14 +192,6 @@ def _places(model: nn.Module, scales: KvScales) -> Iterator[tuple[int, Any, str,
         attention: Any = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
         for letter, value in zip("qkv", values, strict=True):
             yield layer, attention, letter, value
-
-
-def _check_linears(config: PrecisionConfig) -> None:
-    cuda = torch.cuda.is_available()
-    if cuda:
-        native.check_device("precision.generation")
-    if config.hardware == "native" and not cuda:
-        raise ValueError('precision.hardware = "native": vLLM has no native FP8 on this device; "any" emulates it')
 
 
 def has_fp8_kv_cache() -> bool:
