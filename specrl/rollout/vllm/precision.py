@@ -33,9 +33,8 @@ class EnginePrecision:
         self.recipe = recipe
         self._has_fp8_linears = recipe is not None and config.generation == "fp8" and bool(recipe.fp8_layers)
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
-        if self._has_fp8_linears:
-            if torch.cuda.is_available():
-                native.check_device("precision.generation")
+        if self._has_fp8_linears and torch.cuda.is_available():
+            native.check_device("precision.generation")
         if self._has_fp8_kv_cache:
             _check_kv_cache()
 
