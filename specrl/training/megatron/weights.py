@@ -7,7 +7,7 @@ on every rank, so that collectives match while weights stream (`export.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.utils.parametrize import register_parametrization
 
 from specrl.config.training import LoraConfig
+from specrl.models.checks import headers
 from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
 from specrl.models.directory import read_model_config
-from specrl.models.families import ExpertShape, Family, Layout, Linear, expert_shape_of_model, family_of_model, head_dim
+from specrl.models.families import Family, Layout, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
 from specrl.training.lora import DOWN, UP, LowRankUpdate, initial
 from specrl.training.pieces import Band, Piece
@@ -162,14 +163,17 @@ def weight_map(
 
     Transformer Engine has norms inside the linear layers that follow them, and one module for all experts of a rank.
     """
+    family, experts = family_of_model(hf), expert_shape_of_model(hf)
+    shapes = headers.tensor_shapes({**hf.to_dict(), "architectures": [family.architecture]})
     per_stage = hf.num_hidden_layers // pipeline_parallel
     last = pipeline_parallel - 1
     vocabulary = (-(-hf.vocab_size // tensor_parallel) * tensor_parallel, hf.hidden_size)
     parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", (EMBEDDINGS,), vocabulary)]
     for layer in range(hf.num_hidden_layers):
-        stage, local = divmod(layer, per_stage)
-        place = _Place(layer, stage, local, expert_parallel, transformer_engine)
-        parameters += _layer_parameters(hf, family_of_model(hf), place)
+        place = _Place(layer, *divmod(layer, per_stage), transformer_engine, shapes)
+        parameters += _layer_parameters(family, place)
+        if experts is not None:
+            parameters += _expert_parameters(family, experts.num_experts, expert_parallel, place)
     parameters.append(
         Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,))
     )
@@ -192,72 +196,50 @@ class _Place:
     layer: int
     stage: int
     local: int
-    expert_parallel: int
     transformer_engine: bool
+    shapes: Mapping[str, tuple[int, ...]]
+    """That of each Hugging Face tensor, by its name."""
 
     def parameter(
-        self, name: str, split: Split, hf_names: Sequence[str], *shape: int, expert_rank: int | None = None
+        self, name: str, split: Split, hf_names: Sequence[str], *, expert_rank: int | None = None
     ) -> Parameter:
         names = tuple(f"model.layers.{self.layer}.{hf_name}" for hf_name in hf_names)
+        parts = [self.shapes[hf_name] for hf_name in names]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
         return Parameter(f"decoder.layers.{self.local}.{name}", self.stage, split, names, shape, expert_rank)
 
 
-def _layer_parameters(hf: Any, family: Family, place: _Place) -> list[Parameter]:
-    hidden, parameter = hf.hidden_size, place.parameter
-    queries = hf.num_attention_heads * head_dim(hf)
-    qkv_rows = queries + 2 * hf.num_key_value_heads * head_dim(hf)
+def _layer_parameters(family: Family, place: _Place) -> list[Parameter]:
+    """The parameters of a transformer layer, without those of a router and experts."""
     attention_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
     if place.transformer_engine:
         attention_norm = f"{family.attention[0].megatron}.layer_norm_weight"
         mlp_norm = mlp_norm if family.router else f"{family.mlp[0].megatron}.layer_norm_weight"
-    parameters = [
-        parameter(attention_norm, "none", ["input_layernorm.weight"], hidden),
-        parameter(mlp_norm, "none", ["post_attention_layernorm.weight"], hidden),
-    ]
-    for linear in family.attention:
-        shape = (hidden, queries) if linear.layout == "columns" else (qkv_rows, hidden)
+    norms = {attention_norm: "input_layernorm", mlp_norm: "post_attention_layernorm"}
+    if family.qk_norm:
+        norms |= {f"self_attention.{letter}_layernorm.weight": f"self_attn.{letter}_norm" for letter in "qk"}
+    parameters = [place.parameter(name, "none", [f"{norm}.weight"]) for name, norm in norms.items()]
+    for linear in family.attention if family.router else family.linears:
         weights = [f"{part}.weight" for part in linear.parts]
-        parameters.append(parameter(f"{linear.megatron}.weight", linear.layout, weights, *shape))
+        parameters.append(place.parameter(f"{linear.megatron}.weight", linear.layout, weights))
         if linear.layout == "qkv" and family.qkv_bias:
             biases = [f"{part}.bias" for part in linear.parts]
-            parameters.append(parameter(f"{linear.megatron}.bias", "qkv", biases, qkv_rows))
-    if family.qk_norm:
-        parameters += [
-            parameter(
-                f"self_attention.{letter}_layernorm.weight", "none", [f"self_attn.{letter}_norm.weight"], head_dim(hf)
-            )
-            for letter in "qk"
-        ]
-    experts = expert_shape_of_model(hf)
-    if experts is not None:
-        parameters += _expert_parameters(hidden, family, experts, place)
-    else:
-        for linear in family.mlp:
-            weights = [f"{part}.weight" for part in linear.parts]
-            shape = _mlp_shape(linear, hidden, hf.intermediate_size)
-            parameters.append(parameter(f"{linear.megatron}.weight", linear.layout, weights, *shape))
+            parameters.append(place.parameter(f"{linear.megatron}.bias", "qkv", biases))
     return parameters
 
 
-def _mlp_shape(linear: Linear, hidden: int, inner: int) -> tuple[int, int]:
-    return (hidden, inner) if linear.layout == "columns" else (2 * inner, hidden)
-
-
-def _expert_parameters(hidden: int, family: Family, experts: ExpertShape, place: _Place) -> list[Parameter]:
+def _expert_parameters(family: Family, num_experts: int, expert_parallel: int, place: _Place) -> list[Parameter]:
     assert family.router is not None
-    router = [f"{family.router.hf}.weight"]
-    parameters = [place.parameter(f"{family.router.megatron}.weight", "none", router, experts.num_experts, hidden)]
-    per_rank = experts.num_experts // place.expert_parallel
-    for expert in range(experts.num_experts):
-        rank, local = divmod(expert, per_rank)
+    parameters = [place.parameter(f"{family.router.megatron}.weight", "none", [f"{family.router.hf}.weight"])]
+    for expert in range(num_experts):
+        rank, local = divmod(expert, num_experts // expert_parallel)
         for linear in family.mlp:
             parent, _, own = linear.megatron.rpartition(".")
             name = f"{parent}.local_experts.{local}.{own}.weight"
             if place.transformer_engine:
                 name = f"{linear.megatron}.weight{local}"
             weights = [f"{part.format(expert=expert)}.weight" for part in linear.parts]
-            shape = _mlp_shape(linear, hidden, experts.intermediate_size)
-            parameters.append(place.parameter(name, linear.layout, weights, *shape, expert_rank=rank))
+            parameters.append(place.parameter(name, linear.layout, weights, expert_rank=rank))
     return parameters
 
 
