@@ -21,7 +21,7 @@ def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     source, policy, engine = config.model.source, config.policy, config.engine
     if config.model.max_length > shape.max_positions:
         yield f"model.max_length = {config.model.max_length}: {source} has only {shape.max_positions} positions"
-    yield from _trainer_problems(policy, shape, source)
+    yield from trainer_problems(policy, shape, source)
     yield from _head_problems("engine.tensor_parallel", engine.tensor_parallel, shape, source)
     if shape.num_experts and policy.lora is not None:
         yield f"policy.lora: {source} has experts, which have no adapters here; leave policy.lora out"
@@ -77,7 +77,7 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
     except ConfigError as error:
         raise ConfigError(f"train.teacher: {error}") from error
     shape = teacher_shape(config)
-    problems = list(_trainer_problems(config.policy, shape, "the teacher")) if shape is not None else []
+    problems = list(trainer_problems(config.policy, shape, "the teacher")) if shape is not None else []
     if policy_dir is not None:
         problems += _token_problems(directory, teacher["vocab_size"], policy_dir)
     if problems:
@@ -116,9 +116,10 @@ def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Itera
         yield f"its vocab_size = {vocab_size} is below the policy's, {wanted}; {advice}"
 
 
-def _trainer_problems(policy: PolicyConfig, shape: ModelShape, source: str) -> Iterator[str]:
-    # As the trainer's `check_supported`: it holds no copies of KV heads, as an engine does.
+def trainer_problems(policy: PolicyConfig, shape: ModelShape, source: str) -> Iterator[str]:
+    """Yield a line for each way in which the trainer cannot be laid out over ranks."""
     parts = policy.tensor_parallel
+    # It holds no copies of KV heads, as an engine does.
     yield from _head_problems("policy.tensor_parallel", parts, shape, source, copies=False)
     if not shape.num_experts and shape.intermediate_size % parts:
         width = f"intermediate_size = {shape.intermediate_size}"

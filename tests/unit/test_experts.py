@@ -139,19 +139,19 @@ def test_transformer_engine_has_one_module_for_the_experts_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "message"),
+    ("config", "expert_parallel", "message"),
     [
-        (moe_config(mlp_only_layers=[0]), (1, 1, 1), r"mlp_only_layers = \[0\]"),
-        (moe_config(decoder_sparse_step=2), (1, 1, 1), "decoder_sparse_step = 2"),
-        (moe_config(), (1, 1, 3), r"policy.expert_parallel = 3 .* num_experts = 8"),
-        (Qwen3Config(**SHAPE, num_key_value_heads=4), (1, 1, 2), r"policy.expert_parallel = 2: .* no experts"),
+        (moe_config(mlp_only_layers=[0]), 1, r"mlp_only_layers = \[0\]"),
+        (moe_config(decoder_sparse_step=2), 1, "decoder_sparse_step = 2"),
+        (moe_config(), 3, r"policy.expert_parallel = 3 .* the 8 experts of the model"),
+        (Qwen3Config(**SHAPE, num_key_value_heads=4), 2, r"policy.expert_parallel = 2: .* no experts"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
-    config: Qwen3Config | Qwen3MoeConfig, sizes: tuple[int, int, int], message: str
+    config: Qwen3Config | Qwen3MoeConfig, expert_parallel: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_supported(config, *sizes)
+        check_supported(config, PolicyConfig(expert_parallel=expert_parallel))
 
 
 def test_a_directory_with_dense_layers_is_refused_on_the_login_node(policy_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from specrl.config import PolicyConfig
 from specrl.training.megatron.model import check_supported
 from specrl.training.megatron.weights import Parameter, WeightMap, join, part_of, weight_map
 
@@ -113,7 +114,7 @@ def test_the_gate_and_up_rows_of_a_rank_belong_together() -> None:
     ],
 )
 def test_rope_scaling_is_supported(rope: dict[str, object]) -> None:
-    check_supported(LlamaConfig(**SMALL, rope_parameters=rope), 1, 1, 1)
+    check_supported(LlamaConfig(**SMALL, rope_parameters=rope), PolicyConfig())
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_rope_scaling_is_supported(rope: dict[str, object]) -> None:
             "rope",
         ),
         (Qwen2Config(**SMALL, use_sliding_window=True), 1, 1, "use_sliding_window"),
-        (LlamaConfig(**SMALL), 8, 1, r"policy.tensor_parallel = 8 .* num_key_value_heads = 4"),
-        (LlamaConfig(**SMALL), 1, 3, r"policy.pipeline_parallel = 3 .* num_hidden_layers = 4"),
+        (LlamaConfig(**SMALL), 8, 1, r"policy.tensor_parallel = 8 .* and 4 KV heads of the model"),
+        (LlamaConfig(**SMALL), 1, 3, r"policy.pipeline_parallel = 3 .* the 4 layers of the model"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
     config: LlamaConfig | Qwen2Config, tensor: int, pipeline: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_supported(config, tensor, pipeline, 1)
+        check_supported(config, PolicyConfig(tensor_parallel=tensor, pipeline_parallel=pipeline))

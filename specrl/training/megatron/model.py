@@ -23,9 +23,12 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from specrl.config import ConfigError, PolicyConfig
 from specrl.models.checks.config import check_config, rope_of
 from specrl.models.families import ExpertShape, Family, expert_shape_of_model, family_of_model, head_dim
+from specrl.models.layout import trainer_problems
 from specrl.models.rope import rope_frequencies
+from specrl.models.shapes import shape_of
 from specrl.training.batches import rows_of
 from specrl.training.megatron.attention import PackedAttention, row_layout
 from specrl.training.megatron.scores import OutputLayer, columns_of, most_likely, token_scores
@@ -150,22 +153,12 @@ class _Targets:
         return (targets, top1) if own is None else (targets[own], top1[own])
 
 
-def check_supported(hf: Any, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
-    """Raise ValueError for a model or a layout with which the policy would silently compute something else."""
-    family = check_config({**hf.to_dict(), "architectures": [family_of_model(hf).architecture]})
-    experts = expert_shape_of_model(hf)
-    if experts is None and expert_parallel > 1:
-        raise ValueError(f"policy.expert_parallel = {expert_parallel}: a {family.architecture} has no experts; use 1")
-    for name, size, kind, parts in (
-        ("num_attention_heads", hf.num_attention_heads, "tensor", tensor_parallel),
-        ("num_key_value_heads", hf.num_key_value_heads, "tensor", tensor_parallel),
-        ("num_hidden_layers", hf.num_hidden_layers, "pipeline", pipeline_parallel),
-        ("num_experts", experts.num_experts, "expert", expert_parallel)
-        if experts
-        else ("intermediate_size", hf.intermediate_size, "tensor", tensor_parallel),
-    ):
-        if size % parts:
-            raise ValueError(f"policy.{kind}_parallel = {parts} does not divide the model's {name} = {size}")
+def check_supported(hf: Any, policy: PolicyConfig) -> None:
+    """Raise ConfigError for a model or a layout with which the policy would silently compute something else."""
+    found = {**hf.to_dict(), "architectures": [family_of_model(hf).architecture]}
+    check_config(found)
+    for problem in trainer_problems(policy, shape_of(found), "the model"):
+        raise ConfigError(problem)
 
 
 def transformer_config(

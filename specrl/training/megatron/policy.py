@@ -100,9 +100,8 @@ class Policy:
         self.vocab_size: int = self.hf_config.vocab_size
         self.dtype = DTYPES[dtype]
         self.ranks = ranks
-        sizes = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
-        check_supported(self.hf_config, *sizes)
-        parallel.set_up(*sizes, seed)
+        check_supported(self.hf_config, config)
+        parallel.set_up(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, seed)
         self.dp_rank: int = parallel_state.get_data_parallel_rank()
         self.dp_size: int = parallel_state.get_data_parallel_world_size()
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
