@@ -19,7 +19,6 @@ from specrl.data.problems import Counts, Problem, Prompt, derive_seed
 from specrl.data.rendering import Rendering
 from specrl.data.shards import HELD_OUT, GeneratorMixture
 
-RECENT = 3  # steps whose prompts are kept: where idle time is used, two steps' are asked for in turn
 Shard = tuple[GeneratorMixture, str, int]
 """Whose problems it has, the stream, and the shard's number."""
 
@@ -42,15 +41,10 @@ class PromptSource:
         self._rendering = Rendering(config, tokenizer)
         self._counts, self.prompts_dir = Counts(), prompts_dir
         self._problems = make_problems(config, self._rendering.fit, self._counts, prompts_dir)
-        self._recent: dict[int, list[Prompt]] = {}
 
     def batch(self, step: int) -> list[Prompt]:
         """The training prompts of a step, a pure function of the seed and the step."""
-        if step not in self._recent:
-            self._recent[step] = self._prompts("train", self._drawn(step))
-            for earliest in list(self._recent)[:-RECENT]:
-                del self._recent[earliest]
-        return list(self._recent[step])
+        return self._prompts("train", self._drawn(step))
 
     def refill(self, step: int, number: int) -> list[Prompt]:
         """As many prompts for a step's refill of this number, from 1: a pure function of seed, step and number.
