@@ -20,8 +20,6 @@ Format = Annotated[str, option(FORMS, "FORMAT", "--format")]
 NEW = "The new folder; it must be empty if it exists."
 To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help=NEW, callback=user_path)]
 PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will name it.", "NAME")]
-QUANTIZE = "Write 8-bit linear layers as vLLM loads them, with --format eagle3 alone."
-Quantize = Annotated[str | None, option(QUANTIZE, "int8|fp8")]
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
 RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
 POLICY = "policy"  # the format that is not a drafter's
@@ -33,7 +31,6 @@ def export(
     to: To,
     policy: PolicyName = None,
     runs_dir: RunsDir = Path("runs"),
-    quantize: Quantize = None,
 ) -> None:
     """Write a run's drafter, or a policy, as servers load it.
 
@@ -44,9 +41,9 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to {to}: it exists and is not an empty folder")
     if form != POLICY:
-        _export_drafter(name, form, to, policy, runs_dir, quantize)
-    elif policy is not None or quantize is not None:
-        raise ConfigError("--policy and --quantize are for drafters; leave them out with --format policy")
+        _export_drafter(name, form, to, policy, runs_dir)
+    elif policy is not None:
+        raise ConfigError("--policy is for drafters; leave it out with --format policy")
     else:
         _export_policy(name, to, runs_dir)
 
@@ -74,16 +71,12 @@ def _export_policy(place: str, to: Path, runs_dir: Path) -> None:
     print(f"policy of {origin.start.run} after step {origin.start.step}: {to.absolute()}")
 
 
-def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path, quantize: str | None) -> None:
+def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir: Path) -> None:
     run_dir = find_own_run(name, runs_dir)
     from specrl.export.card import CARD_FILE, ExportedDrafter, model_card
     from specrl.export.formats import find_format
-    from specrl.export.quantised import find_scheme, quantisation_paragraph, quantised_format
 
     chosen = find_format(form)
-    scheme = None if quantize is None else find_scheme(quantize)
-    if scheme is not None and form != "eagle3":
-        raise ConfigError(f"--quantize {quantize}: only --format eagle3 can be quantized, not {form}")
     stages = find_stages(run_dir)
     exported = finished(stages, "export", ExportResult)
     trained, validated = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
@@ -98,10 +91,9 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
         )
     drafter = ExportedDrafter(exported.drafter_dir, exported.policy_dir, served, config.speculation.k)
     try:
-        (chosen if scheme is None else quantised_format(scheme)).write(drafter, to)
+        chosen.write(drafter, to)
     except ValueError as error:
         raise ConfigError(f"--format {form}: {error}") from error
     command = chosen.command(drafter, to.absolute())
-    about = "" if scheme is None else quantisation_paragraph(scheme, drafter.directory)
-    write_text(to / CARD_FILE, model_card(config, trained, validated, exported, command, about))
+    write_text(to / CARD_FILE, model_card(config, trained, validated, exported, command))
     print(f"drafter of {run_dir.name} as {form}: {to.absolute()}\nserve it with the policy:\n  {command}")

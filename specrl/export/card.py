@@ -78,14 +78,9 @@ def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config,
 
 
 def model_card(
-    config: Config,
-    trained: TrainResult,
-    validated: ValidateResult,
-    exported: ExportResult,
-    command: str,
-    about: str = "",
+    config: Config, trained: TrainResult, validated: ValidateResult, exported: ExportResult, command: str
 ) -> str:
-    """The card as Markdown, with a paragraph `about` what departs from the trained drafter; the run measured them."""
+    """The card as Markdown, with what the run measured."""
     data, temperature = data_name(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [
@@ -101,7 +96,7 @@ def model_card(
         _table(ALONE, [_row(found) for found in exported.acceptance]),
         _table("batch | generation speedup (median of matched pairs) | range", speed),
     )
-    return "\n".join([f"# {_title(config, trained)}", "", *filter(None, (about, *tables)), f"    {command}", ""])
+    return "\n".join([f"# {_title(config, trained)}", "", *filter(None, tables), f"    {command}", ""])
 
 
 def _row(found: Acceptance) -> str:

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from flows.commands import export as export_command
 from specrl.artifacts import (
@@ -24,7 +22,6 @@ from specrl.artifacts import (
 from specrl.config import Config, ConfigError, DrafterConfig, dump_config
 from specrl.export.card import ExportedDrafter, serve_arguments
 from specrl.export.formats import FORMATS, sglang_config
-from specrl.export.quantised import SCHEMES, quantised_format
 from specrl.models.drafters import NORM_FLAGS
 from specrl.training.drafter.io import read_drafter
 from specrl.training.drafter.trainer import Drafter
@@ -162,31 +159,6 @@ def test_what_sglang_would_compute_otherwise_is_refused(change: dict[str, Any], 
         sglang_config(eagle3 | change, 6)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_the_quantised_weights_are_within_half_a_step_as_their_library_reads_them(
-    policy_dir: Path, tmp_path: Path, name: str
-) -> None:
-    _, directory = make(policy_dir, tmp_path)
-    before = load_file(directory / "model.safetensors")
-    before["midlayer.mlp.up_proj.weight"][3] = 0.0  # a channel without a scale of its own
-    save_file(before, directory / "model.safetensors")
-    quantised_format(SCHEMES[name]).write(ExportedDrafter(directory, policy_dir, "someone/policy", 3), tmp_path / name)
-    config = json.loads((tmp_path / name / "config.json").read_text())
-    found = QuantizationConfig.model_validate(config["quantization_config"])
-    scheme, compressor = found.config_groups["group_0"], BaseCompressor.get_value_from_registry(found.format)
-    after = load_file(tmp_path / name / "model.safetensors")
-    for key, weight in before.items():
-        if not key.endswith("_proj.weight"):
-            assert torch.equal(after.pop(key), weight), key
-            continue
-        stored = {"weight": after.pop(key), "weight_scale": after.pop(f"{key}_scale")}
-        assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
-        again, scale = compressor.decompress(stored, scheme)["weight"], stored["weight_scale"]
-        half = scale / 2 if name == "int8" else (weight.abs() / 16).maximum(scale * 2**-10)
-        assert ((again - weight).abs() <= half * 1.001).all(), key
-    assert not after
-
-
 @pytest.fixture
 def run_dir(policy_dir: Path, tmp_path: Path) -> Path:
     """The folder of a run that has finished, as far as `specrl export` reads it."""
@@ -266,15 +238,6 @@ def test_the_command_writes_a_format_with_a_card(
             tmp_path / form / "README.md"
         ).read_text()
     assert "policy (`smollm2-135m` with the teacher `large/model`, v" in (tmp_path / "eagle3/README.md").read_text()
-    export_command.export("run", "eagle3", tmp_path / "int8", None, run_dir.parent, "int8")
-    assert "have INT8 weights" in (tmp_path / "int8" / "README.md").read_text()
-    assert (
-        json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
-    )
-    with pytest.raises(ConfigError, match="--quantize int4: allowed are int8, fp8"):
-        export_command.export("run", "eagle3", tmp_path / "other", None, run_dir.parent, "int4")
-    with pytest.raises(ConfigError, match="--quantize fp8: only --format eagle3 can be quantized, not sglang"):
-        export_command.export("run", "sglang", tmp_path / "other", None, run_dir.parent, "fp8")
     with pytest.raises(ConfigError, match=f"--to {to}: it exists and is not an empty folder"):
         export_command.export("run", "sglang", to, None, run_dir.parent)
     with pytest.raises(ConfigError, match="--format gguf: allowed are eagle3, speculators, sglang, and policy"):
