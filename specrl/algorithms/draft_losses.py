@@ -18,7 +18,6 @@ from typing import Any
 
 from specrl.algorithms.tensors import Tensor
 from specrl.config.algorithms import DRAFT_LOSSES, Options
-from specrl.config.base import PositiveFloat
 
 DraftLossFunction = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 """(logits, target, options) -> (loss, gradient).
@@ -40,43 +39,6 @@ def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Ten
     gradient, q - p.
     """
     log_q = logits.log_softmax(-1)
-    loss = -_dot(target, log_q)
+    # As a product of matrices, the sum needs no other [n, draft vocabulary] in memory.
+    loss = -(target[:, None] @ log_q[:, :, None])[:, 0, 0]
     return loss, log_q.exp_().sub_(target)
-
-
-class LkHybridOptions(Options):
-    """The options of the loss `lk_hybrid`."""
-
-    decay: PositiveFloat = 3.0
-    """How fast the share of the cross-entropy falls with the overlap; 3 is the paper's best."""
-
-
-@register_draft_loss("lk_hybrid", LkHybridOptions)
-def lk_hybrid(logits: Tensor, target: Tensor, options: LkHybridOptions) -> tuple[Tensor, Tensor]:
-    """A mixture of cross-entropy and total variation, w CE + (1 - w) TV, of each token (arXiv 2602.23881).
-
-    w = exp(-decay * overlap) carries no gradient: a token that the drafter knows little about is learnt by
-    cross-entropy, a known one by total variation. The paper calls it LK-lambda and has the forward KL in place of the
-    cross-entropy, which has the same gradient.
-    """
-    log_q = logits.log_softmax(-1)
-    entropy = -_dot(target, log_q)
-    q = log_q.exp_()
-    overlap, gradient = _overlap(q, target)
-    weight = (-options.decay * overlap).exp_()
-    loss = weight * entropy + (1 - weight) * (1 - overlap)
-    gradient.mul_((1 - weight)[:, None]).addcmul_(q.sub_(target), weight[:, None])
-    return loss, gradient
-
-
-def _overlap(q: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    above = (q >= target).to(q.dtype)
-    kept = _dot(target, above)
-    below = above.neg_().add_(1)
-    reached = _dot(q, below)
-    return kept + reached, below.neg_().add_(reached[:, None]).mul_(q)
-
-
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    product: Tensor = (left[:, None] @ right[:, :, None])[:, 0, 0]
-    return product

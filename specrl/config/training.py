@@ -119,8 +119,8 @@ class DrafterConfig(Section):
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
     loss: Adjustable[DraftLoss] = Field(default_factory=DRAFT_LOSSES.default)
-    """The drafter's loss: a name from `specrl/algorithms/draft_losses.py`, an import path `package.module:function`, or
-    a table of that `name` and the loss's options."""
+    """The drafter's loss: `cross_entropy`, an import path `package.module:function`, or a table of that `name` and the
+    loss's options."""
     position_decay: Adjustable[Fraction] = 0.8
     """Weight of each draft position in the loss relative to the one before it."""
     num_prompts: Annotated[int, Field(ge=2)] = 160
