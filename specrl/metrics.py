@@ -98,10 +98,6 @@ _DEFINITIONS = (
     ),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens.", "lower"),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
-    Metric("mismatch/importance_ratio_p50", "", "Median over the sampled tokens of p_training / p_generation."),
-    Metric("mismatch/importance_ratio_p90", "", "90th percentile of p_training / p_generation."),
-    Metric("mismatch/importance_ratio_p99", "", "99th percentile of p_training / p_generation."),
-    Metric("mismatch/importance_ratio_p999", "", "99.9th percentile of p_training / p_generation."),
     Metric("mismatch/importance_ratio_max", "", "Largest p_training / p_generation of a sampled token."),
     Metric("mismatch/truncated_fraction", "", "Share of the tokens whose importance ratio is above 2."),
     Metric(

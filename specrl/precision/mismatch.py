@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specrl.distributed import Ranks, sum_arrays
 
-QUANTILES = (0.5, 0.9, 0.99, 0.999)  # of the importance ratio, besides the maximum
 LARGE_RATIO = 2.0  # above it `mismatch/truncated_fraction` counts, and `tis` truncates by default
 
 OCTAVES, PER_OCTAVE = (-30, 6), 64
@@ -36,13 +35,13 @@ Floats = NDArray[np.float64]
 class MismatchSums:
     """Sums over tokens from which the measures are made; those of several shares add up.
 
-    For quantiles and the largest thousandth, the mean of a histogram's bin stands for its values, which is off by less
-    than 1/64 of |log r|.
+    For the largest thousandth, the mean of a histogram's bin stands for its values, which is off by less than 1/64 of
+    |log r|.
     """
 
     totals: Floats  # [6]
-    counts: Floats  # [2 * NUM_BINS + 1]: tokens by ascending log r; the bin of 0 is in the middle
-    errors: Floats  # [2 * NUM_BINS + 1]: the sum of exp(|log r|) in each bin
+    counts: Floats  # [NUM_BINS + 1]: tokens by ascending |log r|
+    errors: Floats  # [NUM_BINS + 1]: the sum of exp(|log r|) in each bin
     largest: float  # the largest log r; minus infinity without tokens
 
     @classmethod
@@ -56,8 +55,8 @@ class MismatchSums:
         bins = _bins(x).numpy()
         return cls(
             totals=np.array([len(x), float(x.isnan().sum()), float(error.sum()), *map(float, counted)], np.float64),
-            counts=np.bincount(bins, minlength=2 * NUM_BINS + 1).astype(np.float64),
-            errors=np.bincount(bins, error.numpy(), minlength=2 * NUM_BINS + 1).astype(np.float64),
+            counts=np.bincount(bins, minlength=NUM_BINS + 1).astype(np.float64),
+            errors=np.bincount(bins, error.numpy(), minlength=NUM_BINS + 1).astype(np.float64),
             largest=float(x.max()) if len(x) else -math.inf,
         )
 
@@ -99,11 +98,10 @@ class MismatchSums:
         kept = self.num_tokens - max(1, self.num_tokens // 1000)
         if not kept:
             return 1.0
-        counts, errors = _by_magnitude(self.counts), _by_magnitude(self.errors)
-        before = np.cumsum(counts) - counts
-        taken = np.clip(kept - before, 0, counts)
+        before = np.cumsum(self.counts) - self.counts
+        taken = np.clip(kept - before, 0, self.counts)
         with np.errstate(invalid="ignore", divide="ignore"):
-            part = np.where(taken > 0, errors * (taken / counts), 0.0)
+            part = np.where(taken > 0, self.errors * (taken / self.counts), 0.0)
         return float(part.sum() / kept)
 
     @property
@@ -125,28 +123,20 @@ class MismatchSums:
         """The share of the tokens that truncated importance sampling cuts off."""
         return self._mean(LARGE)
 
-    def importance_ratio_quantiles(self) -> dict[float, float]:
-        """The quantiles of r by share: `QUANTILES`, and the maximum under 1.0."""
-        reached = np.cumsum(self.counts)
-        found = {}
-        for share in QUANTILES:
-            position = min(self.num_tokens, math.ceil(share * self.num_tokens))
-            place = int(np.searchsorted(reached, position))
-            error = float(self.errors[place] / self.counts[place])
-            found[share] = error if place >= NUM_BINS else 1 / error
+    @property
+    def importance_ratio_max(self) -> float:
         with np.errstate(over="ignore"):
-            return found | {1.0: float(np.exp(self.largest))}
+            return float(np.exp(self.largest))
 
     def metrics(self) -> dict[str, float]:
         if not self.num_tokens:
             return {}
-        quantiles = self.importance_ratio_quantiles()
         return {
             "mismatch/token_mult_prob_error": self.token_mult_prob_error,
             "mismatch/bulk_error": self.bulk_error,
             "mismatch/kl": self.kl,
             "mismatch/js": self.js,
-            **{f"mismatch/importance_ratio_{_suffix(share)}": ratio for share, ratio in quantiles.items()},
+            "mismatch/importance_ratio_max": self.importance_ratio_max,
             "mismatch/truncated_fraction": self.truncated_fraction,
         }
 
@@ -168,13 +158,4 @@ def log_ratio(training: ArrayLike, generation: ArrayLike) -> Floats:
 def _bins(log_r: Tensor) -> Tensor:
     # The bits of a float64 are its exponent and then its mantissa, so that their first ones number the bins.
     bits = log_r.abs().view(torch.int64) >> (MANTISSA_BITS - PER_OCTAVE.bit_length() + 1)
-    place = (bits - (EXPONENT_BIAS + OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS)
-    return NUM_BINS + torch.where(log_r < 0, -place, place)
-
-
-def _by_magnitude(bins: Floats) -> Floats:
-    return np.concatenate([bins[NUM_BINS : NUM_BINS + 1], bins[NUM_BINS + 1 :] + bins[NUM_BINS - 1 :: -1]])
-
-
-def _suffix(share: float) -> str:
-    return "max" if share == 1.0 else "p" + f"{share:g}".removeprefix("0.").ljust(2, "0")
+    return (bits - (EXPONENT_BIAS + OCTAVES[0]) * PER_OCTAVE + 1).clamp(0, NUM_BINS)

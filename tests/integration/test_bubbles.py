@@ -294,7 +294,6 @@ def test_truncated_sampling_is_no_mismatch_of_engine_and_trainer(runs: Path) -> 
     """In FP32 they agree, whatever top-p and top-k leave out and whatever the temperature is."""
     metrics = steps(runs / "truncated")[0]["metrics"]
     assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
-    assert metrics["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-3)
     assert metrics["mismatch/importance_ratio_max"] == pytest.approx(1.0, abs=1e-2)
     table = pyarrow.dataset.dataset(runs / "truncated" / "train-toy" / "rollouts", format="ipc").to_table()
     masses = [mass for row in table.column("log_kept_mass").to_pylist() for mass in row]

@@ -78,7 +78,7 @@ def test_truncated_sampling_is_no_mismatch(correction: str) -> None:
     rollout.log_kept_mass = mass
     assert loss() == pytest.approx(-1.0, abs=1e-6)  # a weight of 1 and an advantage of 1 at each token
     assert mismatch()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-6)
-    assert mismatch()["mismatch/importance_ratio_p50"] == pytest.approx(1.0, abs=1e-6)
+    assert mismatch()["mismatch/importance_ratio_max"] == pytest.approx(1.0, abs=1e-6)
     rollout.log_kept_mass = None  # as if nothing had been dropped
     assert loss() > -0.6
     assert mismatch()["mismatch/token_mult_prob_error"] > 4
