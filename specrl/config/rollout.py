@@ -156,10 +156,6 @@ class BubblesConfig(Section):
     use: Adjustable[BubbleUse] = "none"
     """What the time is used for: `pregenerate` makes responses to the next step's prompts, which become its drafts;
     `train_drafter` updates the drafter; `both` does so once all of these responses are there."""
-    seeds: Adjustable[Literal["same", "other"]] = "same"
-    """The seeds of pre-generated text: the `same` as those of the rollouts it is to be drafts for, which then mostly
-    sample that very text (and stay exact, because no draft influences which token is sampled), or `other` ones, as in
-    BubbleSpec."""
 
     @property
     def pregenerates(self) -> bool:

@@ -52,10 +52,9 @@ class Pregeneration:
         opened = open_conversations(self.engine, prompts, self.config, self.rewards)
         asked = [opened[place // samples - number] for place in places]
         # Noise goes by seed and position: with the next step's own seeds its text comes out, while the policies agree.
-        first = samples if self.config.bubbles.seeds == "other" else 0
         origin = Origin(self.config.seed, self.step)
         requests = [
-            make_request(prompt, first + place % samples, self.config, origin)
+            make_request(prompt, place % samples, self.config, origin)
             for place, prompt in zip(places, asked, strict=True)
         ]
         responses = self.engine.generate(requests, stop=stop, recall=True).responses
