@@ -20,7 +20,7 @@ from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_helper, end_with_parent, free_port, reach_loopback, start_helper
 
-START_SECONDS = 600  # how long the server may take to answer: under heavy load, or from a slow disk, imports take minutes
+START_SECONDS = 600  # how long it may take to answer: under heavy load, or from a slow disk, imports take minutes
 PATIENCE_SECONDS = 20  # until it is said what is waited for
 END_SECONDS = 5  # how long it may take to end, before it is killed
 QUIET = {

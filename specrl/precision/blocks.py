@@ -20,14 +20,8 @@ SQUARE = (BLOCK, BLOCK)
 MIN_AMAX = 2.0**-100  # so that blocks of zeros do not divide by zero
 
 
-def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Round a matrix to e4m3, with scales float32 [row blocks, column blocks]; their product approximates it."""
-    rounded, scales = _rounded(values, block)
-    return _as_matrix(rounded, values), scales[:, 0, :, 0]
-
-
 def fake_quantise(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """The product of what `quantise` returns, in the type of `values`."""
+    """A matrix rounded to e4m3 in blocks, times the float32 scales of these, in the type of `values`."""
     if not values.numel():  # an expert without tokens
         return values
     rounded, scales = _rounded(values, block)

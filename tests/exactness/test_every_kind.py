@@ -14,7 +14,6 @@ import pytest
 
 from specrl.export.card import ExportedDrafter
 from specrl.export.formats import FORMATS
-from specrl.export.quantised import SCHEMES, quantised_format
 from specrl.models.families import TINY_VOCAB_SIZE
 from specrl.rollout.engine import Request
 from tests.exactness.engines import mixed_requests, running
@@ -41,13 +40,6 @@ def in_speculators_format(directory: Path, policy_dir: Path, trained: Path) -> P
     return directory / "drafter"
 
 
-def in_8_bits(scheme: str, directory: Path, policy_dir: Path, trained: Path) -> Path:
-    quantised_format(SCHEMES[scheme]).write(
-        ExportedDrafter(trained, policy_dir, str(policy_dir), K), directory / "drafter"
-    )
-    return directory / "drafter"
-
-
 KINDS: dict[str, Written] = {
     "one layer": lambda directory, policy_dir, trained: trained,
     "two layers, window": partial(shaped, num_layers=2, sliding_window=16),
@@ -56,7 +48,6 @@ KINDS: dict[str, Written] = {
     "published, EAGLE-3.1": partial(published, norms=EAGLE_3_1),
     "published, first norms": partial(published, norms=FIRST_NORMS),
     "speculators": in_speculators_format,
-    **{scheme: partial(in_8_bits, scheme) for scheme in SCHEMES},
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specrl.precision import native
-from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, fake_quantise, quantise
-from tests.dequantise import dequantise
+from specrl.precision.blocks import ALONG_ROWS, ALONG_TOKENS, SQUARE, fake_quantise
+from tests.dequantise import dequantise, quantise
 
 pytestmark = [
     pytest.mark.gpu,

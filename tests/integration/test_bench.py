@@ -24,7 +24,7 @@ from specrl.tracking.runs import start_parent_run
 from specrl.tracking.store import tracking_uri
 from tests.exactness.toy import policy_weights, write_policy
 from tests.integration.finished_run import write_finished_run
-from tests.integration.pipeline_runs import finish, kill, specrl
+from tests.integration.pipeline_runs import finish, specrl
 
 pytestmark = pytest.mark.engine
 COLUMNS = {

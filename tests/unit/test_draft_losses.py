@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from specrl.config import ConfigError, parse_config
 from specrl.config.algorithms import DRAFT_LOSSES
 from tests.unit.test_drafter import make_drafter, make_features, trained, unroll, write_policy
-
 
 LOSS = DRAFT_LOSSES.function(DRAFT_LOSSES.default())
 

@@ -37,7 +37,6 @@ from specrl.precision.blocks import (
     _blocks,
     fake_quantise,
     fake_quantise_rows,
-    quantise,
 )
 from specrl.precision.recipe import NotQuantisedError, Recipe, engine_name, layer_names
 from specrl.projection.plan import plan
@@ -45,7 +44,7 @@ from specrl.rollout.vllm.precision import EnginePrecision
 from specrl.training.batches import MicroBatch, TokenSequence, pack
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import FP8_TOKENS, Policy
-from tests.dequantise import dequantise
+from tests.dequantise import dequantise, quantise
 
 BLOCKS = (ALONG_ROWS, ALONG_TOKENS, SQUARE)
 E4M3_EPSILON = 2.0**-4

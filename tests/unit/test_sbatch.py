@@ -13,6 +13,7 @@ import psutil
 import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
+from flows.cli import invoke
 from flows.preflight import check_cluster
 from slurm.backend import JobKey, StageRequest, State
 from slurm.commands import describe, parameters, python_command, sbatch_options

@@ -144,7 +144,7 @@ def simulate(steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse, most
             following = sorted(chain(*after), key=lambda response: response.prompt)
             ready = [work.seconds for work in works]
             stored, used = _pregenerate(ready, last, following, speed, most_running)
-            times[-1].stored, times[-1].used_s = stored, max(used, times[-1].used_s)
+            times[-1].stored, times[-1].used_s = stored, min(max(used, times[-1].used_s), idle)
     return times
 
 

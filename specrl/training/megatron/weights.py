@@ -170,7 +170,8 @@ def weight_map(
     vocabulary = (-(-hf.vocab_size // tensor_parallel) * tensor_parallel, hf.hidden_size)
     parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", (EMBEDDINGS,), vocabulary)]
     for layer in range(hf.num_hidden_layers):
-        place = _Place(layer, *divmod(layer, per_stage), transformer_engine, shapes)
+        stage, local = divmod(layer, per_stage)
+        place = _Place(layer, stage, local, transformer_engine, shapes)
         parameters += _layer_parameters(family, place)
         if experts is not None:
             parameters += _expert_parameters(family, experts.num_experts, expert_parallel, place)
