@@ -132,6 +132,7 @@ def body_of(prompt: Prompt, config: Config) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,  # for vLLM, too, 0 stands for all tokens
         "stop": list(sampling.stop),
+        **{"min_p": 0.0, "repetition_penalty": 1.0},  # else those of the model's generation_config.json
     }
 
 

@@ -16,9 +16,10 @@ from flows.cli import invoke
 from flows.commands.options import usable_port
 from specrl.artifacts import ExportResult, write_result, write_text
 from specrl.config import dump_config, parse_config
+from specrl.data.problems import Prompt
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.serving.process import expand
-from specrl.serving.server import parse_metrics
+from specrl.serving.server import body_of, parse_metrics
 
 PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:generation_tokens_total{engine="0",model_name="p"} 31.0
@@ -77,6 +78,12 @@ def test_acceptance_is_read_from_the_servers_metrics() -> None:
     tokens, stats = parse_metrics(PAGE)
     assert (tokens, stats.acceptance_length, stats.acceptance_rate_per_pos) == (31, 2.1, (0.8, 0.3))
     assert parse_metrics("") == (0, SpeculationStats())
+
+
+def test_a_request_leaves_no_setting_of_sampling_to_the_generation_config_of_the_model() -> None:
+    body = body_of(Prompt(0, "", [1, 2], ""), parse_config({"name": "x", "model": {"source": "tiny"}}))
+    taken = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"}  # by vLLM, from there
+    assert taken <= body.keys() and (body["min_p"], body["repetition_penalty"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
