@@ -30,10 +30,10 @@ def _check_temperature(temperature: float) -> float:
 
 
 def _check_top_k(top_k: int) -> int:
-    if top_k == 1:
+    if top_k < 0 or top_k == 1:
         raise ValueError(
-            "sampling.top_k = 1: it must be 0 (all tokens) or at least 2; with 1, all responses to a prompt would be "
-            "the same and nothing could be learned from their rewards"
+            f"sampling.top_k = {top_k}: it must be 0 (all tokens) or at least 2; with 1, all responses to a prompt "
+            "would be the same and nothing could be learned from their rewards"
         )
     return top_k
 
@@ -49,7 +49,7 @@ class SamplingConfig(Section):
     """The temperature by which logits are divided, from 0.01 to 2."""
     top_p: Adjustable[Fraction] = 1.0
     """Probability mass of the smallest set of most likely tokens that is sampled from; 1 keeps all tokens."""
-    top_k: Adjustable[Annotated[NonNegativeInt, AfterValidator(_check_top_k)]] = 0
+    top_k: Adjustable[Annotated[int, AfterValidator(_check_top_k)]] = 0
     """Number of most likely tokens that are sampled from, at least 2; 0 keeps all tokens."""
     max_response_tokens: Adjustable[PositiveInt] = 160
     """The longest response, in tokens."""

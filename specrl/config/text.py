@@ -65,7 +65,7 @@ IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|ht
 """A password or token in an address: scheme://user:password@host, https://token@host."""
 
 
-MULTILINE = ("data.template", "data.system_prompt", "*.reward.*.parameters.template")
+MULTILINE = ("data.template", "data.system_prompt", "*.reward.*.parameters.template", "sampling.stop.*")
 """The settings whose text may have several lines; every other text of a configuration is one line."""
 
 

@@ -31,6 +31,7 @@ _RUN_ON = re.compile(
 )
 _ENDS = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]")
 _THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_thought\|)>")
+_THOUGHTS_BEGUN = re.compile(rf"({_THOUGHTS_BEGIN.pattern})\s*\Z")  # by a prompt, as chat templates do
 _THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _WRAPPERS = (
     *((mark, mark) for mark in ("$$", "$", "**", "`", '"')),
@@ -77,6 +78,7 @@ _TO_LATEX = [
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", "π"),
         (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
+        (r"\\(?:mathrm|operatorname)\s?\{([ei])\}", r"\1 "),
         (r"\*\*", "^"),
         (r"\\([dt]?)binom(\d)(?=[\d{])", r"\\\1binom{\2}"),
         (r"(\\[dt]?binom\{\d\})(\d)", r"\1{\2}"),
@@ -93,6 +95,8 @@ _TEX = str.maketrans(
     {"²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
 )
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
+_WIDTHS = {0x3000: 0x20, **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}}
+"""Full-width characters and ASCII's, which Chinese and Japanese models mix: `（１，２）`."""
 _TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
 _GROUPED = re.compile(
     r"(?<![\w.^])\d{1,3}(?:([ \u00a0\u2007\u2009\u202f~'’_]|\\[,;:! ])\d{3})(?:\1\d{3})*(?![\d/'’]|[ ]/)"
@@ -139,18 +143,27 @@ def format_answer(answer: str) -> str:
     return f"<answer>{answer}</answer>" if "\n" in answer else f"Answer: {answer}"
 
 
-def final_part(response: str) -> str:
+def close_thoughts(prompt: str, response: str) -> str:
+    """A response that first ends the thoughts, where its prompt has begun some."""
+    begun = _THOUGHTS_BEGUN.search(prompt)
+    if begun is None:
+        return response
+    return f"{'<|end_of_thought|>' if '|' in begun[1] else begun[1].replace('<', '</')}\n{response}"
+
+
+def final_part(response: str, prompt: str = "") -> str:
     """What a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
-    said = next((part for part in _ENDS.split(after_thoughts(response)) if part.strip()), "")
+    said = next((part for part in _ENDS.split(after_thoughts(response, prompt)) if part.strip()), "")
     parts = _RUN_ON.split(said)
     own = parts[0] if re.search(r"\d", parts[0]) else said  # where it is no answer, it may introduce the question
     return next((part for part in parts if _stated(part) is not None), own)
 
 
-def after_thoughts(response: str) -> str:
-    """What a response says after its thoughts; nothing where they do not end."""
+def after_thoughts(response: str, prompt: str = "") -> str:
+    """What a response says after its thoughts, which the prompt may have begun; nothing where they do not end."""
     *thoughts, said = _THOUGHTS_END.split(response)
-    return said if thoughts or not _THOUGHTS_BEGIN.search(response) else ""
+    begun = _THOUGHTS_BEGUN.search(prompt) or _THOUGHTS_BEGIN.search(response)
+    return said if thoughts or not begun else ""
 
 
 def extract_answer(response: str) -> str:
@@ -207,7 +220,8 @@ def references(answer: str, *, named: bool = True) -> list[str]:
 
 def bare(answer: str) -> str:
     """An answer without what is around it, such as dollar signs and Markdown, and without gaps in its numbers."""
-    text = _FRACTION.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".replace("⁄", "/"), answer).strip()
+    text = normalize("NFC", answer).translate(_WIDTHS)
+    text = _FRACTION.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".replace("⁄", "/"), text).strip()
     text = _GROUPED.sub(lambda found: found[0].replace(found[1], ""), text)
     previous = None
     while text != previous:
@@ -296,7 +310,9 @@ def _symbol_of_word(word: str) -> str:
 
 
 def is_text(answer: str) -> bool:
-    """Whether a reference is words, such as a name, and no expression: letters would be read as factors."""
+    """Whether a reference is words, such as a name, or has an ellipsis, and is no expression: it would be misread."""
+    if re.search(r"\\[lc]?dots|\.\.\.|…", answer):
+        return True
     words = re.findall(r"[^\W\d_]{3,}", answer)
     return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specrl.config import Config, ConfigError
+from specrl.data.answers import close_thoughts
 from specrl.data.files import read_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import fit_all
@@ -16,7 +17,7 @@ PATIENCE_S = 5.0  # to draw each held-out set; where that takes longer, `prepare
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
     """Score an empty response and the reference answer of the first problem, by the reward that a run would have."""
     (problem,) = make_problems(config, fit_all).draw("train", 0, 1)
-    return try_reward(config, "", 0), try_reward(config, problem.demonstration, 0)
+    return try_reward(config, "", 0), try_reward(config, close_thoughts(config.data.template, problem.demonstration), 0)
 
 
 def check_data(config: Config) -> None:

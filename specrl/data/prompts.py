@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from specrl.config import Config, ConfigError
+from specrl.data.answers import close_thoughts
 from specrl.data.files import FileProblems, placed_requests
 from specrl.data.held_out import config_of_set, held_out_problems, make_problems
 from specrl.data.problems import Counts, Problem, Prompt, derive_seed
@@ -152,7 +153,8 @@ class PromptSource:
         """Prompts, each with a response that earns full reward, with worked steps if there are any."""
         problems = self._problems.draw("demonstrations", 0, count)
         prompts = self._prompts("demonstrations", problems)
-        return [(prompt, problem.demonstration) for prompt, problem in zip(prompts, problems, strict=True)]
+        pairs = zip(prompts, problems, strict=True)
+        return [(prompt, close_thoughts(prompt.text, problem.demonstration)) for prompt, problem in pairs]
 
     def check(self) -> Counts:
         """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early."""

@@ -7,6 +7,7 @@ import string
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
@@ -18,6 +19,9 @@ from specrl.data.problems import Counts, Misfit, Problem, misfit_of
 CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
 TOKENS_PER_BYTE = 3  # a token stands for at least one byte, and NFC makes at most three of one
 MOST_SPECIAL = 16  # tokens that a tokenizer adds to a text
+TODAY = date(2024, 7, 26)
+"""For templates that write the date, so that it is the same in a run's prompts on all days; where the function for it
+is missing, Llama's write this one."""
 TURN = "words of a turn"  # stands for a turn where only what follows it is looked at
 CHUNK = 1000  # prompts that the tokenizer gets at once
 LONGEST_TOKEN = 64  # characters of a token at most, when a question is cut: of a longer one less is left than fits
@@ -90,7 +94,12 @@ class Rendering:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._arguments
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    strftime_now=TODAY.strftime,
+                    **self._arguments,
                 )
             )
         except (TemplateError, LookupError, TypeError, ValueError) as error:  # templates are small programs
@@ -175,7 +184,8 @@ def check_chat_template(template: str, arguments: Iterable[str]) -> None:
     """Check a tokenizer's chat template, and that it reads what `data.chat_template_kwargs` give it."""
     try:
         # transformers has one tag of its own, which marks the assistant's words.
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"{%-? *(end)?generation *-?%}", "", template))
+        own = re.sub(r"{%-? *(end)?generation *-?%}", "", template)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).compile(own)
     except TemplateSyntaxError as error:
         raise ConfigError(f"the tokenizer's chat template is wrong in line {error.lineno}: {error.message}") from error
     for name in arguments:

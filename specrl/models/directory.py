@@ -56,13 +56,13 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The chat template of a Hugging Face directory, from where transformers takes it; None where it has none."""
+    """The default chat template of a Hugging Face directory, from where transformers takes it; None without one."""
     if (file := directory / "chat_template.jinja").is_file():
-        return file.read_text("utf-8", errors="replace")
+        return file.read_text("utf-8", errors="replace") or None
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_object(directory / name).get("chat_template") if (directory / name).is_file() else None
         if isinstance(found, list):  # several with names
-            found = next((one["template"] for one in found if one.get("name") == "default"), "")
+            found = next((one["template"] for one in found if one.get("name") == "default"), None)
         if isinstance(found, str):
             return found
-    return "" if (directory / "additional_chat_templates").exists() else None
+    return None

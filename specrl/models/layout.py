@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl.config import Config, ConfigError, PolicyConfig
-from specrl.models.checks.config import EOS
-from specrl.models.checks.folder import check_model_folder, token_ids
-from specrl.models.directory import read_model_config, read_object
+from specrl.models.checks.folder import check_model_folder, end_tokens, token_ids
+from specrl.models.directory import read_model_config
 from specrl.models.drafters import with_source_heads
 from specrl.models.shapes import ModelShape, teacher_shape
 
@@ -87,19 +86,12 @@ def check_teacher(config: Config, policy_dir: Path | None) -> None:
 def teacher_doubts(config: Config, policy_dir: Path) -> list[str]:
     """A line where the model of `train.teacher`, which `check_teacher` accepts, ends its responses otherwise."""
     directory = config.train.teacher
-    if directory is None or not (own := _end_tokens(directory)) or not (others := _end_tokens(policy_dir) - own):
+    if directory is None or not (own := end_tokens(directory)) or not (others := end_tokens(policy_dir) - own):
         return []
     return [
         f"train.teacher = {directory}: by its eos_token_id it ends responses with {sorted(own)}, and not with "
         f"{sorted(others)} as the policy does, which may unlearn to end; take a teacher that ends as the policy does"
     ]
-
-
-def _end_tokens(directory: Path) -> set[int]:
-    path, found = directory / "generation_config.json", read_model_config(directory).get(EOS)
-    if found is None and path.is_file():
-        found = read_object(path).get(EOS)
-    return set(found if isinstance(found, list) else [found]) - {None}
 
 
 def _token_problems(directory: Path, vocab_size: int, policy_dir: Path) -> Iterator[str]:

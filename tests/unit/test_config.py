@@ -76,6 +76,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
         (["drafter.num_prompts=1"], ["drafter.num_prompts", "1", "greater than or equal to 2"]),
         (["policy.lr=inf"], ["policy.lr", "inf", "finite"]),
         (["sampling.top_k=1"], ["sampling.top_k = 1", "0 (all tokens) or at least 2"]),
+        (["sampling.top_k=-1"], ["sampling.top_k = -1", "0 (all tokens) or at least 2"]),
         (["sampling.top_p=1.5"], ["sampling.top_p", "1.5", "less than or equal to 1"]),
         (["speculation.method=medusa"], ["speculation.method", "medusa", "eagle3", "ngram"]),
         (["speculation.k=0"], ["speculation.k = 0", "eagle3", "above 0"]),

@@ -127,6 +127,13 @@ def test_a_csv_file_whose_columns_are_not_clear_is_refused(text: str, words: str
         list(read_rows(tmp_path / "rows.csv"))
 
 
+def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
+    more = pa.array([[("answer", "2")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"prompt": ["1+1"], "more": more}), tmp_path / "rows.parquet")
+    [(place, row)] = read_rows(tmp_path / "rows.parquet")
+    assert find(row, "more.answer", place, "answer_column") == "2"
+
+
 def test_a_parquet_file_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
     columns = [pa.array(["1+1"]), pa.array(["2"]), pa.array(["3"])]
     pq.write_table(pa.Table.from_arrays(columns, ["prompt", "answer", "answer"]), tmp_path / "rows.parquet")

@@ -150,6 +150,22 @@ def test_the_tools_of_a_row_reach_the_chat_template(suffix: str, tmp_path: Path)
         problem(path, template="{prompt}")
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_arguments_of_calls_reach_the_chat_template_as_objects(suffix: str, tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": None}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]  # as OpenAI's clients have it
+    result = {"role": "tool", "content": "2", "tool_calls": None}
+    chat = [{**USER, "tool_calls": None}, {**said, "tool_calls": calls}, result, {**said, "content": "2."}, USER]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([{"prompt": chat, "answer": "2"}]), path)
+    else:
+        rows_file(path, [{"prompt": chat, "answer": "2"}])
+    template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
+    rendering, found = Rendering(config_of({"template": "chat"}), llama(template)), problem(path)
+    assert rendering.text(found.question, found.context) == '{"name": "add", "arguments": {"a": 1}}'
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -360,6 +376,13 @@ def test_the_template_gets_the_system_prompt_and_the_arguments_of_the_configurat
         Rendering(config_of({"template": "chat", "chat_template_kwargs": {"enable_thinkin": False}}), llama())
     with pytest.raises(ConfigError, match=r"data.system_prompt: a template of your own"):
         config_of({"system_prompt": "Think."})
+
+
+def test_a_template_that_writes_the_date_makes_the_same_prompt_on_all_days() -> None:
+    dated = "{% set day = day or strftime_now('%d %b %Y') %}Today is {{ day }}. {{ messages[0].content }}"
+    assert Rendering(config_of({"template": "chat"}), llama(dated)).text("1+1=?") == "Today is 26 Jul 2024. 1+1=?"
+    given = {"template": "chat", "chat_template_kwargs": {"day": "1 May 2026"}}
+    assert Rendering(config_of(given), llama(dated)).text("1+1=?") == "Today is 1 May 2026. 1+1=?"
 
 
 def test_a_template_that_refuses_a_chat_says_which_row(tmp_path: Path) -> None:

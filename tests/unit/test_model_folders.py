@@ -235,6 +235,12 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (tokenizer_config(pad_token=0), "pad_token = 0: it must be a text or an object"),
         (text("special_tokens_map.json", '{"eos_token": 2}'), "special_tokens_map.json with eos_token = 2: it must be"),
         (tokenizer_config(added_tokens_decoder=[]), "added_tokens_decoder = []: it must be an object"),
+        (tokenizer_config(added_tokens_decoder={"0": "<pad>"}), "an object for the number of each token"),
+        (tokenizer_config(added_tokens_decoder={"a": {}}), "an object for the number of each token"),
+        (tokenizer_config(extra_special_tokens=5), "extra_special_tokens = 5: it must be a list or an object"),
+        (tokenizer_config(additional_special_tokens="</s>"), 'additional_special_tokens = "</s>": it must be a list'),
+        (tokenizer_config(model_max_length="64"), 'model_max_length = "64": it must be a number above 0'),
+        (tokenizer_config(padding_side="middle"), 'padding_side = "middle": it must be "left" or "right"'),
         (tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(128)), "the trainer has no such bias"),
         (tensors(model__norm__weight_scale=torch.ones(1)), "it is quantised"),
         (tensors(v_head__weight=torch.ones(1)), "reward or value model"),
@@ -374,6 +380,10 @@ def test_a_dry_run_says_that_a_chat_template_is_missing(folder: Path) -> None:
     values |= {"speculation": {"method": "none", "k": 0}}
     [line] = check_model(Config.model_validate(values))
     assert "has no chat template; put one there as chat_template.jinja" in line
+    (folder / "chat_template.jinja").write_text("")
+    assert check_model(Config.model_validate(values)) == [line]
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content | shout }}")
+    assert "No filter named 'shout'" in check_model(Config.model_validate(values))[0]
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert check_model(Config.model_validate(values)) == []
     (folder / "chat_template.jinja").write_text("{%- generation %}{{ messages[0].content }}{% endgeneration -%}")

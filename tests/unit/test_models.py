@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_an_existing_directory_is_copied_with_its_weights_linked(directory: Path
     assert not (made / "config.json").is_symlink()
     assert load_tokenizer(made).encode("a") == load_tokenizer(directory).encode("a")
     assert AutoModelForCausalLM.from_pretrained(made).config.vocab_size == 128
+
+
+def test_the_tokenizer_of_a_policy_is_its_file_whatever_class_its_settings_name(
+    directory: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(directory, tmp_path / "source"))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizerFast"}))
+    text = "2 + 3 is\n5"
+    assert load_tokenizer(source).decode(load_tokenizer(source).encode(text)) != text  # as AutoTokenizer has it
+    made = materialise_model(ModelConfig(source=str(source), max_length=128), 0, tmp_path / "policy")
+    assert load_tokenizer(made).encode(text) == load_tokenizer(directory).encode(text)
+    assert load_tokenizer(made).decode(load_tokenizer(made).encode(text)) == text
+    (source / "tokenizer_config.json").unlink()  # which names the end of a text, too
+    assert load_tokenizer(source).eos_token_id == load_tokenizer(directory).eos_token_id
 
 
 def broken(directory: Path, target: Path, remove: str = "", **changes: Any) -> ModelConfig:

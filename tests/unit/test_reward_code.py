@@ -229,6 +229,9 @@ def test_a_row_without_tests_is_a_failure(pool: RewardPool) -> None:
 
 def test_a_row_may_have_its_tests_in_three_forms() -> None:
     assert len(read_tests(ASSERTS)) == 3 and len(read_tests(PRINTS)) == 2
+    inputs, outputs = json.loads(PRINTS).values()
+    each = [{"input": i, "output": o, "testtype": "stdin"} for i, o in zip(inputs, outputs, strict=True)]
+    assert read_tests(json.dumps(each)) == read_tests(PRINTS)
     [alone] = read_tests("def check(f):\n    assert f(1) == 1\ncheck(f)")
     assert alone == ("def check(f):\n    assert f(1) == 1\ncheck(f)", None)
     for none in ("", "[]", "[1]", "3", "{}", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}'):
@@ -241,6 +244,8 @@ def test_a_row_may_have_its_tests_in_three_forms() -> None:
     [
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, r"^the row tests a function by values \(fn_name\)"),
         ({"fn_name": "add", "inputs": ["1"], "outputs": ["3"]}, r"^the row tests a function by values \(fn_name\)"),
+        ([{"input": "1", "output": "3", "testtype": "functional"}], r"^the row tests a function by values \(fn_name\)"),
+        ([{"stdin": "1", "stdout": "3"}], r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
         ({"inputs": [1], "outputs": [3]}, r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
         (
             ["def check(candidate):\n    assert candidate(1) == 1"],

@@ -59,6 +59,10 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info["index"] == 3
     return {"score": float(solution_str == ground_truth), "acc": 1}
 
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert data_sources == ["openai/gsm8k"] and extra_infos[0]["index"] == 3
+    return [{"score": float(said == right)} for said, right in zip(solution_strs, ground_truths)]
+
 def openrlhf(queries, prompts, labels):
     return {"rewards": torch.tensor([float(queries == ["Qx"] and prompts == ["Q"] and labels == ["x"])])}
 
@@ -117,6 +121,7 @@ def data(name: str, **settings: Any) -> DataConfig:
         ("trl_without_prompts", 1.0),
         ("trl_async", 0.5),
         ("verl", 1.0),
+        ("verl_batch", 1.0),
         ("openrlhf", 1.0),
         ("scorer", 0.75),
     ],

@@ -97,3 +97,5 @@ def test_a_dry_run_says_that_a_reward_does_not_tell_right_from_empty(
         warned = " ".join(capsys.readouterr().err.split())
         assert words in warned if words else "data.reward" not in warned
         assert ("nothing is learned" in warned) == (name == "zero")
+    command += ["--set", 'data.reward=[{ name = "task", weight = 0.0 }]']
+    assert invoke(command) == 0 and "each part has weight 0" in " ".join(capsys.readouterr().err.split())

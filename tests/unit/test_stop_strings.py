@@ -59,7 +59,8 @@ def test_strings_are_found_far_into_a_response(tokenizer: PreTrainedTokenizerFas
     assert StopStrings(tokenizer, ["</answer>"]).length(tokens, 0) == len(tokens)
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_refused_and_one_with_line_ends_taken() -> None:
     with pytest.raises(ValidationError, match=r"sampling\.stop"):
         Config.model_validate({"name": "x", "sampling": {"stop": [""]}})
-    assert Config.model_validate({"name": "x", "sampling": {"stop": ["</answer>"]}}).sampling.stop == ("</answer>",)
+    given = ("</answer>", "\nQuestion:", "\n\n")
+    assert Config.model_validate({"name": "x", "sampling": {"stop": given}}).sampling.stop == given

@@ -50,10 +50,12 @@ def tools_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _given(value: Any) -> Any:
-    """A value without what Parquet writes for the members that other rows have."""
+    """A value without what Parquet writes for the members that other rows have; arguments are objects, as in vLLM."""
     if isinstance(value, list):
         return [_given(item) for item in value]
-    return {k: _given(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {k: _given(structured(v) if k == "arguments" else v) for k, v in value.items() if v is not None}
 
 
 def _is_message(value: Any) -> bool:
@@ -63,7 +65,7 @@ def _is_message(value: Any) -> bool:
 def _message(place: str, message: Message) -> Message:
     role = str(message.get("role") or message["from"]).lower()
     content = _text(place, message.get("content") if message.get("content") is not None else message.get("value"))
-    kept = {name: value for name, value in message.items() if name not in OWN and value is not None}
+    kept = _given({name: value for name, value in message.items() if name not in OWN})
     if content is None and not kept.get("tool_calls"):
         raise ConfigError(f"{place}: the message of {role} has no content")
     return {"role": ROLES.get(role, role), "content": content or "", **kept}

@@ -172,7 +172,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Rows:
             names = source.schema_arrow.names
             _check_names(path, names)
             chosen = {name for column in columns for name in (column, column.partition(".")[0]) if name in names}
-            rows = source.read(columns=sorted(chosen) if columns else None).to_pylist()
+            rows = source.read(columns=sorted(chosen) if columns else None).to_pylist(maps_as_pydicts="lossy")
     except (pa.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"data file {path} is not readable as Parquet: {reason}") from error

@@ -96,13 +96,17 @@ def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) ->
 def read_tests(answer: str) -> list[tuple[str, str | None]]:
     """The tests of a row: Python texts that must raise nothing, or what a program reads with what it must print.
 
-    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}` of texts; ValueError where there are
-    none, or more than there may be processes.
+    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}` of texts, also as one object with
+    `input` and `output` for each; ValueError where there are none, or more than there may be processes.
     """
     try:
         found = json.loads(answer)
     except ValueError:
         found = [answer] if answer.strip() else None
+    if isinstance(found, list) and found and all(isinstance(test, dict) for test in found):  # as LiveCodeBench has them
+        kinds = {str(test.get("testtype") or test.get("type")) for test in found}
+        found = {f"{name}s": [test.get(name) for test in found] for name in ("input", "output")}
+        found["fn_name"] = kinds & {"functional", "function_call"}
     tests: list[tuple[str, str | None]] = []
     if isinstance(found, dict):
         tests = _of_programs(found)

@@ -43,6 +43,7 @@ from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
 RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; with parameters, these are the last
 
+MOST_ZEROS = 400  # that are looked behind for the digits of a reference
 MATH_VERIFY_SECONDS = 5  # for each step of a comparison
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
@@ -57,14 +58,18 @@ _REGISTERED: dict[str, _Registered] = {}
 class _Registered:
     function: RewardFunction
     parameters: type[Options]
-    reads: Callable[[str], str]  # what the function sees of a response
+    reads: Callable[[str, str], str]  # (response, prompt) -> what the function sees of the response
     of_reference: float  # what a response that states the reference earns
+
+
+def _whole(response: str, _: str) -> str:
+    return response
 
 
 def register_reward(
     name: str,
     parameters: type[Options] = Options,
-    reads: Callable[[str], str] = final_part,
+    reads: Callable[[str, str], str] = final_part,
     *,
     of_reference: float = 1.0,
 ) -> Callable[[RewardFunction], RewardFunction]:
@@ -72,7 +77,7 @@ def register_reward(
 
     Args:
         parameters: The model of its parameters, which it is called with as the last argument if it has any.
-        reads: What it sees of a response, unless `data.answer_from` asks for the whole.
+        reads: What it sees of a response, given that and the prompt, unless `data.answer_from` asks for the whole.
         of_reference: What a response earns that states the reference as its answer.
     """
 
@@ -128,8 +133,8 @@ def _registered(config: DataConfig, part: RewardPart, found: _Registered) -> Rew
     except ValidationError as error:
         raise ConfigError(explain(error, found.parameters, ("data", "reward", part.name))) from None
     more = () if found.parameters is Options else (parameters,)
-    reads = found.reads if config.answer_from == "final_part" else str
-    return lambda prompt, response: found.function(prompt.text, reads(response), prompt.answer, *more)
+    reads = found.reads if config.answer_from == "final_part" else _whole
+    return lambda prompt, response: found.function(prompt.text, reads(response, prompt.text), prompt.answer, *more)
 
 
 def warm_up(config: DataConfig, part: RewardPart, reward: Reward) -> None:
@@ -148,11 +153,11 @@ def warm_up(config: DataConfig, part: RewardPart, reward: Reward) -> None:
 
 def _task_reward(config: DataConfig) -> Reward:
     generators = [make_generator(generator) for generator in config.generators]
-    part = after_thoughts if config.answer_from == "final_part" else str
+    part = after_thoughts if config.answer_from == "final_part" else _whole
 
     def reward(prompt: Prompt, response: str) -> float:
         index: int = prompt.metadata["generator"]
-        return generators[index].score(part(response), prompt.answer, prompt.metadata["entry"])
+        return generators[index].score(part(response, prompt.text), prompt.answer, prompt.metadata["entry"])
 
     return reward
 
@@ -187,10 +192,10 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     """
     try:
         value = _resolved(reward(prompt, response))
-        if isinstance(value, dict) and "score" in value:
-            value = value["score"]
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
+        if isinstance(value, dict) and "score" in value:
+            value = value["score"]
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
         return raised(error)
     if value is None:
@@ -259,8 +264,18 @@ def math_verify(_: str, response: str, answer: str) -> float:
     if _SENTENCE.search(latex) and not re.search(r"\\(?![$%])|[\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex.replace("\\$", ""))
     gold = parse(f"\\boxed{{{keep_variable(true, latex)}}}", parsing_timeout=seconds)
-    check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
+    digits = {"float_rounding": 6 + (zeros := _zeros(gold)), "numeric_precision": 15 + zeros}
+    check = partial(verify, gold, **digits, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
     return float(any(check(parse(form, parsing_timeout=seconds)) for form in forms))
+
+
+def _zeros(gold: Sequence[Any]) -> int:
+    """The zeros behind the point of a small number, such as one of physics: math-verify takes `3e-9` for `2e-9`."""
+    try:
+        size = abs(float(gold[0]))
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # it is no number
+        return 0
+    return min(MOST_ZEROS, -math.ceil(math.log10(size))) if 0 < size < 1e-3 else 0
 
 
 @register_reward("exact_match")
@@ -288,7 +303,7 @@ class LengthParameters(Options):
         return self
 
 
-@register_reward("length", LengthParameters, str)
+@register_reward("length", LengthParameters, _whole)
 def length(_: str, response: str, __: str, parameters: LengthParameters) -> float:
     """1 for a response of at most `target` characters, thoughts included, and less for longer ones.
 
@@ -313,7 +328,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
         signature = inspect.signature(function)
         parameters = signature.parameters
         by_name = _takes_names(parameters)
-        if not by_name and not parameters.keys() & {"completions", "solution_str", "queries"}:
+        if not by_name and not parameters.keys() & {"completions", "solution_str", "solution_strs", "queries"}:
             signature.bind_partial("prompt", "response", "answer")
     except (TypeError, ValueError) as error:
         raise ConfigError(f'data.reward = "{path}" does not take (prompt, response, answer): {error}') from error
@@ -339,7 +354,10 @@ def _imported(config: DataConfig, path: str) -> Reward:
             "ground_truth": prompt.answer,
             "extra_info": columns.get("extra_info", columns),
         }
-        return function(**taken({"data_source": columns.get("data_source", str(config.path)), **values}))
+        values["data_source"] = columns.get("data_source", str(config.path))
+        if "solution_strs" in parameters:  # a batch, here of one
+            values = {f"{name}s": [value] for name, value in values.items()}
+        return function(**taken(values))
 
     def as_own(prompt: Prompt, response: str) -> Any:
         if by_name:
@@ -354,7 +372,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
         found = _resolved(function(**taken(texts)))
         return found["rewards"] if isinstance(found, dict) and "rewards" in found else found
 
-    forms = {"completions": as_trl, "solution_str": as_verl, "queries": as_openrlhf}
+    forms = {"completions": as_trl, "solution_str": as_verl, "solution_strs": as_verl, "queries": as_openrlhf}
     return next((form for name, form in forms.items() if name in parameters), as_own)
 
 

@@ -35,7 +35,7 @@ _HANDLERS = (
 )
 """No redirect is followed: the key would go along."""
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")
-_SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*(\d{1,6}(?:\.\d{1,6})?)[*_ ]*", re.IGNORECASE)
+_SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*(\d{1,6}(?:\.\d{1,6})?)(?: ?/ ?(\d{1,6}))?[*_. ]*", re.IGNORECASE)
 
 
 class JudgeParameters(Options):
@@ -80,10 +80,10 @@ def ask_judge(prompt: str, response: str, answer: str, parameters: JudgeParamete
 
 
 def read_score(answer: str, top: float) -> float:
-    """The score in the last line of a judge's answer, which must be nothing but `Score: N`, or ValueError."""
+    """The score in the last line of a judge's answer, which must be no more than `Score: N/TOP`, or ValueError."""
     last = answer.strip().rpartition("\n")[2].strip()
     found = _SCORE.fullmatch(last)
-    if found is None or float(found[1]) > top:
+    if found is None or float(found[1]) > top or float(found[2] or top) != top:
         raise ValueError(f"the judge's last line is no 'Score: N' with N from 0 to {top:g}: {last[-80:]!r}")
     return float(found[1])
 

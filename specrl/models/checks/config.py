@@ -22,8 +22,10 @@ MOST_STOP_TOKENS = 8
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs send them through the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer
+_LISTED_TOKENS = "extra_special_tokens additional_special_tokens"
+_POSITIVE = "rms_norm_eps rope_theta model_max_length"
 _TABLES = "rope_scaling rope_parameters quantization_config compression_config auto_map "
-_TABLES += "eagle_config transformer_layer_config speculators_config added_tokens_decoder"
+_TABLES += "eagle_config transformer_layer_config speculators_config"
 _FEATURES = "eagle_aux_hidden_state_layer_ids"  # of a drafter
 _OTHER_COUNTS = "num_nextn_predict_layers moe_layer_start_index max_window_layers sliding_window draft_vocab_size"
 _SWITCHES = "tie_word_embeddings norm_topk_prob attention_bias mlp_bias use_cache use_sliding_window"
@@ -32,7 +34,7 @@ NEVER_NULL = {*_SWITCHES.split(), *_GIVEN.split()}
 FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a whole number above 0", lambda value: type(value) is int and value > 0, f"{_SIZES} {_OTHERS} {ORIGINAL}"),
     ("a whole number from 0 on", lambda value: type(value) is int and value >= 0, _OTHER_COUNTS),
-    ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf, "rms_norm_eps rope_theta"),
+    ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf, _POSITIVE),
     ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1, "attention_dropout"),
     ("a decimal from 0.0 to 1.0", lambda value: type(value) is float and 0 <= value <= 1, "initializer_range"),
     ("true or false", lambda value: type(value) is bool, _SWITCHES),
@@ -42,6 +44,13 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a list", lambda value: type(value) is list, "architectures layer_types mlp_layer_types mlp_only_layers"),
     ("a list of whole numbers", lambda value: type(value) is list and {*map(type, value)} <= {int}, _FEATURES),
     ("an object", lambda value: type(value) is dict, _TABLES),
+    ("a list or an object", lambda value: type(value) in (list, dict), _LISTED_TOKENS),
+    ('"left" or "right"', lambda value: value in ("left", "right"), "padding_side truncation_side"),
+    (
+        "an object with an object for the number of each token",
+        lambda value: type(value) is dict and all(key.isdecimal() and type(value[key]) is dict for key in value),
+        "added_tokens_decoder",
+    ),
 )
 """What the values of keys must be where they are given, and not null unless in `NEVER_NULL`."""
 _ROPE = "rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow"

@@ -111,6 +111,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> set[str]:
     return texts
 
 
+def end_tokens(directory: Path) -> set[int]:
+    """The tokens that end a response by the `config.json` of a directory or, without any, its generation's."""
+    path, found = directory / "generation_config.json", read_model_config(directory).get(EOS)
+    if found is None and path.is_file():
+        found = read_object(path).get(EOS)
+    return set(found if isinstance(found, list) else [found]) - {None}
+
+
 def token_ids(directory: Path) -> list[tuple[int, str]]:
     """The tokens of a directory's tokenizer with their numbers; none of a tokenizer in tiktoken's format."""
     name = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
