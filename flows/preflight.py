@@ -14,6 +14,7 @@ from rich.console import Console
 from flows.folder import HOLDER_FILE, LOCK_FILE, size_of
 from flows.origin import ORIGIN
 from slurm.access import check_access
+from slurm.commands import foreign_options, unknown_options
 from slurm.environment import read_environment_file
 from slurm.submit import backends_of
 from specrl.checks.file_systems import existing, shared_database
@@ -47,7 +48,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     source = _source_folder(config)
     warnings = [*doubts(config), *(teacher_doubts(config, source) if source is not None else [])]
-    warnings += [*_shared_databases(config), *(_reward_doubts(config) if dry_run else [])]
+    warnings += [*_shared_databases(config), *_options_of_plugins(config), *(_reward_doubts(config) if dry_run else [])]
     for line in warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {line}", style="yellow", markup=False)
 
@@ -267,6 +268,25 @@ def check_cluster(config: Config) -> list[str]:
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
+def check_sbatch(config: Config) -> list[str]:
+    """Check that sbatch, where it is here, has the options of `cluster.sbatch` with which a stage is submitted."""
+    return unknown_options(config) if _uses_slurm(config) and shutil.which("sbatch") else []
+
+
+def _options_of_plugins(config: Config) -> list[str]:
+    foreign = foreign_options(config)
+    if not foreign or not _uses_slurm(config) or shutil.which("sbatch"):
+        return []
+    return [
+        f"{', '.join(foreign)}: Slurm itself has no such option, and there is no sbatch here to tell whether a plugin "
+        "of the cluster has it"
+    ]
+
+
+def _uses_slurm(config: Config) -> bool:
+    return any(config.cluster_of(stage).backend == "slurm" for stage in STAGES)
+
+
 DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_folder,
     check_model,
@@ -277,6 +297,7 @@ DRY_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     check_algorithms,
     check_disk,
     check_tracking,
+    check_sbatch,
 )
 CHECKS = (*DRY_CHECKS, check_gpu_packages, check_cluster)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from slurm.backend import JobError, SilentSchedulerError, StageRequest
 from slurm.supervisor import AGAIN_CODE, warning_seconds
 from specrl.artifacts import digest, write_text
 from specrl.config import ClusterConfig, Config, StageName
-from specrl.config.sbatch import MEMORY_OPTIONS, names_gpus
+from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
@@ -29,7 +31,6 @@ TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, 
 LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
 WORDLESS = "without a word"
-WORDS_OF_ERRORS = ("error:", "failure:", "unrecognized option")
 COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
 PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
 
@@ -64,6 +65,33 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     if without:
         options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
     return {name: value for name, value in options.items() if value is not None}
+
+
+def foreign_options(config: Config) -> dict[str, str]:
+    """The options of `cluster.sbatch` that Slurm itself does not have, by their keys; a plugin may have them."""
+    given = {f"cluster.sbatch.{name}": name for name in config.cluster.sbatch}
+    for stage, resources in config.stage_resources.items():
+        given |= {f"stage_resources.{stage}.sbatch.{name}": name for name in resources.sbatch}
+    return {key: name for key, name in given.items() if name not in OTHER_OPTIONS}
+
+
+def unknown_options(config: Config) -> list[str]:
+    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as sbatch says, a plugin."""
+    foreign = foreign_options(config)
+    try:
+        said = ask("sbatch", "--help") if foreign else ""
+    except SilentSchedulerError:
+        said = ""
+    return [
+        f"{key}: sbatch has no option --{name}{_perhaps(name)}; sbatch --help lists those of this cluster"
+        for key, name in foreign.items()
+        if not re.search(rf"--{re.escape(name)}\b(?!-)", said)
+    ]
+
+
+def _perhaps(name: str) -> str:
+    close = get_close_matches(name, OTHER_OPTIONS, 1)
+    return f"; perhaps {close[0]}" if close else ""
 
 
 def _taught(option: str) -> str | None:
@@ -199,8 +227,8 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[st
     if done.returncode:
         lines = done.stderr.splitlines()
         # "allocation failure: ..." is what sbatch --test-only says, beside errors of plugins.
-        errors = [line for line in lines if any(word in line for word in WORDS_OF_ERRORS)] or lines[-1:]
-        said = "; ".join(line.removeprefix(f"{command[0]}: ").removeprefix("error: ").strip() for line in errors)
+        errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[-1:]
+        said = "; ".join(line.removeprefix(f"{command[0]}: error: ").strip() for line in errors)
         if not said:
             raise SilentSchedulerError(f"{command[0]} ended with exit code {done.returncode}, {WORDLESS}")
         raise SilentSchedulerError(f"{command[0]}: {said}")

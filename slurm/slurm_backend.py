@@ -41,7 +41,7 @@ from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
 from specrl.artifacts import write_text
-from specrl.config import STAGES, ClusterConfig, Config, StageName
+from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
@@ -111,7 +111,6 @@ SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILI
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
 """What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
-UNKNOWN_OPTION = re.compile(r"unrecognized option '--([\w-]+)")
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
@@ -187,7 +186,7 @@ class SlurmBackend:
         missing = [command for command in COMMANDS if shutil.which(command) is None]
         if missing:
             return [f"--cluster slurm: {', '.join(missing)} not found; run on a login node, or with --cluster local"]
-        return _unknown_options(config)
+        return []
 
     def options(self, config: Config, stage: StageName) -> str:
         return describe(config, stage) + _expected_start(config, stage)
@@ -281,21 +280,6 @@ def interface_towards(host: str) -> str:
 
 def _why_never(reason: str) -> str:
     return next((words for pattern, words in NEVER.items() if re.fullmatch(pattern, reason)), "")
-
-
-def _unknown_options(config: Config) -> list[str]:
-    """A line for the first option of each stage's `sbatch` that neither Slurm nor a plugin of the site has."""
-    lines = []
-    for stage in STAGES:
-        cluster = config.cluster_of(stage)
-        if cluster.backend == SlurmBackend.name and cluster.sbatch:
-            try:
-                ask("sbatch", "--test-only", *as_flags(sbatch_options(config, stage)), "--wrap=true")
-            except SilentSchedulerError as error:
-                if found := UNKNOWN_OPTION.search(str(error)):
-                    section = "cluster" if found[1] in config.cluster.sbatch else f"stage_resources.{stage}"
-                    lines.append(f"{section}.sbatch.{found[1]}: sbatch has no such option; sbatch --help lists its own")
-    return list(dict.fromkeys(lines))
 
 
 def _expected_start(config: Config, stage: StageName) -> str:

@@ -43,6 +43,18 @@ OWN_OPTIONS: Mapping[str, str] = {
     "wrap": "",
 }
 """The options that specrl sets itself, with the keys that decide them; empty where no key does."""
+_OTHERS = (
+    "acctg-freq batch bb bbf begin cluster-constraint comment consolidate-segments container container-id "
+    "contiguous core-spec cores-per-socket cpu-freq deadline delay-boot dependency distribution exclude exclusive "
+    "extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres "
+    "gres-flags hint hold ignore-pbs input kill-on-invalid-dep licenses mail-type mail-user mcs-label mem-bind "
+    "mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile nodelist ntasks-per-core ntasks-per-socket "
+    "oom-kill-step overcommit oversubscribe power prefer priority profile propagate quiet reboot reservation "
+    "resv-ports segment share sockets-per-node spread-job spread-segments stepmgr switches thread-spec "
+    "threads-per-core time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait-all-nodes wckey"
+)
+OTHER_OPTIONS = frozenset(_OTHERS.split())
+"""The options that a configuration may give, as Slurm 20.11 to 25.11 have them; a site's plugins add some."""
 MEMORY_OPTIONS = frozenset({"mem-per-cpu", "mem-per-gpu"})
 """The options that replace `--mem`, for sites that share out memory by cores or GPUs."""
 GPU_NUMBERS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")

@@ -14,7 +14,7 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 from flows.cli import invoke
-from flows.preflight import check_cluster
+from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
 from slurm.commands import describe, parameters, python_command, sbatch_options
 from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
@@ -127,25 +127,21 @@ def test_a_wrong_option_is_one_line(sections: dict[str, Any], words: str, tmp_pa
 def test_options_that_neither_sbatch_nor_a_plugin_of_the_site_has_are_refused_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = """#!/bin/sh
-for word; do case "$word" in
-  --reservaton=*|--exclusiv)
-    echo "sbatch: unrecognized option '$word'" >&2; echo 'Try "sbatch --help" for more information' >&2; exit 255;;
-esac; done
-echo "sbatch: error: allocation failure: Requested node configuration is not available" >&2; exit 1
-"""
-    for name in ("sbatch", "srun", "squeue", "scancel"):
-        (tmp_path / name).write_text(program)
-        (tmp_path / name).chmod(0o755)
+    options = {"cluster": {"sbatch": {"frobnicate": 1, "reservaton": "x", "gpu_mode": "shared", "nice": 5}}}
+    config = configured(tmp_path, **options, stage_resources={"train": {"sbatch": {"exclusiv": True}}})
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho '      --gpu-mode=MODE   of the plugin'\n")
+    (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    wrong = configured(tmp_path, cluster={"sbatch": {"reservaton": "x", "gpu_mode": "shared"}})
-    assert check_cluster(wrong) == ["cluster.sbatch.reservaton: sbatch has no such option; sbatch --help lists its own"]
-    of_stage = configured(tmp_path, stage_resources={"train": {"sbatch": {"exclusiv": True}}})
-    (line,) = check_cluster(of_stage)
-    assert line.startswith("stage_resources.train.sbatch.exclusiv: sbatch has no such option")
-    assert "unrecognized option '--exclusiv'" in backend_of(of_stage.cluster_of("train")).options(of_stage, "train")
+    first, second, third = check_sbatch(config)
+    assert first.startswith("cluster.sbatch.frobnicate: sbatch has no option --frobnicate; sbatch --help lists")
+    assert second.startswith("cluster.sbatch.reservaton: sbatch has no option --reservaton; perhaps reservation;")
+    assert third.startswith("stage_resources.train.sbatch.exclusiv: sbatch has no option --exclusiv; perhaps exclusive")
     usual = {"mail_type": "END", "mail-user": "me@example.org", "gpus-per-socket": 1, "exclude": "node1"}
-    assert check_cluster(configured(tmp_path, cluster={"sbatch": usual})) == []
+    assert check_sbatch(configured(tmp_path, cluster={"sbatch": usual})) == []
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert check_sbatch(configured(tmp_path, cluster={"sbatch": usual})) == []
+    assert "gpu-mode" in "".join(check_sbatch(config))
+    assert check_sbatch(configured(tmp_path, **{"cluster": {**options["cluster"], "backend": "local"}})) == []
 
 
 @pytest.mark.parametrize(
@@ -161,6 +157,25 @@ def test_a_dependency_of_the_user_stands_beside_the_guard_against_two_jobs_for_a
     given: dict[str, str], asked: str, tmp_path: Path
 ) -> None:
     assert sbatch_options(configured(tmp_path, cluster={"sbatch": given}), "train")["dependency"] == asked
+
+
+def test_a_dry_run_without_sbatch_warns_of_options_that_only_a_plugin_could_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "run"\n[model]\nsource = "tiny"\nmax_length = 128\n[sampling]\nmax_response_tokens = 64\n')
+    options = ["--set", 'cluster.sbatch={gpu_mode="shared",nice=5}', "--set", "stage_resources.train.sbatch={tmpfs=1}"]
+    asked = ["run", str(path), "--dry-run", "--cluster", "slurm", "--set", "drafter.draft_vocab_size=64", *options]
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert invoke(asked) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: cluster.sbatch.gpu-mode, stage_resources.train.sbatch.tmpfs: Slurm itself has no ")
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho '      --tmpfs=SIZE   of the plugin'\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    assert invoke(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("specrl: cluster.sbatch.gpu-mode: sbatch has no option --gpu-mode")
 
 
 def test_a_site_that_refuses_the_option_for_memory_gets_none(tmp_path: Path) -> None:
