@@ -84,7 +84,9 @@ def invoke(arguments: list[str]) -> int:
             raise KeyboardInterrupt
         return code
     except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's is such as for a missing argument
-        _complain(getattr(error, "format_message", error.__str__)())
+        said = getattr(error, "format_message", error.__str__)()
+        is_setting = said.startswith("Got unexpected extra argument") and "=" in said  # as other programs take them
+        _complain(f"{said}; a setting is given as --set KEY=VALUE" if is_setting else said)
         return EXIT_USAGE
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))

@@ -27,7 +27,8 @@ from specrl.processes import node_folder, slurm_environment
 
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
+TAUGHT = ("partition", "account", "qos", "constraint", "reservation", "wckey", "network")  # by sites, as SBATCH_NAME
+OF_STEPS = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")  # how variables begin that Slurm itself sets in a job
 LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
 WORDLESS = "without a word"
@@ -42,11 +43,15 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
+    taught = {option: os.environ.get(_variable(option)) or None for option in TAUGHT}
+    own = {
+        "partition": cluster.partition or taught["partition"],
+        "account": cluster.account or taught["account"],
+        "qos": cluster.qos or taught["qos"],
+        "constraint": cluster.constraint or taught["constraint"],
+    }
     options = {
-        "partition": cluster.partition or _taught("partition"),
-        "account": cluster.account or _taught("account"),
-        "qos": cluster.qos or _taught("qos"),
-        "constraint": cluster.constraint or _taught("constraint"),
+        **own,
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
@@ -55,7 +60,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         "time": resources.minutes,
         "requeue": True,
         "dependency": None,  # its place among them
-        **{name: _taught(name) for name in TAUGHT},
+        **{**taught, **own},
         **cluster.sbatch,
     }
     # Of two jobs for one stage, however they came about, the second waits for the first.
@@ -94,8 +99,14 @@ def _perhaps(name: str) -> str:
     return f"; perhaps {close[0]}" if close else ""
 
 
-def _taught(option: str) -> str | None:
-    return os.environ.get(f"SBATCH_{option.upper().replace('-', '_')}")
+def unheard_variables() -> list[str]:
+    """The variables that would tell sbatch more, and that it does not get: they would overrule the job's script."""
+    found = [name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"]
+    return sorted(name for name in found if name not in map(_variable, TAUGHT) and not name.startswith(OF_STEPS))
+
+
+def _variable(option: str) -> str:
+    return f"SBATCH_{option.upper()}"
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
@@ -184,12 +195,18 @@ def listed(max_age: float) -> list[Listed]:
         with FileLock(path.with_suffix(".lock"), timeout=2 * COMMAND_SECONDS):
             text = _read(path, max_age)
             if text is None:
-                text = ask("squeue", "-h", "--me", "-t", "all", "-o", "%i|%T|%r|%j")
+                text = _queue()
                 write_text(path, text)
     except Timeout as error:
         raise SilentSchedulerError("another flow on this host waits for squeue") from error
+    except OSError:  # such as of a full /tmp: nothing is shared
+        text = _queue()
     rows = [line.strip().split("|", 3) for line in text.splitlines()]
     return [Listed(*row) for row in rows if len(row) == 4]
+
+
+def _queue() -> str:
+    return ask("squeue", "-h", "--me", "-t", "all", "-o", "%i|%T|%r|%j")
 
 
 def forget() -> None:

@@ -121,13 +121,15 @@ def _limit(context: StageContext, state: State) -> str:
     if state.reason == "walltime":
         return f"it ran longer than resources.minutes = {resources.minutes}"
     cluster = context.config.cluster_of(context.stage)
-    if state.reason == "out of memory" and not cluster.request_memory:
-        asked = "the job asks for none (cluster.request_memory = false)"
-        return f"killed, most likely out of memory: {asked}; ask for more cores, or for whole nodes with cluster.sbatch"
     if state.reason == "out of memory":
         own = [f"cluster.sbatch.{name} = {value}" for name, value in cluster.sbatch.items() if name in MEMORY_OPTIONS]
-        given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}")
-        return f"killed, most likely out of memory: {given}; raise it"
+        given = next(iter(own), f"resources.memory_gib_per_rank = {resources.memory_gib_per_rank:g}") + "; raise it"
+        if not cluster.request_memory:
+            asked = "the job asks for none (cluster.request_memory = false)"
+            given = f"{asked}; ask for more cores, or for whole nodes with cluster.sbatch"
+        if cluster.backend == "local":
+            given = "this machine has no more; lower engine.kv_cache_gib, policy.tokens_per_micro_batch or the ranks"
+        return f"killed, most likely out of memory: {given}"
     words = {"cancelled": "it was cancelled", "preempted": "it was preempted", "node lost": "a node was lost"}
     return words.get(state.reason or "", "")
 

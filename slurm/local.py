@@ -28,7 +28,7 @@ from specrl.artifacts import write_json
 from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
-from specrl.processes import end_with_parent, interrupts_held, is_locked, port_of, start_ticks
+from specrl.processes import end_with_parent, interrupts_held, is_locked, last_line, port_of, start_ticks
 
 KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # the exit codes of ranks that a signal ended
 JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
@@ -276,7 +276,8 @@ class LocalBackend:
                     return LocalJob(record, key.folder, attached=False)
                 if request.result_path.exists():
                     return None
-                raise JobError(f"the job's controller ended at once; see {log}")
+                how = f"exit code {controller.returncode}: {last_line(log)}"
+                raise JobError(f"the job's controller, or a line of cluster.setup, ended at once ({how}); log: {log}")
             time.sleep(0.05)
         raise JobError(f"the job's controller did not start within {START_SECONDS} s; see {log}")
 

@@ -40,7 +40,7 @@ from slurm.commands import (
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
-from specrl.artifacts import write_text
+from specrl.artifacts import read_file, write_text
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.events import record_event
@@ -65,6 +65,7 @@ FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 NEVER = {
     "DependencyNeverSatisfied": "a job that it depends on has not ended as asked",
     r"(?:Assoc|QOS)Max\w+Per(?:Job|Node)(?:Limit)?": "it asks for more than a job of its account or QOS may have",
+    "PartitionTimeLimit": "resources.minutes is more than its partition allows",
 }
 """The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
 REASONS: dict[str, Reason] = {
@@ -89,6 +90,10 @@ TRANSIENT = (
     "Transport endpoint is not connected",
     "Message receive failure",
     "Message send failure",
+    "Unexpected message received",
+    "Protocol authentication error",
+    "Invalid authentication credential",
+    "Munge encode failed",
     "Communication connection failure",
     "Unable to connect to database",
     "Slurm backup controller in standby mode",
@@ -108,6 +113,8 @@ NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
+"""What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
 """What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
@@ -140,6 +147,8 @@ class SlurmJob:
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
+        if word == "FAILED" and OUT_OF_MEMORY.search(self._text()):
+            return State("ended", word, failed=True, reason="out of memory")
         return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))
 
     def cancel(self) -> None:
@@ -158,11 +167,16 @@ class SlurmJob:
         return first_error(self.folder, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
-        log = self.log(0)
-        found = SRUN_ERROR.search(log.read_text(errors="replace")) if log.exists() else None
+        found = SRUN_ERROR.search(self._text())
         if found is None:
             return Failure(0)
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
+
+    def _text(self) -> str:
+        try:
+            return read_file(self.log(0)).decode(errors="replace")
+        except (OSError, ValueError):  # there is none, or it may not be read
+            return ""
 
     def _asked_alone(self) -> tuple[str, str]:
         """Ask for a job that was submitted after the list was made, is somebody else's, or has long ended."""

@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -249,14 +250,15 @@ def _makes_errors(rule: str) -> bool:
 
 def node_folder() -> Path:
     """A folder on this node, or of this job, that nobody else can write to."""
-    job = os.environ.get("SLURM_TMPDIR")
-    if job:
-        (Path(job) / "specrl").mkdir(parents=True, exist_ok=True)
-        return Path(job) / "specrl"
+    if job := os.environ.get("SLURM_TMPDIR"):
+        with contextlib.suppress(OSError):  # of a job that has ended: a shell may have its variables still
+            (Path(job) / "specrl").mkdir(parents=True, exist_ok=True)
+            return Path(job) / "specrl"
     folder = Path(tempfile.gettempdir()) / f"specrl-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     state = folder.lstat()
-    if folder.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
         return _folder_of_process()  # somebody else made it, or may write to it
     return folder
 

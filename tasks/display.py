@@ -65,7 +65,10 @@ class Reporter:
         self._line(stage, f"{'finished before' if before else 'done'}: {clock(seconds)}{job}")
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        try:
+            self.console.print(text, markup=False)
+        except (OSError, SystemExit):  # its terminal has gone, or its disk is full: the run goes on without a word
+            self.console = Console(quiet=True)
 
     def _line(self, stage: str, text: str) -> None:
-        self.console.print(f"{stage:{WIDTH}}  {text}", markup=False)
+        self.note(f"{stage:{WIDTH}}  {text}")

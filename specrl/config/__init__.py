@@ -118,7 +118,7 @@ class Config(Section):
     stage_resources: dict[StageName, StageResources] = Field(default_factory=dict)
     """Overrides of `[resources]`, by stage."""
     cluster: ClusterConfig = ClusterConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -362,7 +362,7 @@ class Config(Section):
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a TOML file, and apply overrides `a.b=c`, whose values are TOML or, where they are none, strings."""
-    if not path.is_file():
+    if path.is_dir() or not path.exists():  # a pipe will do
         raise ConfigError(f"no configuration file at {path}")
     text = ""
     try:

@@ -72,6 +72,8 @@ def import_function(key: str, path: str) -> Any:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             reason += f"; it is looked for in the folder {Path.cwd()} and on PYTHONPATH"
+            if (known := sys.modules.get(module_name.partition(".")[0])) is not None:  # such as specrl's own tasks
+                reason += f", and {known.__name__} is {getattr(known, '__file__', None) or 'Python itself'}"
         elif (found := sys.modules.get(module_name)) and isinstance(error, AttributeError) and error.obj is found:
             reason += f"; it was imported from {getattr(found, '__file__', None) or 'Python itself'}"
         raise ConfigError(f'{key} = "{path}" cannot be imported: {reason}') from error

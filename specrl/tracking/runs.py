@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from specrl.tracking.store import (
     experiment_id,
     import_mlflow,
     run_id_of,
+    tracking_uri,
 )
 from specrl.tracking.sync import Syncing, send
 from specrl.tracking.system import LoadMonitor, leave_load, log_load
@@ -61,7 +63,11 @@ def start_parent_run(config: Config, description: str = "") -> str:
     import_mlflow()
     if is_new:
         check_server(config)
-    _replace_deleted(config)
+    until = time.monotonic() + RESUME_PATIENCE_SECONDS
+    while (reason := _replace_deleted(config)) and is_new:  # of runs that begin at a time, one makes the experiment
+        if time.monotonic() > until:
+            raise ConfigError(f"tracking.uri = {tracking_uri(config)}: MLflow takes no run of {config.name}: {reason}")
+        time.sleep(0.5)
     log = Log(config.run_dir)
     tracker = Tracker(log)
     tracker.start(config.name, log.first_tags() or source_tags(config))
@@ -78,11 +84,8 @@ def start_parent_run(config: Config, description: str = "") -> str:
     return run_id
 
 
-def _replace_deleted(config: Config) -> None:
-    """What was logged to runs that somebody has deleted in MLflow is sent again."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
+def _replace_deleted(config: Config) -> str:
+    """What was logged to runs that somebody has deleted in MLflow is sent again. Return why MLflow cannot be asked."""
     try:
         client = connect(config)
         experiment_id(client, config)
@@ -90,8 +93,11 @@ def _replace_deleted(config: Config) -> None:
             if (run_id := run_id_of(folder)) is not None and not exists(client, run_id):
                 logger.warning("MLflow has lost the run of %s: what is logged is sent again to a new one", folder.name)
                 Sent(Log(folder)).forget()
-    except (MlflowException, SQLAlchemyError) as error:  # it is away: whoever sends something says so
-        logger.debug("%s", error)
+    except DeletedError:
+        raise
+    except Exception as error:  # it is away, as the errors of many libraries say; so does whoever sends something
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def finish_parent_run(

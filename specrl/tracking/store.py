@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from specrl.artifacts import atomic_path
 from specrl.config import Config, ConfigError
 from specrl.config.cluster import checked_uri
 from specrl.processes import reach_loopback
@@ -24,6 +27,7 @@ VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SERVER_SECONDS = 10.0  # within which a server must answer before anything starts
+CREATE_SECONDS = 300  # within which another process must have created the database
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -97,7 +101,27 @@ def connect(config: Config) -> Any:
     from mlflow import MlflowClient
 
     uri = tracking_uri(config)
+    if uri.startswith("sqlite"):
+        _create_database(uri)
     return MlflowClient(uri, uri)
+
+
+def _create_database(uri: str) -> None:
+    """Create a file of SQLite that is not there. MLflow makes its tables in many steps, and cannot go on with a file in
+    which it was interrupted, or two runs that began together have taken them in turn."""
+    from mlflow.store.db.utils import _initialize_tables
+    from sqlalchemy import create_engine, make_url
+
+    path = Path(make_url(uri).database or "").resolve()
+    if path.exists() or not path.parent.is_dir():
+        return
+    with FileLock(path.with_name(f"{path.name}.lock"), timeout=CREATE_SECONDS):
+        if path.exists():
+            return
+        with atomic_path(path) as temporary:
+            engine = create_engine(f"sqlite:///{temporary}")
+            _initialize_tables(engine)
+            engine.dispose()
 
 
 def import_mlflow() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 from specrl.rollout.vllm.engine.lifecycle import set_environment
 
 
@@ -46,3 +46,11 @@ def test_it_is_refused_on_devices_where_the_trainer_would_lose_its_gradients(mon
 def test_it_is_refused_on_cpus() -> None:
     with pytest.raises(ValueError, match=r"^engine\.batch_invariant = true: vLLM has .* for GPUs alone[^\n]+$"):
         set_environment(batch_invariant=True)
+
+
+def test_what_a_shell_says_of_vllm_for_something_else_changes_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "of the shell")
+    set_environment()
+    kept = {name for name in ENVIRONMENT if os.environ[name] == "of the shell"}
+    assert kept == {"VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND"}

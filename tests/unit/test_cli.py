@@ -127,6 +127,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         (["run", "nowhere.toml"], "no configuration file at nowhere.toml"),
         (["run", "x.toml", "--fast"], "No such option"),
         (["walk"], "No such command"),
+        (["run", "x.toml", "train.num_steps=3"], "(train.num_steps=3); a setting is given as --set KEY=VALUE"),
         (
             ["run", "run.toml", "--cluster", "pbs"],
             "cluster.backend = 'pbs': allowed: local, slurm, or ",

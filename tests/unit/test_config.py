@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -258,6 +259,14 @@ def test_a_missing_file_and_bad_toml_name_the_file(tmp_path: Path) -> None:
     assert "run.toml is not valid TOML" in mistake(tmp_path, text="name = \n")
     text = mistake(tmp_path, text="seed = 1\n[resources]\nminutes = 2:00:00\n")
     assert text.endswith("(at line 3, column 12): 'minutes = 2:00:00'")
+
+
+def test_a_configuration_may_come_from_a_pipe() -> None:
+    reading, writing = os.pipe()  # as the shell's <(...) has it
+    os.write(writing, b'name = "piped"\n')
+    os.close(writing)
+    assert load_config(Path(f"/dev/fd/{reading}")).name == "piped"
+    os.close(reading)
 
 
 def test_a_file_without_a_name_is_told_so(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from specrl.report.doctor import services
 from specrl.tracking import runs
 from specrl.tracking.log import Log
 from specrl.tracking.runs import finish_parent_run, start_parent_run, sync_run
-from specrl.tracking.store import RUN_ID_FILE, check_server, connect, tracking_uri
+from specrl.tracking.store import RUN_ID_FILE, check_server, connect, import_mlflow, tracking_uri
 from specrl.tracking.tracker import Tracker
 
 
@@ -240,6 +240,9 @@ def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert tracking_uri(config) == anchor(config).tracking.uri == "http://127.0.0.1:9"
     assert tracking_uri(config_of(tmp_path, uri="http://other")) == "http://other"
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    named = [config_of(tmp_path, **given).tracking.experiment for given in ({}, {"experiment": "other"})]
+    assert named == ["mine", "other"]
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = http://127.0.0.1:9: no MLflow server answers"):
         check_server(config)
     config.run_dir.mkdir(parents=True)
@@ -425,3 +428,49 @@ def test_the_rollouts_of_a_run_that_was_renamed_before_mlflow_was_back_are_recor
     run_id = (renamed.run_dir / "stages" / "train-0" / RUN_ID_FILE).read_text().strip()
     (found,) = connect(renamed).get_run(run_id).inputs.dataset_inputs
     assert str(renamed.run_dir) in found.dataset.source
+
+
+class Locked(http.server.BaseHTTPRequestHandler):
+    """An MLflow server that answers those alone who give a password."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 401)
+        self.end_headers()
+        self.wfile.write(b"OK" if self.path == "/health" else b"You are not authenticated.")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_store_that_takes_no_run_is_one_line_at_the_start_and_nothing_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "x.db")) as database:
+        database.executescript("CREATE TABLE alembic_version (version_num); INSERT INTO alembic_version VALUES ('x9')")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for uri, words in (
+            (f"http://127.0.0.1:{server.server_port}", "401 .*You are not authenticated"),
+            (f"sqlite:///{tmp_path}/x.db", "Can't locate revision identified by 'x9'"),
+        ):
+            config = config_of(tmp_path, uri=uri)
+            with pytest.raises(ConfigError, match=rf"^tracking\.uri = {uri}: MLflow takes no run of one: .*{words}"):
+                start_parent_run(config)
+            assert not config.run_dir.exists() and caplog.records == []
+        server.shutdown()
+
+
+def test_a_database_whose_creation_was_interrupted_is_created_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    import_mlflow()
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.store.db.utils._upgrade_db", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            connect(config)
+    assert [path.name for path in config.runs_dir.iterdir() if path.suffix != ".lock"] == []
+    assert connect(config).search_experiments()

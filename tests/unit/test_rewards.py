@@ -174,6 +174,7 @@ def test_a_module_that_is_not_found_or_is_another_one_says_where_it_was_looked_f
     [
         ("exact", "must be task, math_verify, exact_match, length, code, judge or package.module:function"),
         ("no.such.module:score", "cannot be imported"),
+        ("tasks.own:score", "on PYTHONPATH, and tasks is "),  # which is specrl's
         ("math:no_such_function", "cannot be imported"),
         ("math:pi", r"does not take \(prompt, response, answer\)"),
         ("math:sqrt", r"does not take \(prompt, response, answer\)"),

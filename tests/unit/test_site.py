@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import http.server
 import os
@@ -20,17 +21,19 @@ from typing import Any
 
 import pytest
 
+from flows.cli import invoke
 from flows.server import PrefectServer
 from slurm import commands, slurm_backend, submit
-from slurm.backend import JobError, JobKey, SilentSchedulerError, StoppedError
+from slurm.backend import JobError, JobKey, Record, SilentSchedulerError, State, StoppedError
 from slurm.failures import explain, is_of_connection, is_of_port
+from slurm.local import LocalJob
 from slurm.slurm_backend import SlurmBackend, SlurmJob
 from slurm.submit import attach_or_submit
 from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import Reason, add_to_segment, begin_segment
-from specrl.processes import PORTS, port_of, reach_loopback, start_helper
+from specrl.processes import PORTS, node_folder, port_of, reach_loopback, start_helper
 from tasks.run import begin
 
 TIMEOUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -121,6 +124,74 @@ def test_memory_by_cores_or_gpus_replaces_that_of_the_node(
     program(programs, "squeue", "echo OUT_OF_MEMORY None")
     config.run_dir.mkdir(exist_ok=True, parents=True)
     assert f"cluster.sbatch.{name} = {value}; raise it" in explain(job, context_of(config), job.state())
+
+
+def test_a_job_whose_rank_the_kernel_ended_for_memory_says_so_although_slurm_calls_it_failed(
+    programs: Path, tmp_path: Path
+) -> None:
+    context = context_of(configured(tmp_path))
+    job = SlurmJob("7", JobKey(context.config, context.key).folder, attached=False)
+    job.folder.mkdir(parents=True)
+    program(programs, "squeue", "echo FAILED NonZeroExitCode")
+    for log, reason in (
+        ("srun: error: n1: task 1: Out Of Memory\n", "out of memory"),
+        ("slurmstepd-n1: error: Detected 1 oom_kill event in StepId=7.0.\n", "out of memory"),
+        ("slurmstepd: error: Detected 2 oom-kill event(s) in step 7.0 cgroup.\n", "out of memory"),
+        ("reward: no room for kills\nsrun: error: n1: task 1: Exited with exit code 1\n", None),
+    ):
+        job.log(0).write_text(log)
+        state = job.state()
+        assert state.reason == reason
+        told = "killed, most likely out of memory: resources.memory_gib_per_rank = 10; raise it; log: "
+        assert (told in explain(job, context, state)) == (reason is not None)
+
+
+def test_a_local_job_that_memory_ran_out_for_is_not_told_to_ask_for_more(tmp_path: Path) -> None:
+    job = LocalJob(Record("local", "7", None, ""), tmp_path, attached=False)
+    context = context_of(configured(tmp_path, backend="local"))
+    said = explain(job, context, State("ended", "rank 0 was killed by SIGKILL", True, "out of memory"))
+    assert "out of memory: this machine has no more; lower engine.kv_cache_gib, " in said
+
+
+def test_what_sbatch_is_told_by_variables_and_does_not_get_is_said_once(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('name = "x"\n[model]\nsource = "tiny"\n[drafter]\ndraft_vocab_size = 64\n')
+    for name in ("SBATCH_PARTITION", "SBATCH_GRES", "SBATCH_MEM_BIND_TYPE", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME"):
+        monkeypatch.setenv(name, "gpu")
+    for cluster, lines in (("slurm", ["SBATCH_GRES, SLURM_CLUSTERS: sbatch does not get them; "]), ("local", [])):
+        words = ["run", str(path), "--dry-run", "--cluster", cluster, "--set", f"runs_dir={tmp_path}/runs"]
+        assert invoke(words) == 0
+        warned = capsys.readouterr().err.splitlines()
+        assert [line.removeprefix("warning: ").partition("cluster.sbatch")[0] for line in warned] == lines
+
+
+def test_a_variable_that_says_nothing_is_no_option(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCOUNT", "PARTITION", "RESERVATION"):
+        monkeypatch.setenv(f"SBATCH_{name}", "")
+    named = ("--account", "--partition", "--reservation")
+    assert [option for option in submitted(configured(tmp_path), programs) if option.startswith(named)] == []
+
+
+def test_a_folder_that_takes_no_more_or_has_gone_with_its_job_keeps_nobody_from_slurm(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(programs, "squeue", 'echo "7|RUNNING|None|x"')
+    monkeypatch.setattr("slurm.commands.write_text", full)
+    assert [job.job_id for job in commands.listed(60)] == ["7"]
+    monkeypatch.setenv("SLURM_TMPDIR", "/proc/no-such-job")  # of a job whose shell is still there
+    assert [job.job_id for job in commands.listed(60)] == ["7"]
+    monkeypatch.delenv("SLURM_TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"specrl-{os.getuid()}").touch()  # as anybody may in /tmp
+    assert node_folder().is_dir()
+
+
+def full(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @pytest.mark.parametrize("folder", ["exp_50%noise", "100%_done", "%j%t%%", "my runs", "läufe", "o'brien", "a=0"])
@@ -293,6 +364,8 @@ def test_a_refusal_for_memory_repeats_the_option_that_was_sent(
     [
         'echo "sbatch: error: Batch job submission failed: Message receive failure" >&2; exit 1',
         'echo "sbatch: error: Batch job submission failed: Unable to connect to database" >&2; exit 1',
+        'echo "sbatch: error: Batch job submission failed: Unexpected message received" >&2; exit 1',
+        'echo "sbatch: error: Batch job submission failed: Protocol authentication error" >&2; exit 1',
         "kill -9 $$",
     ],
 )

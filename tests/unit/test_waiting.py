@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import ClassVar
 
@@ -148,6 +149,7 @@ class Waiting(LongJob):
             (reason, r"can never start \(PENDING, \w+: it asks for more than a job of its account or QOS may have\)")
             for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
         ),
+        ("PartitionTimeLimit", r"can never start \(.*: resources\.minutes is more than its partition allows\)"),
         ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
     ],
@@ -228,6 +230,18 @@ def test_a_file_system_that_fails_for_a_while_ends_no_run_and_for_long_is_one_li
         wait(job, stage, job.pass_time, job.clock)
     words = f"goes on, but its files cannot be read ({os.strerror(number)}: {stage.stage_dir})"
     assert str(told.value) == f"prepare (job 12) {words}; follow it again with: specrl resume demo"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_terminal_that_has_gone_or_a_full_disk_behind_it_ends_no_run(number: int, config: Config) -> None:
+    class Gone(StringIO):
+        def flush(self) -> None:
+            raise OSError(number, os.strerror(number))
+
+    reporter, job = Reporter(Console(file=Gone())), LongJob(range(0))
+    reporter.submitted("train", job)
+    reporter.note("a note")
+    reporter.finished("train", 3.0, job.job_id, before=False)
 
 
 class SlowJob(LongJob):

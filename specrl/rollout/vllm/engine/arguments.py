@@ -38,7 +38,8 @@ ENVIRONMENT = {
     # FlashInfer's all-reduce adds in no fixed order: a run over the same weights would not be the same again.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
-"""Environment variables that are set before vLLM is imported, unless the user has set them."""
+"""Environment variables that are set before vLLM is imported."""
+OF_THE_USER = ("VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND")  # those of them that stay as a user has set them
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)

@@ -19,7 +19,7 @@ from torch import nn
 from specrl.processes import importing
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm import replacements
-from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY
+from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY, OF_THE_USER
 from specrl.rollout.vllm.engine.running import RunningRequest
 from specrl.rollout.vllm.weights.load import (
     HEAD,
@@ -237,7 +237,7 @@ class VllmEngine:
 
 
 def set_environment(*, batch_invariant: bool = False) -> None:
-    """Set the variables of `ENVIRONMENT` that the user has not set, before vLLM is imported.
+    """Set the variables of `ENVIRONMENT`, before vLLM is imported.
 
     Args:
         batch_invariant: `engine.batch_invariant`.
@@ -248,7 +248,8 @@ def set_environment(*, batch_invariant: bool = False) -> None:
     if batch_invariant:
         _check_batch_invariant()
         os.environ[BATCH_INVARIANT] = "1"
-    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    own = {name: os.environ[name] for name in OF_THE_USER if name in os.environ}
+    os.environ.update({**ENVIRONMENT, **own})
 
 
 def _check_batch_invariant() -> None:
