@@ -183,7 +183,7 @@ def _name_tokenizer_class(directory: Path) -> None:
     found, wanted = load_tokenizer(directory), PreTrainedTokenizerFast(tokenizer_file=str(whole))
     if found.encode(PROBE, add_special_tokens=False) != wanted.encode(PROBE, add_special_tokens=False):
         given = read_object(settings) if settings.is_file() else {}
-        write_json(settings, given | {"tokenizer_class": PreTrainedTokenizerFast.__name__})
+        write_json(settings, given | {"tokenizer_class": "PreTrainedTokenizerFast"})  # the name of all versions
 
 
 def download(key: str, hub_id: str, patterns: list[str]) -> Path:

@@ -385,6 +385,13 @@ def test_a_template_that_writes_the_date_makes_the_same_prompt_on_all_days() -> 
     assert Rendering(config_of(given), llama(dated)).text("1+1=?") == "Today is 1 May 2026. 1+1=?"
 
 
+def test_a_demonstration_ends_the_thoughts_that_the_template_begins() -> None:
+    template = TEMPLATE.replace("[assistant]{%", "[assistant]<think>{%")
+    for given in ({"template": "chat"}, {"template": "{prompt} <think>\n"}):
+        ((prompt, response),) = PromptSource(config_of(given), llama(template)).demonstrations(1)
+        assert prompt.text.rstrip().endswith("<think>") and response.startswith("</think>\n")
+
+
 def test_a_template_that_refuses_a_chat_says_which_row(tmp_path: Path) -> None:
     refusing = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"

@@ -88,6 +88,7 @@ def test_the_tokenizer_of_a_policy_is_its_file_whatever_class_its_settings_name(
     made = materialise_model(ModelConfig(source=str(source), max_length=128), 0, tmp_path / "policy")
     assert load_tokenizer(made).encode(text) == load_tokenizer(directory).encode(text)
     assert load_tokenizer(made).decode(load_tokenizer(made).encode(text)) == text
+    assert json.loads((made / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     (source / "tokenizer_config.json").unlink()  # which names the end of a text, too
     assert load_tokenizer(source).eos_token_id == load_tokenizer(directory).eos_token_id
 
