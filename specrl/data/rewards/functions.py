@@ -191,11 +191,9 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     It fails where it raises or returns what is neither a finite number nor a table with one as `score`.
     """
     try:
-        value = _resolved(reward(prompt, response))
-        if isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]
+        value = _only(_resolved(reward(prompt, response)))
         if isinstance(value, dict) and "score" in value:
-            value = value["score"]
+            value = _only(value["score"])
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
         return raised(error)
     if value is None:
@@ -205,6 +203,10 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     except Exception:  # of whatever it has returned
         number = float("nan")
     return number if abs(number) <= LARGEST else f"returned {_text(value)}, which is not a finite number"
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def raised(error: BaseException) -> str:
