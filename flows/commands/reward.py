@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flows.commands.options import ConfigPath, Overrides, load, option, print_json
 from specrl.artifacts import write_json
-from specrl.config import ConfigError
+from specrl.config import Config, ConfigError
 
 LONGEST = 10_000_000  # the bytes of the longest response that is read: no run samples a longer one
 
@@ -25,12 +25,13 @@ def reward(
     """Score a response to a problem as a run would.
 
     The reward and its sandbox are those of a run of CONFIG. The problem and its answer are printed too. A reward that
-    fails counts as data.reward_on_failure in a run; here the exit code is 1 then.
+    fails counts as data.reward_on_failure in a run; here the exit code is 1 then. Of data.template = "chat", the reward
+    sees the question alone, unless model.source is a directory.
     """
     from specrl.data.rewards.trial import try_reward
 
     config = load(config_path, None, overrides)
-    trial = try_reward(config, _read(response), problem)
+    trial = try_reward(config, _read(response), problem, _tokenizer(config))
     if json_path == "-":
         print_json(trial.values())
     else:
@@ -40,6 +41,15 @@ def reward(
             print(line)
     if trial.error is not None:
         raise typer.Exit(1)
+
+
+def _tokenizer(config: Config) -> Any:
+    from specrl.models.sources import check_source, load_tokenizer, source_kind
+
+    if config.data.template != "chat" or source_kind(config.model.source) != "directory":
+        return None
+    check_source(config.model)
+    return load_tokenizer(Path(config.model.source).expanduser())
 
 
 def _read(name: str) -> str:

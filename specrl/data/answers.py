@@ -60,6 +60,7 @@ def _column(found: re.Match[str]) -> str:
     return f"({', '.join(filter(None, rows))})" if len(rows) > 1 else found[0]
 
 
+_DOTS = r"\\[lc]?dots[bcimo]?(?![a-zA-Z])|…"
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _TOKEN = r"\s*(\\(?!sqrt|[dt]?frac|text|math|left|[dt]?binom)[a-zA-Z]+|[\da-zA-Z])"  # an argument without braces
 _TO_LATEX = [
@@ -79,6 +80,8 @@ _TO_LATEX = [
         (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
         (r"\\(?:mathrm|operatorname)\s?\{([ei])\}", r"\1 "),
+        # math-verify leaves an ellipsis out, and of a list what is before it, too: there it is an item of its own.
+        (rf"((?:^|[,;{{(\[]){_GAP}*)(?:{_DOTS}|\.{{3,}}){_GAP}*(?=[,;)\]}}]|\\[}}]|\\right|$)", r"\1\\Xi "),
         (r"\*\*", "^"),
         (r"\\([dt]?)binom(\d)(?=[\d{])", r"\\\1binom{\2}"),
         (r"(\\[dt]?binom\{\d\})(\d)", r"\1{\2}"),
@@ -95,8 +98,9 @@ _TEX = str.maketrans(
     {"²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
 )
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
-_WIDTHS = {0x3000: 0x20, **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}}
-"""Full-width characters and ASCII's, which Chinese and Japanese models mix: `（１，２）`."""
+_WIDTHS = {0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}, 0xFF0C: ", "}
+"""Full-width characters and ASCII's, which Chinese and Japanese models mix: `（１，２）`; a comma of these separates,
+and no exclamation mark is a factorial."""
 _TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
 _GROUPED = re.compile(
     r"(?<![\w.^])\d{1,3}(?:([ \u00a0\u2007\u2009\u202f~'’_]|\\[,;:! ])\d{3})(?:\1\d{3})*(?![\d/'’]|[ ]/)"
@@ -275,7 +279,9 @@ def normalise(answer: str) -> str:
     """An answer without case, needless spacing, thousands separators, and a final full stop."""
     if re.fullmatch(r"[A-J](?:(?:, ?|、|,? and )[A-J])+", answer):  # several choices are `AC` as well
         return "".join(re.findall(r"[A-J]", answer)).casefold()
-    text = " ".join(answer.split()).casefold().translate(_TYPED).rstrip(".").strip()
+    text = " ".join(answer.split()).casefold().translate(_TYPED)
+    text = re.sub(rf" ?(?:{_DOTS}|\.{{3}}(?=.)|(?:(?<=,)|(?<=, ))\.{{3}}) ?", "…", text).rstrip(".").strip()
+    text = re.sub(r"(\.\d+)…$", r"\1", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|,?\\[,;:! ])(?=\d{3}\b)", "", text)
     text = re.sub(r"[(\[][^()\[\]]*[)\]]|(?<=\d),(?=\d{3}\b)", lambda found: found[0].removeprefix(","), text)
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
@@ -310,9 +316,7 @@ def _symbol_of_word(word: str) -> str:
 
 
 def is_text(answer: str) -> bool:
-    """Whether a reference is words, such as a name, or has an ellipsis, and is no expression: it would be misread."""
-    if re.search(r"\\[lc]?dots|\.\.\.|…", answer):
-        return True
+    """Whether a reference is words, such as a name, and no expression: letters would be read as factors."""
     words = re.findall(r"[^\W\d_]{3,}", answer)
     return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
 

@@ -113,7 +113,10 @@ def load_tokenizer(directory: Path) -> Any:
     # It would ask whether it may trust remote code.
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None and (ends := end_tokens(directory)):
-        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(min(ends))})
+        if (token := tokenizer.convert_ids_to_tokens(min(ends))) is None:
+            wrong = f"model directory {directory} has eos_token_id = {min(ends)}, which its tokenizer does not know"
+            raise ConfigError(f"{wrong}: allowed are 0 to {len(tokenizer) - 1}")
+        tokenizer.add_special_tokens({"eos_token": token})
     return tokenizer
 
 
@@ -180,9 +183,11 @@ def _name_tokenizer_class(directory: Path) -> None:
     settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
     if not whole.is_file():
         return
+    given = read_object(settings) if settings.is_file() else {}
     found, wanted = load_tokenizer(directory), PreTrainedTokenizerFast(tokenizer_file=str(whole))
-    if found.encode(PROBE, add_special_tokens=False) != wanted.encode(PROBE, add_special_tokens=False):
-        given = read_object(settings) if settings.is_file() else {}
+    texts = [PROBE, f" {PROBE}"] if given.get("add_prefix_space") else [PROBE]  # a setting that the file has not
+    read = [wanted.encode(text, add_special_tokens=False) for text in texts]
+    if found.encode(PROBE, add_special_tokens=False) not in read:
         write_json(settings, given | {"tokenizer_class": "PreTrainedTokenizerFast"})  # the name of all versions
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from math_verify import parse as parse_latex
 
 from specrl.config import DataConfig
 from specrl.data.answers import close_thoughts, contradicts, format_answer
 from specrl.data.problems import Prompt
-from specrl.data.rewards.functions import make_rewards
+from specrl.data.rewards.functions import _number, make_rewards
 
 GSM8K = "She packs 4*6=<<4*6=24>>24 jars.\nThen 24-5=<<24-5=19>>19 are left.\n#### {}"
 RUN_ON = "Answer: 73\n\nQuestion: What is 2+2?\nAnswer: 4"
@@ -423,7 +424,17 @@ def test_a_whole_response_is_looked_at_where_that_is_asked_for() -> None:
         ("6.6e-34", r"\boxed{6.60 \times 10^{-34}}", r"\boxed{3.1e-34}"),
         ("0.0000001", "Answer: 1e-7", "Answer: 0.0000002"),
         (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}", r"\boxed{\frac{1}{2^{98}}}"),
+        (r"\frac{1}{1296}", r"\boxed{0.000772}", r"\boxed{0.000872}"),
+        (r"\frac{1}{10!}", r"\boxed{2.755731922\times10^{-7}}", r"\boxed{2.1\times10^{-7}}"),
+        (r"\frac{1}{649740}", r"\boxed{0.0000015}", r"\boxed{0.0000018}"),
+        ("e^{-10}", r"\boxed{0.0000454}", r"\boxed{e^{-13}}"),
+        ("6.626e-34", r"\boxed{6.63\times10^{-34}}", "Answer: 0"),
+        (r"y = 2\times10^{-9}", r"\boxed{2\times10^{-9}}", r"\boxed{3\times10^{-9}}"),
+        (r"0.05\%", r"\boxed{0.05}", r"\boxed{0.5}"),
         (r"1, 2, \ldots, n", r"\boxed{1,2,\ldots,n}", r"\boxed{1, 3, \ldots, n}"),
+        (r"\{1, 2, \ldots, 10\}", r"\boxed{\left\{1, 2, ..., 10\right\}}", r"\boxed{\{1, 2, ..., 9\}}"),
+        (r"n = 2, 4, 6, \ldots", r"\boxed{2, 4, 6, \dots}", r"\boxed{2, 4, 6}"),
+        (r"S = 1+\frac12+\cdots = 2", "Answer: 2", "Answer: 1"),
         (r"1 - \frac{1}{\mathrm{e}}", r"\boxed{1-\frac1e}", r"\boxed{1+\frac1e}"),
     ],
 )
@@ -463,6 +474,9 @@ def test_math_verify_reads_references_as_data_sets_write_them(reference: str, ri
         ("30 percent", "Answer: 30%", "Answer: 3"),
         ('{"target": ["NYC", "New York"]}', "Answer: NYC", "Answer: York"),
         (r"90^\circ", "Answer: 90°", "Answer: 9°"),
+        (r"1+2+\cdots+n", "Answer: 1 + 2 + ... + n", "Answer: 1 + 3 + ... + n"),
+        (r"3.14159\ldots", "Answer: 3.14159", "Answer: 3.1415"),
+        ("2.718…", "Answer: 2.718...", "Answer: 2.719..."),
         ("caf\u00e9", "Answer: cafe\u0301", "Answer: cafe"),
         ("(1, 2)", "答案：（１，２）", "答案：（２，１）"),
         ("B", "答案：（Ｂ）", "答案：（Ｃ）"),
@@ -501,6 +515,20 @@ def test_exact_match_reads_references_as_data_sets_write_them(reference: str, ri
 )
 def test_a_sentence_that_says_more_than_its_formula_is_not_its_formula(reference: str, stated: str) -> None:
     assert earned("math_verify", reference, f"\\boxed{{{stated}}}") == 0
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify"])
+def test_a_full_width_comma_separates_and_no_full_width_mark_is_a_factorial(reward: str) -> None:
+    assert earned(reward, "3, 5", r"\boxed{３，５}") == 1
+    assert earned(reward, "AC", "答案：Ａ，Ｃ") == 1
+    for reference, response in (("3.5", "3，5"), ("1000", "1，000"), ("120", "5！")):
+        assert earned(reward, reference, f"\\boxed{{{response}}}") == 0
+
+
+def test_what_takes_time_to_evaluate_is_no_number_whose_size_is_looked_at() -> None:
+    endless = parse_latex(r"\boxed{\sum_{k=1}^{\infty}\frac{(-1)^{k}}{\sqrt{k}}}")
+    assert _number(endless) is None and _number([]) is None and _number(parse_latex(r"\boxed{x}")) is None
+    assert _number(parse_latex(r"\boxed{y = 2^{-9}}")) is not None
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,9 @@ def test_the_tools_of_a_row_reach_the_chat_template(suffix: str, tmp_path: Path)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_the_arguments_of_calls_reach_the_chat_template_as_objects(suffix: str, tmp_path: Path) -> None:
     said = {"role": "assistant", "content": None, "tool_calls": None}
-    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]  # as OpenAI's clients have it
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+    ]  # as OpenAI's clients have it
     result = {"role": "tool", "content": "2", "tool_calls": None}
     chat = [{**USER, "tool_calls": None}, {**said, "tool_calls": calls}, result, {**said, "content": "2."}, USER]
     path = tmp_path / f"rows{suffix}"
@@ -163,7 +165,22 @@ def test_the_arguments_of_calls_reach_the_chat_template_as_objects(suffix: str, 
         rows_file(path, [{"prompt": chat, "answer": "2"}])
     template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
     rendering, found = Rendering(config_of({"template": "chat"}), llama(template)), problem(path)
-    assert rendering.text(found.question, found.context) == '{"name": "add", "arguments": {"a": 1}}'
+    assert rendering.text(found.question, found.context) == '{"name": "add", "arguments": {"a": 1, "b": null}}'
+
+
+def test_the_command_that_tries_a_reward_sees_thoughts_that_a_chat_template_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specrl.models.sources.check_source", lambda model: None)
+    monkeypatch.setattr("specrl.models.sources.load_tokenizer", lambda directory: llama(f"{TEMPLATE}<think>"))
+    path = rows_file(tmp_path / "rows.jsonl", [{"prompt": f"1+1=? ({n})", "answer": "2"} for n in range(40)])
+    data = f'source = "file"\npath = "{path}"\ntemplate = "chat"\nreward = "exact_match"'
+    (tmp_path / "run.toml").write_text(f'name = "x"\n[data]\n{data}\n[validate]\nnum_prompts = 2\n')
+    (tmp_path / "said.txt").write_text("perhaps Answer: 2")
+    command = ["reward", str(tmp_path / "run.toml"), "--response", str(tmp_path / "said.txt")]
+    for source, score in (("tiny", 1), (str(tmp_path), 0)):
+        assert invoke([*command, "--set", f"model.source={source}"]) == 0
+        assert f"score: {score} in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

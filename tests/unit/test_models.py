@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from specrl.config import ConfigError, ModelConfig, TinyModelConfig
@@ -91,6 +92,25 @@ def test_the_tokenizer_of_a_policy_is_its_file_whatever_class_its_settings_name(
     assert json.loads((made / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     (source / "tokenizer_config.json").unlink()  # which names the end of a text, too
     assert load_tokenizer(source).eos_token_id == load_tokenizer(directory).eos_token_id
+
+
+def test_a_space_that_a_tokenizers_settings_put_before_a_text_stays(directory: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(directory, tmp_path / "source"))
+    vocabulary = {token: number for number, token in enumerate(["</s>", *"Ġabc"])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, "eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(source).encode("a b") == [1, 2, 1, 3]
+    made = materialise_model(ModelConfig(source=str(source), max_length=128), 0, tmp_path / "policy")
+    assert load_tokenizer(made).encode("a b") == [1, 2, 1, 3]
+
+
+def test_an_end_that_the_tokenizer_does_not_know_is_refused_in_one_line(directory: Path, tmp_path: Path) -> None:
+    source = broken(directory, tmp_path / "source", remove="tokenizer_config.json", eos_token_id=5000).source
+    with pytest.raises(ConfigError, match=r"has eos_token_id = 5000, which its tokenizer does not know: allowed are 0"):
+        load_tokenizer(Path(source))
 
 
 def broken(directory: Path, target: Path, remove: str = "", **changes: Any) -> ModelConfig:

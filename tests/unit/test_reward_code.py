@@ -230,7 +230,7 @@ def test_a_row_without_tests_is_a_failure(pool: RewardPool) -> None:
 def test_a_row_may_have_its_tests_in_three_forms() -> None:
     assert len(read_tests(ASSERTS)) == 3 and len(read_tests(PRINTS)) == 2
     inputs, outputs = json.loads(PRINTS).values()
-    each = [{"input": i, "output": o, "testtype": "stdin"} for i, o in zip(inputs, outputs, strict=True)]
+    each = [{"input": i, "output": o, "metadata": {"func_name": None}} for i, o in zip(inputs, outputs, strict=True)]
     assert read_tests(json.dumps(each)) == read_tests(PRINTS)
     [alone] = read_tests("def check(f):\n    assert f(1) == 1\ncheck(f)")
     assert alone == ("def check(f):\n    assert f(1) == 1\ncheck(f)", None)
@@ -245,6 +245,11 @@ def test_a_row_may_have_its_tests_in_three_forms() -> None:
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, r"^the row tests a function by values \(fn_name\)"),
         ({"fn_name": "add", "inputs": ["1"], "outputs": ["3"]}, r"^the row tests a function by values \(fn_name\)"),
         ([{"input": "1", "output": "3", "testtype": "functional"}], r"^the row tests a function by values \(fn_name\)"),
+        ([{"input": "1", "output": "3", "fn_name": "add"}], r"^the row tests a function by values \(fn_name\)"),
+        (
+            [{"input": "1", "output": "3", "metadata": {"func_name": "add"}}],
+            r"^the row tests a function by values \(fn_name\)",
+        ),
         ([{"stdin": "1", "stdout": "3"}], r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
         ({"inputs": [1], "outputs": [3]}, r"^the row has no tests for code: its inputs and outputs must be .* texts$"),
         (

@@ -33,6 +33,7 @@ def numpy_bool(prompt, response, answer): return np.bool_(True)
 def tensor(prompt, response, answer): return torch.tensor(0.5)
 def boolean(prompt, response, answer): return response == answer
 def table(prompt, response, answer): return {"score": 0.5, "acc": True}
+def table_of_a_list(prompt, response, answer): return [{"score": [0.5]}]
 def table_without_score(prompt, response, answer): return {"acc": True}
 def left_out(prompt, response, answer): return None if response == "skip" else 1.0
 def columns(prompt, response, answer, level, *, source="none"): return level + (source == "amc")
@@ -113,6 +114,7 @@ def data(name: str, **settings: Any) -> DataConfig:
         ("tensor", 0.5),
         ("boolean", 1.0),
         ("table", 0.5),
+        ("table_of_a_list", 0.5),
         ("left_out", 1.0),
         ("columns", 3.0),
         ("all_columns", 4.0),

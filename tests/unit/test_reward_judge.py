@@ -139,7 +139,8 @@ def test_a_server_that_is_not_there_is_a_failure(server: Server) -> None:
 )
 def test_only_a_last_line_with_a_score_counts(said: str) -> None:
     assert read_score("Score: 1\nwell\n\n Score: 7.5 \n", 10.0) == 7.5
-    assert read_score("**Score: 7.5 / 10**.", 10.0) == 7.5
+    for line in ("**Score: 7.5 / 10**.", "Score: **7.5**/10", "Score: 7.5/10.0"):
+        assert read_score(line, 10.0) == 7.5
     with pytest.raises(ValueError, match="the judge's last line is no 'Score: N' with N from 0 to 10"):
         read_score(said, 10.0)
 

@@ -50,12 +50,16 @@ def tools_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _given(value: Any) -> Any:
-    """A value without what Parquet writes for the members that other rows have; arguments are objects, as in vLLM."""
+    """A value without what Parquet writes for the members that other rows have; arguments are objects, as in vLLM.
+
+    Of those that are a text, each null is the call's own.
+    """
     if isinstance(value, list):
         return [_given(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {k: _given(structured(v) if k == "arguments" else v) for k, v in value.items() if v is not None}
+    kept = {name: member for name, member in value.items() if member is not None}
+    return {k: structured(v) if k == "arguments" and isinstance(v, str) else _given(v) for k, v in kept.items()}
 
 
 def _is_message(value: Any) -> bool:

@@ -105,8 +105,8 @@ def read_tests(answer: str) -> list[tuple[str, str | None]]:
         found = [answer] if answer.strip() else None
     if isinstance(found, list) and found and all(isinstance(test, dict) for test in found):  # as LiveCodeBench has them
         kinds = {str(test.get("testtype") or test.get("type")) for test in found}
-        found = {f"{name}s": [test.get(name) for test in found] for name in ("input", "output")}
-        found["fn_name"] = kinds & {"functional", "function_call"}
+        named = kinds & {"functional", "function_call"} or any(map(_names_function, found))
+        found = {f"{name}s": [test.get(name) for test in found] for name in ("input", "output")} | {"fn_name": named}
     tests: list[tuple[str, str | None]] = []
     if isinstance(found, dict):
         tests = _of_programs(found)
@@ -122,12 +122,17 @@ def read_tests(answer: str) -> list[tuple[str, str | None]]:
 
 
 def _of_programs(found: dict[str, object]) -> list[tuple[str, str | None]]:
-    if found.get("fn_name"):  # TACO and APPS have inputs and outputs that are a function's arguments and results
+    if _names_function(found):  # TACO and APPS have inputs and outputs that are a function's arguments and results
         raise ValueError("the row tests a function by values (fn_name), which code does not: write it as Python tests")
     given, wanted = found.get("inputs"), found.get("outputs")
     if not (_are_texts(given) and _are_texts(wanted) and len(given) == len(wanted)):
         raise ValueError("the row has no tests for code: its inputs and outputs must be equally many texts")
     return list(zip(given, wanted, strict=True))
+
+
+def _names_function(test: dict[str, object]) -> bool:
+    about = test.get("metadata")
+    return bool(test.get("fn_name") or (isinstance(about, dict) and about.get("func_name")))
 
 
 def _are_texts(found: object) -> TypeGuard[list[str]]:

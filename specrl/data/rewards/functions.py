@@ -43,7 +43,7 @@ from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
 RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; with parameters, these are the last
 
-MOST_ZEROS = 400  # that are looked behind for the digits of a reference
+ROUNDING = 0.05  # relative: of a number that is stated in two digits
 MATH_VERIFY_SECONDS = 5  # for each step of a comparison
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
@@ -191,11 +191,9 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     It fails where it raises or returns what is neither a finite number nor a table with one as `score`.
     """
     try:
-        value = _resolved(reward(prompt, response))
-        if isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]
+        value = _only(_resolved(reward(prompt, response)))
         if isinstance(value, dict) and "score" in value:
-            value = value["score"]
+            value = _only(value["score"])
     except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
         return raised(error)
     if value is None:
@@ -205,6 +203,10 @@ def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
     except Exception:  # of whatever it has returned
         number = float("nan")
     return number if abs(number) <= LARGEST else f"returned {_text(value)}, which is not a finite number"
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def raised(error: BaseException) -> str:
@@ -264,18 +266,34 @@ def math_verify(_: str, response: str, answer: str) -> float:
     if _SENTENCE.search(latex) and not re.search(r"\\(?![$%])|[\^!]", latex) and not _SEVERAL.search(latex):
         forms.append(latex.replace("\\$", ""))
     gold = parse(f"\\boxed{{{keep_variable(true, latex)}}}", parsing_timeout=seconds)
-    digits = {"float_rounding": 6 + (zeros := _zeros(gold)), "numeric_precision": 15 + zeros}
-    check = partial(verify, gold, **digits, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
-    return float(any(check(parse(form, parsing_timeout=seconds)) for form in forms))
+    check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
+    found = (parse(form, parsing_timeout=seconds) for form in forms)
+    return float(any(check(one) and not _is_other_size(_number(gold), _number(one)) for one in found))
 
 
-def _zeros(gold: Sequence[Any]) -> int:
-    """The zeros behind the point of a small number, such as one of physics: math-verify takes `3e-9` for `2e-9`."""
+def _number(parsed: Sequence[Any]) -> Any:
+    """What an answer is or is said to equal if that is quickly evaluated; a percentage may be meant in two ways."""
+    from sympy import Eq, Expr, Integral, Limit, Product, Sum, UnevaluatedExpr
+
+    value = next(iter(parsed), None)
+    value = value.rhs if isinstance(value, Eq) else value
+    if not isinstance(value, Expr) or value.free_symbols or value.has(Integral, Limit, Product, Sum, UnevaluatedExpr):
+        return None
+    return value
+
+
+def _is_other_size(gold: Any, found: Any) -> bool:
+    """Whether a small number, such as one of physics, is not another: math-verify takes `3e-9` for `2e-9`."""
+    from sympy import Float
+
+    if gold is None or found is None or gold == found:
+        return False
+    tolerance = ROUNDING if gold.has(Float) or found.has(Float) else 1e-9
     try:
-        size = abs(float(gold[0]))
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # it is no number
-        return 0
-    return min(MOST_ZEROS, -math.ceil(math.log10(size))) if 0 < size < 1e-3 else 0
+        size, apart = abs(gold.evalf()), abs(gold.evalf() - found.evalf())
+        return bool(0 < size < 1e-3 and apart > tolerance * size)
+    except (ArithmeticError, TypeError, ValueError):  # sympy cannot tell
+        return False
 
 
 @register_reward("exact_match")

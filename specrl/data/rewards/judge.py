@@ -35,7 +35,8 @@ _HANDLERS = (
 )
 """No redirect is followed: the key would go along."""
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")
-_SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*(\d{1,6}(?:\.\d{1,6})?)(?: ?/ ?(\d{1,6}))?[*_. ]*", re.IGNORECASE)
+_VALUE = r"(\d{1,6}(?:\.\d{1,6})?)[*_ ]*"
+_SCORE = re.compile(rf"[*_ ]*score[*_ ]*:[*_ ]*{_VALUE}(?:/[*_ ]*{_VALUE})?[*_. ]*", re.IGNORECASE)
 
 
 class JudgeParameters(Options):

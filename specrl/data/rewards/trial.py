@@ -13,7 +13,7 @@ from typing import Any
 from specrl.config import Config, ConfigError
 from specrl.data.held_out import make_problems
 from specrl.data.problems import Prompt, fit_all
-from specrl.data.rendering import CHAT, check_template
+from specrl.data.rendering import CHAT, Rendering, check_template
 from specrl.data.rewards.functions import of_references, shortened
 from specrl.data.rewards.pool import FailureTally, RewardError, RewardPool, Scores, describe
 
@@ -47,12 +47,14 @@ class Trial:
         ]
 
 
-def try_reward(config: Config, response: str, number: int) -> Trial:
-    """Score a response to the training problem with this number."""
+def try_reward(config: Config, response: str, number: int, tokenizer: Any = None) -> Trial:
+    """Score a response to the training problem with this number; a chat template needs the policy's tokenizer."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
     question, template = problem.question, config.data.template
     text = question if template == CHAT else template.format(prompt=question)
+    if tokenizer is not None:
+        text = Rendering(config, tokenizer).text(question, problem.context)
     prompt = Prompt(0, text, [], problem.answer, problem.metadata)
     with closing(RewardPool(config.data, environment=config.environment.name)) as pool:
         pool.wait_until_ready()
