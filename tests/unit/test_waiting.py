@@ -150,6 +150,7 @@ class Waiting(LongJob):
             for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
         ),
         ("PartitionTimeLimit", r"can never start \(.*: resources\.minutes is more than its partition allows\)"),
+        ("PartitionTimeLimit,short", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
     ],
@@ -160,7 +161,9 @@ def test_a_job_that_slurm_will_never_start_is_not_waited_for_as_one_that_somebod
     for name, value in (("PATH", f"{tmp_path}:/usr/bin:/bin"), ("SLURM_TMPDIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '12|PENDING|{reason}|prepare-0'\n")
+    reason, comma, other = reason.partition(",")
+    answers = f'*%P*) echo "long{comma}{other}";; *) echo "12|PENDING|{reason}|prepare-0";;'
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\n')
     (tmp_path / "squeue").chmod(0o755)
     cluster = {"backend": "slurm", "queue_minutes": 3, "sbatch": {"dependency": "afterok:7"}}
     config = parse_config({"name": "demo", "runs_dir": str(tmp_path), "model": {"source": "tiny"}, "cluster": cluster})
