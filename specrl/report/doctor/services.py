@@ -68,12 +68,12 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
         words, _, fix = shared.partition(": ")
         return Check("MLflow", "warn", words, fix)
+    config = Config(name="doctor", runs_dir=runs_dir, tracking=TrackingConfig(uri=tracking_uri))
     try:
-        config = Config(name="doctor", runs_dir=runs_dir, tracking=TrackingConfig(uri=tracking_uri))
         store.check_server(config)
     except ConfigError as error:
         words, _, fix = str(error).partition("; ")
-        return Check("MLflow", "fail", words, fix or "correct tracking.uri, or unset it")
+        return Check("MLflow", "fail", words, fix or "correct it, or unset it")
     return Check("MLflow", "ok", store.tracking_uri(config))
 
 
