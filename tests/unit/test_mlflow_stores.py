@@ -240,9 +240,6 @@ def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert tracking_uri(config) == anchor(config).tracking.uri == "http://127.0.0.1:9"
     assert tracking_uri(config_of(tmp_path, uri="http://other")) == "http://other"
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    named = [config_of(tmp_path, **given).tracking.experiment for given in ({}, {"experiment": "other"})]
-    assert named == ["mine", "other"]
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = http://127.0.0.1:9: no MLflow server answers"):
         check_server(config)
     config.run_dir.mkdir(parents=True)
