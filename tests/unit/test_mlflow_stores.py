@@ -456,6 +456,15 @@ def test_a_store_that_takes_no_run_is_one_line_at_the_start_and_nothing_is_logge
         server.shutdown()
 
 
+def test_an_error_without_words_is_named_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(_: Config) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(runs, "connect", reset)
+    with pytest.raises(ConfigError, match=r"MLflow takes no run of one: ConnectionResetError$"):
+        start_parent_run(config_of(tmp_path, uri=f"sqlite:///{tmp_path}/x.db"))
+
+
 def test_a_database_whose_creation_was_interrupted_is_created_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
