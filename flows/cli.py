@@ -19,7 +19,7 @@ from slurm.backend import JobError, SilentSchedulerError, StoppedError
 from slurm.trust import DistrustError
 from specrl.config import ConfigError
 from specrl.processes import allow_warnings, name_user, reach_loopback
-from specrl.report.tables import printable
+from specrl.report.tables import lasting, printable
 from tasks.detached import EXIT_STOPPED
 
 app = typer.Typer(
@@ -85,7 +85,7 @@ def invoke(arguments: list[str]) -> int:
         return code
     except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's is such as for a missing argument
         said = getattr(error, "format_message", error.__str__)()
-        is_setting = said.startswith("Got unexpected extra argument") and "=" in said  # as other programs take them
+        is_setting = said.startswith("Got unexpected extra argument") and "=" in said and _takes_settings(error)
         _complain(f"{said}; a setting is given as --set KEY=VALUE" if is_setting else said)
         return EXIT_USAGE
     except (JobError, SilentSchedulerError, ServerError) as error:
@@ -103,6 +103,12 @@ def invoke(arguments: list[str]) -> int:
     return EXIT_FAILED
 
 
+def _takes_settings(error: Exception) -> bool:
+    """Whether the command has `--set`, in whose place other programs take KEY=VALUE alone."""
+    context = getattr(error, "ctx", None)
+    return context is not None and any("--set" in option.opts for option in context.command.params)
+
+
 def _said(error: OSError, arguments: list[str]) -> str:
     where = f"{error.filename}: " if error.filename else ""
     if error.errno == errno.ENOENT and not where:
@@ -118,7 +124,7 @@ def _said(error: OSError, arguments: list[str]) -> str:
 
 def _complain(message: str) -> None:
     for line in message.split("\n"):
-        print(f"specrl: {printable(line)}", file=sys.stderr)
+        print(f"specrl: {printable(line)}", file=lasting(sys.stderr))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -29,7 +29,7 @@ from specrl.lineage.record import CODE_DIR, RunRecord, code_of, read_record
 from specrl.report.description import describe, headline
 from specrl.report.results import readable_config
 from specrl.report.summary import SUMMARY_FILE, render_summary
-from specrl.report.tables import print_line
+from specrl.report.tables import lasting, print_line
 from specrl.tracking.runs import Status, finish_parent_run, start_parent_run
 from tasks.detached import IN_JOB, submit_flow
 from tasks.run import begin, forget_stop
@@ -82,7 +82,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             finish(config, "KILLED" if stop_asked(config.run_dir) else "FAILED", error)
             raise
         finish(config, "FINISHED")
-    render_summary(config.run_dir, Console(soft_wrap=True))
+    render_summary(config.run_dir, Console(file=lasting(sys.stdout), soft_wrap=True))
 
 
 def _open(config: Config, origin: Origin | None, *, resumed: bool) -> RunRecord:
@@ -106,7 +106,8 @@ def finish(config: Config, status: Status, error: BaseException | None = None) -
     from specrl.report.samples import response_rows
 
     run_dir = config.run_dir
-    write_json(run_dir / OUTCOME_FILE, {"state": OUTCOMES[status], "error": str(error or "")})
+    with suppress(OSError) if error is not None else nullcontext():  # a full disk must not hide why the run ended
+        write_json(run_dir / OUTCOME_FILE, {"state": OUTCOMES[status], "error": str(error or "")})
     files = {"": [path for name in (SUMMARY_FILE, REPORT_FILE) if (path := run_dir / name).is_file()]}
     for folder in sorted((run_dir / "jobs").glob("*/")):
         files[f"logs/{folder.name}"] = [log for log in telling_logs(folder) if log.stat().st_size <= LOG_BYTES]

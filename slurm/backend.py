@@ -79,6 +79,7 @@ class Failure:
     detail: str = ""  # the scheduler's words about the end of a rank that raised nothing
     killed: bool = False
     """Whether a signal that somebody sent ended it, or a file system, after which another job is worth a try."""
+    follows: bool = False  # whether the exception only says that another rank, or a file system, is away
 
 
 @dataclass(frozen=True)

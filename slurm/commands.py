@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -190,8 +191,8 @@ class Listed:
 
 def listed(max_age: float) -> list[Listed]:
     """The user's jobs, as squeue listed them at most `max_age` seconds ago for any flow on this host."""
-    path = _shared_list()
     try:
+        path = _shared_list()
         with FileLock(path.with_suffix(".lock"), timeout=2 * COMMAND_SECONDS):
             text = _read(path, max_age)
             if text is None:
@@ -211,7 +212,8 @@ def _queue() -> str:
 
 def forget() -> None:
     """Have the next one who wants the list ask Slurm, because a job is being submitted."""
-    _shared_list().unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # nothing is shared
+        _shared_list().unlink(missing_ok=True)
 
 
 def _shared_list() -> Path:

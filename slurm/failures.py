@@ -63,7 +63,9 @@ def first_error(folder: Path, ranks: int) -> Failure | None:
     if found is None:
         return None
     rank, error = found
-    return Failure(rank, exception=last_error(error["trace"]) + error["full"], killed=error["passes"])
+    return Failure(
+        rank, exception=last_error(error["trace"]) + error["full"], killed=error["passes"], follows=error["follows"]
+    )
 
 
 def _errors(folder: Path, ranks: int) -> list[tuple[int, dict[str, Any]]]:
@@ -96,7 +98,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
     segments = read_segments(context.stage_dir)
     if segments and segments[-1].job_id == job.job_id and segments[-1].gave_up is not None:
         error = f"{segments[-1].gave_up}; {reached}" if reached else segments[-1].gave_up
-    elif failure.exception:
+    elif failure.exception and not (failure.follows and state.reason == "out of memory"):
         error = f"{failure.exception} (rank {failure.rank})"
     else:
         unknown = f"no Python error; the log of rank {failure.rank} ends: {last_line(log, OF_ENDS)}"

@@ -40,12 +40,12 @@ from slurm.commands import (
 from slurm.environment import LOOPBACK, inherited, log_path
 from slurm.failures import first_error
 from slurm.supervisor import ATTEMPT, KILLING
-from specrl.artifacts import read_file, write_text
+from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.events import record_event
 from specrl.lifetime.segments import Reason, Segment, read_segments
-from specrl.processes import port_of
+from specrl.processes import end_of, port_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b
 NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
+LOG_BYTES = 2**20  # of the end of a job's log, where srun's words about its ranks stand
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
 """What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
@@ -141,7 +142,7 @@ class SlurmJob:
         found = next((job for job in jobs if job.job_id == self.job_id), None)
         word, reason = (found.word, found.reason) if found is not None else self._asked_alone()
         if word in PENDING:
-            return State("pending", f"{word}, {reason}", never=_why_never(reason))
+            return State("pending", f"{word}, {reason}", never=self._why_never(reason))
         if word in RUNNING:
             leaving = word == "COMPLETING"
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
@@ -173,10 +174,12 @@ class SlurmJob:
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
 
     def _text(self) -> str:
-        try:
-            return read_file(self.log(0)).decode(errors="replace")
-        except (OSError, ValueError):  # there is none, or it may not be read
-            return ""
+        return end_of(self.log(0), LOG_BYTES)
+
+    def _why_never(self, reason: str) -> str:
+        if reason == "PartitionTimeLimit" and "," in ask("squeue", "-h", "-j", self.job_id, "-o", "%P"):
+            return ""  # it is that of one partition, and another may take the job
+        return next((words for pattern, words in NEVER.items() if re.fullmatch(pattern, reason)), "")
 
     def _asked_alone(self) -> tuple[str, str]:
         """Ask for a job that was submitted after the list was made, is somebody else's, or has long ended."""
@@ -290,10 +293,6 @@ def interface_towards(host: str) -> str:
         if any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     raise ValueError(f"no network interface has the address {own}, which leads to {host}; name one: cluster.interface")
-
-
-def _why_never(reason: str) -> str:
-    return next((words for pattern, words in NEVER.items() if re.fullmatch(pattern, reason)), "")
 
 
 def _expected_start(config: Config, stage: StageName) -> str:

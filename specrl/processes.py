@@ -210,14 +210,20 @@ def output_of(*command: str, seconds: float, environment: Mapping[str, str] | No
     return done.stdout.strip()
 
 
+def end_of(log: Path, size: int) -> str:
+    """The last bytes of a log as text; none where it is not there, or may not be read."""
+    data = b""
+    with contextlib.suppress(OSError):
+        if log.is_file():
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - size))
+                data = file.read()
+    return data.decode(errors="replace")
+
+
 def last_line(log: Path, without: str = "(?!)") -> str:
     """The last words of a process in its log, a line of at most 600 characters that begins otherwise than `without`."""
-    data = b""
-    if log.is_file():
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            data = file.read()
-    lines = (line.strip() for line in reversed(data.decode(errors="replace").split("\n")))
+    lines = (line.strip() for line in reversed(end_of(log, TAIL_BYTES).split("\n")))
     return next((line for line in lines if line and not re.match(without, line)), "it said nothing")[:600]
 
 

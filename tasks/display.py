@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurm.backend import Job, State
 from specrl.config import STAGES
 from specrl.progress import ProgressState, clock, words
+from specrl.report.tables import lasting
 
 LINE_SECONDS = 10  # the least number of seconds between two plain lines about the same stage
 WIDTH = max(len(stage) for stage in STAGES)  # the width of the column of stage names, in characters
@@ -20,7 +22,7 @@ WIDTH = max(len(stage) for stage in STAGES)  # the width of the column of stage 
 @contextmanager
 def make_reporter() -> Iterator[Reporter]:
     """Yield the reporter that suits standard error, where progress goes: standard output is for results."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(file=lasting(sys.stderr), highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield Reporter(console)
         return
@@ -65,10 +67,7 @@ class Reporter:
         self._line(stage, f"{'finished before' if before else 'done'}: {clock(seconds)}{job}")
 
     def note(self, text: str) -> None:
-        try:
-            self.console.print(text, markup=False)
-        except (OSError, SystemExit):  # its terminal has gone, or its disk is full: the run goes on without a word
-            self.console = Console(quiet=True)
+        self.console.print(text, markup=False)
 
     def _line(self, stage: str, text: str) -> None:
         self.note(f"{stage:{WIDTH}}  {text}")

@@ -19,10 +19,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": LOOPBACK,
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as `specrl.serving.process` relies on
     "HF_HUB_OFFLINE": "1",
 }
 """The server's, unless the user has set them."""
+FORCED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # or else vLLM's processes would outlive the command
 
 
 def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
@@ -38,7 +38,7 @@ def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = No
     command += ["--host", LOOPBACK, "--port", str(usable_port(port))]
     print(shlex.join(command), flush=True)
     server = [sys.executable, "-m", "specrl.serving.process", "--model", *command[2:]]
-    os.execve(server[0], server, {**ENVIRONMENT, **os.environ})
+    os.execve(server[0], server, {**ENVIRONMENT, **os.environ, **FORCED})
 
 
 def _exported(run_dir: Path) -> ExportResult:

@@ -118,7 +118,7 @@ class Config(Section):
     stage_resources: dict[StageName, StageResources] = Field(default_factory=dict)
     """Overrides of `[resources]`, by stage."""
     cluster: ClusterConfig = ClusterConfig()
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def run_dir(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -161,7 +160,6 @@ class ClusterConfig(Section):
 
 PASSWORD = re.compile(r"\b(?:ssl)?(?:password|passwd|pwd)\s*=", re.IGNORECASE)
 """What databases call a password in the query of a URI, and in a connection string of ODBC within one."""
-EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
 URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 """What a tracking URI may begin with; a database's driver may follow, as in `mysql+pymysql`."""
 
@@ -198,11 +196,8 @@ class TrackingConfig(Section):
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
     (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
     from the folder in which the command runs; one in the runs folder is used if nothing is given."""
-    experiment: Annotated[str, Field(min_length=1, max_length=500, validate_default=True)] = Field(
-        default_factory=lambda: os.environ.get(EXPERIMENT) or "specrl"
-    )
-    """The MLflow experiment, and the W&B project, in which the run appears; by default what MLFLOW_EXPERIMENT_NAME
-    names, or `specrl`."""
+    experiment: Annotated[str, Field(min_length=1, max_length=500)] = "specrl"
+    """The MLflow experiment in which the run appears; the last part of its path is the W&B project."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Whether metrics go to Weights & Biases, too: while they are measured, or into files in `wandb/` of the run's
     folder, for `wandb beta sync`. `WANDB_API_KEY` or `wandb login` give the key, `WANDB_ENTITY` names the team."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any, TextIO, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -42,6 +44,28 @@ def plain_table(title: str, columns: Sequence[str], rows: Rows) -> str:
         for line in lines
     ]
     return "\n".join([title, *(f"  {line}" for line in aligned)]) + "\n"
+
+
+class _Lasting:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """The stream, which takes what is written without an error where its terminal has gone, or its disk is full."""
+    return cast(TextIO, _Lasting(stream))
 
 
 def print_line(console: Console, text: str) -> None:

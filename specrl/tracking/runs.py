@@ -96,7 +96,7 @@ def _replace_deleted(config: Config) -> str:
     except DeletedError:
         raise
     except Exception as error:  # it is away, as the errors of many libraries say; so does whoever sends something
-        return str(error).partition("\n")[0]
+        return str(error).partition("\n")[0] or type(error).__name__
     return ""
 
 

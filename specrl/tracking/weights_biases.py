@@ -58,7 +58,7 @@ class WandbSending:
         folder = config.run_dir / FOLDER
         settings = {
             "mode": config.tracking.wandb,
-            "project": config.tracking.experiment,
+            "project": config.tracking.experiment.rpartition("/")[2],
             "run_group": config.name,
             "run_job_type": "run" if log.owner == config.run_dir else log.owner.name.rpartition("-")[0],
         }

@@ -144,6 +144,10 @@ def test_a_wrong_command_line_is_one_line(
     assert words in complaint(capsys, *arguments)
 
 
+def test_a_command_without_settings_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "show", "x", "train.num_steps=3").endswith("(train.num_steps=3)")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(
     ("command", "then"), [("run", "make room, and go on with specrl resume RUN"), ("samples", "make room first")]

@@ -143,6 +143,12 @@ def test_mlflow_is_asked_where_it_is(tmp_path: Path) -> None:
     assert (damaged.status, damaged.fix) == ("fail", "name another file")
 
 
+def test_a_store_that_cannot_be_used_comes_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+nodriver://host/mlflow")
+    told = services.check_mlflow(tmp_path, None)
+    assert told.found.startswith("MLFLOW_TRACKING_URI = ") and told.fix == "correct it, or unset it"
+
+
 def test_an_mlflow_server_that_is_away_fails_with_its_address() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     uri = f"http://127.0.0.1:{server.server_address[1]}"

@@ -87,6 +87,17 @@ def test_two_packages_that_own_one_path_are_named(tmp_path: Path) -> None:
     assert collisions(tmp_path) == {"cuda/nvml.py": {"cuda-bindings", "cuda-python"}}
 
 
+@pytest.mark.parametrize(("cuda", "wrong"), [("'13.0'", False), ("'12.9'", True), ("None", True)])
+def test_torch_is_built_for_the_cuda_version_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, wrong: bool
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    install(tmp_path, "torch", "2.13.0", {"torch/version.py": f"debug = False\ncuda: Optional[str] = {cuda}\n"})
+    assert packages.check_torch(tmp_path) == []
+    install(tmp_path, "cuda-toolkit", "13.0.3.0", {})
+    assert [check.status for check in packages.check_torch(tmp_path)] == ["fail"] * wrong
+
+
 @pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
 def test_a_build_of_torch_in_a_local_folder_satisfies_no_lock(lock: str) -> None:
     lines = (ROOT / "requirements" / lock).read_text().splitlines()

@@ -240,9 +240,6 @@ def test_the_variable_of_mlflow_stands_for_the_setting_when_a_run_begins(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert tracking_uri(config) == anchor(config).tracking.uri == "http://127.0.0.1:9"
     assert tracking_uri(config_of(tmp_path, uri="http://other")) == "http://other"
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    named = [config_of(tmp_path, **given).tracking.experiment for given in ({}, {"experiment": "other"})]
-    assert named == ["mine", "other"]
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = http://127.0.0.1:9: no MLflow server answers"):
         check_server(config)
     config.run_dir.mkdir(parents=True)
@@ -457,6 +454,15 @@ def test_a_store_that_takes_no_run_is_one_line_at_the_start_and_nothing_is_logge
                 start_parent_run(config)
             assert not config.run_dir.exists() and caplog.records == []
         server.shutdown()
+
+
+def test_an_error_without_words_is_named_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(_: Config) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(runs, "connect", reset)
+    with pytest.raises(ConfigError, match=r"MLflow takes no run of one: ConnectionResetError$"):
+        start_parent_run(config_of(tmp_path, uri=f"sqlite:///{tmp_path}/x.db"))
 
 
 def test_a_database_whose_creation_was_interrupted_is_created_by_the_next_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_a_run_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.
     assert 'no drafter to serve: its speculation.method is "ngram"' in complaint(capsys, run)
     run = exported(tmp_path, policy_dir=tmp_path, drafter_dir=tmp_path / "gone")
     assert f"{tmp_path / 'gone'} is gone" in complaint(capsys, run)
+
+
+def test_the_servers_processes_are_spawned_whatever_a_shell_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr("flows.commands.serve_model.serve_arguments", lambda *_: ["vllm", "serve", "policy"])
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words[2]))
+    assert invoke(["serve-model", exported(tmp_path, policy_dir=tmp_path, drafter_dir=tmp_path)]) == 0
+    assert started[0]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

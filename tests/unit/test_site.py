@@ -25,10 +25,11 @@ from flows.cli import invoke
 from flows.server import PrefectServer
 from slurm import commands, slurm_backend, submit
 from slurm.backend import JobError, JobKey, Record, SilentSchedulerError, State, StoppedError
-from slurm.failures import explain, is_of_connection, is_of_port
+from slurm.failures import explain, is_of_connection, is_of_port, write_error
 from slurm.local import LocalJob
 from slurm.slurm_backend import SlurmBackend, SlurmJob
 from slurm.submit import attach_or_submit
+from specrl.artifacts import MOST_BYTES
 from specrl.config import Config, ConfigError, parse_config
 from specrl.context import StageContext
 from specrl.events import read_events
@@ -144,6 +145,14 @@ def test_a_job_whose_rank_the_kernel_ended_for_memory_says_so_although_slurm_cal
         assert state.reason == reason
         told = "killed, most likely out of memory: resources.memory_gib_per_rank = 10; raise it; log: "
         assert (told in explain(job, context, state)) == (reason is not None)
+    with job.log(0).open("r+") as log:  # larger than what is read of other files
+        log.seek(2 * MOST_BYTES)
+        log.write("\nsrun: error: n1: task 1: Out Of Memory\n")
+    state = job.state()
+    write_error(job.folder, 0, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    assert state.reason == "out of memory" and told in explain(job, context, state)
+    write_error(job.folder, 0, ValueError("the cause"))
+    assert "ValueError: the cause (rank 0)" in explain(job, context, state)
 
 
 def test_a_local_job_that_memory_ran_out_for_is_not_told_to_ask_for_more(tmp_path: Path) -> None:
@@ -188,6 +197,9 @@ def test_a_folder_that_takes_no_more_or_has_gone_with_its_job_keeps_nobody_from_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"specrl-{os.getuid()}").touch()  # as anybody may in /tmp
     assert node_folder().is_dir()
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/no-such-folder")
+    commands.forget()
+    assert [job.job_id for job in commands.listed(60)] == ["7"]
 
 
 def full(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specrl.projection.simulator import generation
 from specrl.projection.simulator.generation import DecodingSpeed, SimulatedResponse, decode, simulate
 from specrl.projection.simulator.workload import Drawn, MeasuredRun, Workload, dealt
 from specrl.schemas import Rollout, rollout_path, write_rollouts
@@ -46,6 +47,13 @@ def test_text_is_read_until_it_differs_and_as_much_again_at_most() -> None:
     assert work.seconds == pytest.approx(600 + 30) and work.tokens == [800]
     few = decode(make(80), [70], replace(speed, carried=1), 8)
     assert few.seconds == pytest.approx(79 + 6.4)  # the first pass
+
+
+def test_no_more_idle_time_is_used_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_pregenerate", lambda *_: ({}, 1e9))  # such as rounding makes more of it
+    steps = [[make(10), make(30)], [make(10), make(30)]]
+    for use in ("pregenerate", "both"):
+        assert [time.used_s for time in simulate(steps, SPEED, use, 8)] == [20.0, 20.0]
 
 
 def test_a_limit_leaves_responses_unfinished() -> None:

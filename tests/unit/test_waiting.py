@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from flows import execute
+from flows.cli import invoke
 from flows.folder import write_config
 from slurm import watch
 from slurm.backend import (
@@ -35,7 +38,7 @@ from slurm.watch import wait
 from specrl.config import Config, parse_config
 from specrl.context import StageContext
 from specrl.lifetime.segments import begin_segment, end_segment, read_segments
-from tasks.display import Reporter
+from tasks.display import Reporter, make_reporter
 from tasks.run import cancel_jobs, end_jobs, work
 
 MINUTE = 60.0
@@ -150,6 +153,7 @@ class Waiting(LongJob):
             for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
         ),
         ("PartitionTimeLimit", r"can never start \(.*: resources\.minutes is more than its partition allows\)"),
+        ("PartitionTimeLimit,short", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("JobHeldUser", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
     ],
@@ -160,7 +164,9 @@ def test_a_job_that_slurm_will_never_start_is_not_waited_for_as_one_that_somebod
     for name, value in (("PATH", f"{tmp_path}:/usr/bin:/bin"), ("SLURM_TMPDIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watch, "POLL_SECONDS", 0)
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '12|PENDING|{reason}|prepare-0'\n")
+    reason, comma, other = reason.partition(",")
+    answers = f'*%P*) echo "long{comma}{other}";; *) echo "12|PENDING|{reason}|prepare-0";;'
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\n')
     (tmp_path / "squeue").chmod(0o755)
     cluster = {"backend": "slurm", "queue_minutes": 3, "sbatch": {"dependency": "afterok:7"}}
     config = parse_config({"name": "demo", "runs_dir": str(tmp_path), "model": {"source": "tiny"}, "cluster": cluster})
@@ -233,15 +239,44 @@ def test_a_file_system_that_fails_for_a_while_ends_no_run_and_for_long_is_one_li
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_terminal_that_has_gone_or_a_full_disk_behind_it_ends_no_run(number: int, config: Config) -> None:
+def test_a_terminal_that_has_gone_or_a_full_disk_behind_it_ends_no_run(
+    number: int, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gone(StringIO):
-        def flush(self) -> None:
+        def write(self, _: str) -> int:
             raise OSError(number, os.strerror(number))
 
-    reporter, job = Reporter(Console(file=Gone())), LongJob(range(0))
-    reporter.submitted("train", job)
-    reporter.note("a note")
-    reporter.finished("train", 3.0, job.job_id, before=False)
+        def flush(self) -> None:
+            self.write("")
+
+    job = LongJob(range(0))
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with make_reporter() as reporter:
+        reporter.submitted("train", job)
+        reporter.note("a note")
+        reporter.finished("train", 3.0, job.job_id, before=False)
+    assert invoke(["show", "nobody"]) == 2
+    write_config(config)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    for name in ("check", "_open", "start_parent_run", "mark_crashed_flows", "finish", "forget_stop"):
+        monkeypatch.setattr(execute, name, lambda *arguments, **more: None)
+    monkeypatch.setattr("flows.pipeline.pipeline", lambda run_dir: None)
+    monkeypatch.setattr(sys, "stderr", StringIO())
+    monkeypatch.setattr(sys, "stdout", Gone())
+    execute.execute(config)
+
+
+def test_a_terminal_that_goes_away_under_the_bars_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pty.openpty()
+    terminal = os.fdopen(ours, "w")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with make_reporter() as reporter:
+        assert reporter.console.is_terminal
+        os.close(theirs)
+        reporter.submitted("train", LongJob(range(0)))
+        print("a library's warning", file=sys.stderr)
+    with pytest.raises(OSError, match="Input/output"):  # it takes nothing, indeed
+        terminal.close()
 
 
 class SlowJob(LongJob):
@@ -353,3 +388,19 @@ def test_a_stop_that_is_asked_for_while_a_flow_starts_is_not_forgotten(
     monkeypatch.setattr("flows.pipeline.pipeline", lambda run_dir: found.append(stop.exists()))
     execute.execute(config, resumed=False)
     assert found == [False, True]
+
+
+def test_a_full_disk_does_not_hide_why_a_run_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+
+    def full(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    config.run_dir.mkdir(parents=True)
+    write_config(config)
+    monkeypatch.setattr(execute, "write_json", full)
+    monkeypatch.setattr(execute, "finish_parent_run", lambda _, status, *more: ended.append(status))
+    execute.finish(config, "FAILED", JobError("the cause"))
+    assert ended == ["FAILED"]
+    with pytest.raises(OSError, match="No space left"):
+        execute.finish(config, "FINISHED")

@@ -37,7 +37,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    return Config.model_validate({"name": "one", "runs_dir": tmp_path / "runs", "tracking": {"wandb": "offline"}})
+    tracking = {"wandb": "offline", "experiment": "/Users/me/specrl"}  # Databricks takes paths, W&B names
+    return Config.model_validate({"name": "one", "runs_dir": tmp_path / "runs", "tracking": tracking})
 
 
 def records(config: Config) -> list[list[Any]]:

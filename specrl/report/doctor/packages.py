@@ -27,7 +27,7 @@ def checks(*, gpu: bool) -> list[Check]:
     """The findings about the packages, compared with the lock for GPUs or for CPUs."""
     site_packages = Path(sysconfig.get_path("purelib"))
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
-    return [check_packages(lock), check_bytecode(site_packages)]
+    return [check_packages(lock), *check_torch(site_packages), check_bytecode(site_packages)]
 
 
 def read_pins(lock: Path) -> dict[str, str]:
@@ -69,6 +69,18 @@ def check_packages(lock: Path) -> Check:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more
+
+
+def check_torch(site_packages: Path) -> list[Check]:
+    """A finding where torch is built for another CUDA than that of the lock, which its version need not say."""
+    wanted, source = dict(whole_packages()).get("cuda-toolkit"), site_packages / "torch" / "version.py"
+    if wanted is None or not source.is_file():
+        return []
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", source.read_text(), re.MULTILINE)
+    if found and wanted.startswith(f"{found[1]}."):
+        return []
+    build = f"CUDA {found[1]}" if found else "CPUs"
+    return [Check("torch", "fail", f"built for {build}, not for CUDA {wanted}", "make clean, then make env")]
 
 
 def check_bytecode(site_packages: Path) -> Check:

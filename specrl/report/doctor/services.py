@@ -73,7 +73,7 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
         store.check_server(config)
     except ConfigError as error:
         words, _, fix = str(error).partition("; ")
-        return Check("MLflow", "fail", words, fix)
+        return Check("MLflow", "fail", words, fix or "correct it, or unset it")
     return Check("MLflow", "ok", store.tracking_uri(config))
 
 
