@@ -68,7 +68,8 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
         words, _, fix = shared.partition(": ")
         return Check("MLflow", "warn", words, fix)
-    config = Config(name="doctor", runs_dir=runs_dir, tracking=TrackingConfig(uri=tracking_uri))
+    tracking = TrackingConfig(uri=tracking_uri, experiment="/specrl")  # a path, as Databricks wants them
+    config = Config(name="doctor", runs_dir=runs_dir, tracking=tracking)
     try:
         store.check_server(config)
     except ConfigError as error:
