@@ -200,7 +200,7 @@ def watch(
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Watch a run: stages, progress, queue and latest events.
+    """Watch a run: stages with their progress, queue and latest events.
 
     It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
     the run's folder can watch it as well. With --json, each line is the whole state, whenever it has changed.
