@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from flows.folder import find_run_to_read, is_trusted, is_worked_on, outcome_of
 from slurm.backend import FLOW_KEY, JobError, JobKey, Record, SilentSchedulerError
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
-from specrl.artifacts import RESULT_FILE
+from specrl.artifacts import RESULT_FILE, read_json
 from specrl.config import STAGES, Config, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
@@ -32,6 +33,9 @@ from specrl.report.tables import drawn_table, print_line, print_table
 LOOK_SECONDS = 2.0  # the pause between two looks at the run's files
 ASK_SECONDS = 5.0  # the least number of seconds between two questions to the scheduler
 LINE_SECONDS = 10.0  # the least number of seconds between two plain lines about the same stage while its state stays
+RECENT_STEPS = 10  # how many of the last steps say how long a step takes
+SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/generation_tokens_per_s")
+"""The metrics of a step that are shown."""
 LAST_TIME = 2**32  # the Unix time after which no event happened
 UNKNOWN = "unknown"
 NUM_EVENTS = 5  # how many of the last events are shown
@@ -54,6 +58,7 @@ class RunView:
 
     run: str
     stages: list[StageView]
+    training: dict[str, float]  # what the records of the last steps say; nothing before the first step
     events: list[tuple[Event, StageName]]
     has_flow: bool  # whether a flow works on the run
     outcome: dict[str, str]  # `state` and `error` of the last flow; empty while one works, or if it was killed
@@ -115,7 +120,8 @@ class Watcher:
             ((event, stage) for stage, folder in folders.items() for event in read_events(folder)),
             key=lambda entry: entry[0].time,
         )
-        return RunView(self.run_dir.name, views, events, has_flow, outcome)
+        training = training_of(folders["train"], self.config) if "train" in folders else {}
+        return RunView(self.run_dir.name, views, training, events, has_flow, outcome)
 
     def views(self) -> Iterator[RunView]:
         """Look every `LOOK_SECONDS` until the run is over; the last view is the one in which it is."""
@@ -187,6 +193,46 @@ def earlier_jobs(stage_dir: Path) -> str:
     return f"  (job {reasons.total() + 1}; before it: {counted})" if reasons else ""
 
 
+def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
+    """What the records of the last steps say; nothing before the first step."""
+    paths = [path for path in (stage_dir / "steps").glob("step=*.json") if path.stem.partition("=")[2].isdecimal()]
+    last = [metrics for path in sorted(paths)[-RECENT_STEPS:] if (metrics := _metrics(path)) is not None]
+    if not last:
+        return {}
+    done, step_s = int(max(paths).stem.partition("=")[2]) + 1, median(metrics["timing/step_s"] for metrics in last)
+    return {
+        "steps": done,
+        "num_steps": config.train.num_steps,
+        "num_recent": len(last),
+        "reward_mean_recent": fmean(metrics["reward/mean"] for metrics in last),
+        "step_s_recent": step_s,
+        "eta_s": (config.train.num_steps - done) * step_s,
+        **{name: last[-1][name] for name in SHOWN},
+    }
+
+
+def training_rows(now: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The same in words, by name."""
+    if not now:
+        return []
+    recent = f"mean of {now['num_recent']} steps {now['reward_mean_recent']:.3f}"
+    rows = [
+        ("step", f"{now['steps']}/{now['num_steps']}"),
+        ("reward", f"{now['reward/mean']:.3f} ({recent})"),
+        ("acceptance length", f"{now['spec/acceptance_length']:.2f}"),
+        ("generation", f"{now['performance/generation_tokens_per_s']:.0f} tokens/s"),
+        ("time of a step", f"{now['step_s_recent']:.1f} s"),
+    ]
+    return [*rows, ("ETA of training", clock(now["eta_s"]))] if now["eta_s"] > 0 else rows
+
+
+def _metrics(path: Path) -> Mapping[str, float] | None:
+    record = read_json(path)
+    metrics = record.get("metrics") if isinstance(record, dict) else None
+    known = isinstance(metrics, dict) and all(isinstance(metrics.get(name), int | float) for name in SHOWN)
+    return metrics if known else None
+
+
 def event_line(event: Event, stage: StageName) -> str:
     """An event in one line."""
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time if 0 <= event.time < LAST_TIME else 0))
@@ -200,7 +246,7 @@ def watch(
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Watch a run: stages with their progress, queue and latest events.
+    """Watch a run: stages, training, queue and latest events.
 
     It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
     the run's folder can watch it as well. With --json, each line is the whole state, whenever it has changed.
@@ -231,6 +277,8 @@ def watch(
 def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     rows = [(stage.stage, stage.state, stage.detail) for stage in view.stages]
     yield f"Run {view.run}", ("stage", "state", "progress"), rows
+    if view.training:
+        yield "Training", ("what", "now"), training_rows(view.training)
     if view.events:
         yield "Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]
 

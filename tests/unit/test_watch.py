@@ -69,6 +69,14 @@ def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: 
     for stage in ("prepare", "pretrain", "calibrate"):
         write_json(folder(config, record, stage) / "result.json", {"seconds": 61.0})
     train = folder(config, record, "train")
+    for step in range(12):
+        metrics = {
+            "timing/step_s": 30.0,
+            "reward/mean": step / 10,
+            "spec/acceptance_length": 2.5,
+            "performance/generation_tokens_per_s": 123.4,
+        }
+        write_json(train / "steps" / f"step={step:06d}.json", {"step": step, "metrics": metrics})
     with Progress(train) as progress:
         progress.update(12, 20, message="reward 1.100", unit="step", phase="RL")
     for reason in ("preempted", "hang", "preempted"):
@@ -83,6 +91,11 @@ def test_one_look_tells_how_far_a_run_is(run: tuple[Config, RunRecord], capsys: 
     assert any(line.startswith("train no job 12/20 step RL: reward 1.100") for line in lines)
     assert any(line.endswith("(job 4; before it: 2 x preempted, 1 x hang)") for line in lines)
     assert "validate waits" in lines
+    assert "step 12/20" in lines
+    assert "reward 1.100 (mean of 10 steps 0.650)" in lines
+    assert "acceptance length 2.50" in lines
+    assert "generation 123 tokens/s" in lines
+    assert "ETA of training 4:00" in lines
     assert [line.partition("restart: ")[2] for line in lines if "restart: " in line] == [
         f"event {number}" for number in range(2, 7)
     ]
