@@ -28,7 +28,8 @@ from specrl.processes import node_folder, slurm_environment
 
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
 """The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-TAUGHT = ("partition", "account", "qos", "constraint", "reservation", "wckey", "network")  # by sites, as SBATCH_NAME
+TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
+WITH_KEYS = ("partition", "account", "qos", "constraint")
 OF_STEPS = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")  # how variables begin that Slurm itself sets in a job
 LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
@@ -44,15 +45,11 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
     chosen = any(names_gpus(name, value) for name, value in cluster.sbatch.items())
     asks_memory = cluster.request_memory and MEMORY_OPTIONS.isdisjoint(cluster.sbatch)
-    taught = {option: os.environ.get(_variable(option)) or None for option in TAUGHT}
-    own = {
-        "partition": cluster.partition or taught["partition"],
-        "account": cluster.account or taught["account"],
-        "qos": cluster.qos or taught["qos"],
-        "constraint": cluster.constraint or taught["constraint"],
-    }
     options = {
-        **own,
+        "partition": cluster.partition or _taught("partition"),
+        "account": cluster.account or _taught("account"),
+        "qos": cluster.qos or _taught("qos"),
+        "constraint": cluster.constraint or _taught("constraint"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.ranks_per_node,
         "cpus-per-task": resources.cpus_per_rank,
@@ -61,7 +58,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         "time": resources.minutes,
         "requeue": True,
         "dependency": None,  # its place among them
-        **{**taught, **own},
+        **{name: _taught(name) for name in TAUGHT},
         **cluster.sbatch,
     }
     # Of two jobs for one stage, however they came about, the second waits for the first.
@@ -102,8 +99,13 @@ def _perhaps(name: str) -> str:
 
 def unheard_variables() -> list[str]:
     """The variables that would tell sbatch more, and that it does not get: they would overrule the job's script."""
-    found = [name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"]
-    return sorted(name for name in found if name not in map(_variable, TAUGHT) and not name.startswith(OF_STEPS))
+    heard = {_variable(option) for option in (*WITH_KEYS, *TAUGHT)}
+    found = {name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"}
+    return sorted(name for name in found - heard if not name.startswith(OF_STEPS))
+
+
+def _taught(option: str) -> str | None:
+    return os.environ.get(_variable(option)) or None
 
 
 def _variable(option: str) -> str:
