@@ -25,7 +25,7 @@ from tasks.detached import EXIT_STOPPED
 app = typer.Typer(
     name="specrl",
     help="Post-train language models by reinforcement learning, with exact speculative rollouts.\n\n"
-    "Begin with: specrl doctor, then specrl run configs/quickstart.toml",
+    "Start with: specrl doctor, then specrl run configs/quickstart.toml",
     epilog="Exit codes: 0 done; 1 failed; 2 a mistake in the command or the configuration; 3 stopped by specrl stop; "
     "130 interrupted.",
     context_settings={"max_content_width": 120},

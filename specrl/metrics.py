@@ -28,38 +28,38 @@ _DEFINITIONS = (
     Metric(
         "timing/reward_s",
         "s",
-        "Part of timing/generation_s in which a rank had nothing to do but to wait for rewards, after its last "
-        "response and the use of its idle time; of the rank that waited longest.",
+        "Part of timing/generation_s in which a rank only waited for rewards, after its last response and the use of "
+        "its idle time; of the rank that waited longest.",
     ),
     Metric("timing/policy_update_s", "s", "Time of log-prob passes, forward, backward and optimizer steps."),
     Metric(
         "timing/logprob_s",
         "s",
-        "The log-prob passes of timing/policy_update_s: with several updates, a KL penalty, or a teacher.",
+        "Log-prob passes within timing/policy_update_s, made with several updates, a KL penalty or a teacher.",
     ),
     Metric("timing/drafter_update_s", "s", "Time of the drafter's online update."),
     Metric("timing/refit_s", "s", "Time to load new weights into the engine and to check that they arrived."),
     Metric(
         "timing/validation_s",
         "s",
-        "Time of the step's validations: after the refit and, in the first step, before training; only in steps that "
-        "validate, see validate.every.",
+        "Time of the step's validations, after the refit and, in the first step, also before training; only in steps "
+        "that validate (validate.every).",
     ),
-    Metric("timing/checkpoint_s", "s", "Time to write the rollouts, and to copy what the checkpoint holds."),
+    Metric("timing/checkpoint_s", "s", "Time to write the rollouts, and to copy the contents of the checkpoint."),
     Metric("performance/generation_tokens_per_s", "tokens/s", "Response tokens of all ranks over timing/generation_s."),
     Metric(
         "performance/training_tokens_per_s",
         "tokens/s",
         "Prompt and response tokens trained on, of all ranks and without padding, over timing/policy_update_s.",
     ),
-    Metric("spec/num_drafts", "drafts", "Drafts verified and passes over own text, summed over requests and ranks."),
+    Metric("spec/num_drafts", "drafts", "Drafts verified, and passes that read text ahead, of all requests."),
     Metric("spec/num_draft_tokens", "tokens", "Tokens proposed in these drafts."),
     Metric("spec/num_accepted_tokens", "tokens", "Proposed tokens that were accepted; bonus tokens are not counted."),
-    Metric("spec/acceptance_rate", "", "Accepted over drafted tokens, but for what was read ahead.", "higher"),
+    Metric("spec/acceptance_rate", "", "Accepted over drafted tokens, except tokens that were read ahead.", "higher"),
     Metric(
         "spec/acceptance_length",
         "tokens",
-        "1 (the bonus token) + accepted tokens over drafts, but for what was read ahead.",
+        "1 (the bonus token) + accepted tokens over drafts, except tokens that were read ahead.",
         "higher",
     ),
     Metric(
@@ -71,20 +71,18 @@ _DEFINITIONS = (
     Metric("spec/replay_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens that came from stored text."),
     Metric("spec/recent_draft_tokens", "tokens", "The part of spec/num_draft_tokens that came from recent rollouts."),
     Metric("spec/recent_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens from recent rollouts."),
-    Metric(
-        "spec/continued_draft_tokens", "tokens", "The part of spec/num_draft_tokens of the drafter with text behind it."
-    ),
+    Metric("spec/continued_draft_tokens", "tokens", "The part of spec/num_draft_tokens in drafts that text continues."),
     Metric("spec/continued_accepted_tokens", "tokens", "The part of spec/num_accepted_tokens of these drafts."),
     Metric("spec/decode_steps", "steps", "Engine iterations of the rank that needed the most."),
     Metric("spec/k", "tokens", "Longest draft of the first rank's engine, mean over the step's decoding iterations."),
     Metric(
         "bubble/idle_s",
         "s",
-        "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, used "
-        "or not; without that in refills.",
+        "Time from the end of each rank's own rollouts to the end of the slowest rank's, summed over ranks, whether "
+        "it was used or not; refills do not count.",
     ),
-    Metric("bubble/used_s", "s", "The part of bubble/idle_s in which ranks did something."),
-    Metric("bubble/overrun_s", "s", "Time by which such use outlasted the slowest rank's generation, at most."),
+    Metric("bubble/used_s", "s", "The part of bubble/idle_s that was used."),
+    Metric("bubble/overrun_s", "s", "Longest time by which such use outlasted the slowest rank's generation."),
     Metric("bubble/pregenerated_tokens", "tokens", "Tokens of the next step that were generated while waiting."),
     Metric("bubble/drafter_steps", "steps", "Drafter updates that were made while waiting."),
     Metric(
@@ -94,7 +92,7 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric(
-        "mismatch/bulk_error", "", "token_mult_prob_error without the largest thousandth of its terms, which is gated."
+        "mismatch/bulk_error", "", "token_mult_prob_error without the largest thousandth of its terms; it is gated."
     ),
     Metric("mismatch/kl", "nats/token", "KL(generation || training), k3 estimate on the sampled tokens.", "lower"),
     Metric("mismatch/js", "nats/token", "Jensen-Shannon divergence of the engines, estimated on the sampled tokens."),
@@ -107,19 +105,21 @@ _DEFINITIONS = (
         "the engine did, in any layer; only for policies with experts.",
         "lower",
     ),
-    Metric("mismatch/routing_layers", "", "Share of the pairs of such a token and a layer that differ.", "lower"),
+    Metric("mismatch/routing_layers", "", "The same as a share of all pairs of a token and a layer.", "lower"),
     Metric("reward/mean", "", "Mean reward of the step's responses.", "higher"),
     Metric("reward/std", "", "Standard deviation of the reward over the step's responses."),
     Metric("reward/zero_std_fraction", "", "Share of the groups whose rewards are all equal: they carry no signal."),
-    Metric("reward/failures", "responses", "Those on which the reward failed, which count as data.reward_on_failure."),
-    Metric("reward/overlong_penalty", "", "Mean of what train.overlong_window adds; reward/mean is without it."),
-    Metric("rollout/refill_rounds", "", "How many times other prompts were asked in place of groups without signal."),
-    Metric("rollout/dropped_groups", "groups", "Groups that were sampled and are not in the update, nor in its mean."),
+    Metric(
+        "reward/failures", "responses", "Responses that made the reward fail; they count as data.reward_on_failure."
+    ),
+    Metric("reward/overlong_penalty", "", "Mean of what train.overlong_window adds; reward/mean does not include it."),
+    Metric("rollout/refill_rounds", "", "How often other prompts were asked in place of groups without signal."),
+    Metric("rollout/dropped_groups", "groups", "Groups that were sampled but left out of the update and its mean."),
     Metric("rollout/turns_mean", "turns", "Mean number of the policy's turns in the step's conversations."),
     Metric("rollout/response_length_mean", "tokens", "Mean length of the step's responses."),
     Metric("rollout/response_length_max", "tokens", "Length of the longest response of the step."),
     Metric("rollout/truncated_fraction", "", "Share of responses cut off at sampling.max_response_tokens.", "lower"),
-    Metric("policy/loss", "", "Policy loss, with the KL penalty and the entropy bonus where there are any."),
+    Metric("policy/loss", "", "Policy loss, with the KL penalty and the entropy bonus if there are any."),
     Metric("policy/grad_norm", "", "Global gradient norm before clipping."),
     Metric("policy/entropy", "nats/token", "Mean entropy of the policy at the trained tokens."),
     Metric("policy/clip_fraction", "", "Share of the trained tokens whose ratio was clipped."),
@@ -135,7 +135,7 @@ _DEFINITIONS = (
     Metric("policy/lr", "", "Learning rate of the update, mean over the step's updates."),
     Metric("policy/real_token_share", "", "Share of the tokens in training passes that are not padding."),
     Metric(
-        "policy/shared_token_share", "", "Share of the trained tokens not computed, as a response shares its prompt."
+        "policy/shared_token_share", "", "Share of the trained tokens not computed, because responses share a prompt."
     ),
     Metric(
         "drafter/loss",
@@ -144,8 +144,8 @@ _DEFINITIONS = (
         "lower",
     ),
     Metric("drafter/grad_norm", "", "Global gradient norm before clipping."),
-    Metric("drafter/sampled_fraction", "", "Share of the trained responses, evenly by length, that it learns from."),
-    Metric("drafter/num_tokens", "tokens", "Drafted positions in the drafter's training, those of all ranks."),
+    Metric("drafter/sampled_fraction", "", "Share of the trained responses that the drafter learns from."),
+    Metric("drafter/num_tokens", "tokens", "Drafted positions in the drafter's training, over all ranks."),
     Metric(
         "drafter/top1_match",
         "",
@@ -167,9 +167,9 @@ _DEFINITIONS = (
     Metric("refit/mean_abs_logprob_diff", "nats", "Mean |log p_engine - log p_trainer| on the parity probe."),
     Metric("refit/probe_acceptance_length", "tokens", "Acceptance length on the drafter's fixed probe, where it ran."),
     Metric(
-        "refit/drafter_reloads", "", "1 where the drafter had collapsed and its last good version came back, else 0."
+        "refit/drafter_reloads", "", "1 where the drafter had collapsed and its last good version was loaded, else 0."
     ),
-    Metric("refit/speculating", "", "1 where the engine drafts, 0 where it does not, or no longer does."),
+    Metric("refit/speculating", "", "1 if the engine drafts, 0 if it does not, or no longer does."),
     Metric("warm_start/loss", "nats/token", "Cross-entropy of the demonstrations in `prepare`."),
     Metric("warm_start/grad_norm", "", "Global gradient norm before clipping."),
     Metric("warm_start/lr", "", "Learning rate of the step."),
@@ -183,13 +183,13 @@ _DEFINITIONS = (
     Metric("validate/accuracy_before", "", "Mean reward of the policy of `prepare` on held-out prompts."),
     Metric("validate/accuracy_after", "", "Mean reward of the trained policy on held-out prompts."),
     Metric("validate/acceptance_length", "tokens", "spec/acceptance_length on held-out prompts."),
-    Metric("validate/differences_per_1000_tokens", "", "First tokens that speculation changes in sampled responses."),
+    Metric("validate/differences_per_1000_tokens", "", "First tokens changed by speculation, in sampled responses."),
     Metric("validate/greedy_differences_per_1000_tokens", "", "The same in greedy responses."),
-    Metric("validate/unexplained_differences", "tokens", "Those of both that are no near-tie; gated to be 0."),
+    Metric("validate/unexplained_differences", "tokens", "Those of both that no near-tie explains; must be 0."),
     Metric(
         "validate/lead_noise",
         "nats",
-        "Largest movement of a token's lead between batches of plain decoding, where tokens differ.",
+        "Largest change of a token's lead between batches of plain decoding; measured only if tokens differ.",
     ),
     Metric("validate/exactness_accepted_tokens", "tokens", "Accepted drafts in these responses."),
     Metric("speedup/generation", "", "Median of speedup/generation_batch_I over the batch sizes measured."),
@@ -201,15 +201,15 @@ _DEFINITIONS = (
     Metric(
         "speedup/step",
         "",
-        "Plain over own time of an RL step. In a run: speedup/generation, applied to the share of generation in the "
-        "run's steps, where plain decoding trains no drafter and validations do not count. In `specrl bench run`: "
-        "matched whole trainings, per response token, median over the steps.",
+        "Time of an RL step with plain decoding, over its time as configured. In a run: speedup/generation, applied to "
+        "the share of generation in the run's steps, without validations; plain decoding trains no drafter. In "
+        "`specrl bench run`: matched whole trainings, per response token, median over the steps.",
         "higher",
     ),
     Metric(
         "speedup/end_to_end",
         "",
-        "Plain over own time of a whole training, per response token, with its start, of matched whole trainings.",
+        "Time of a whole training with plain decoding, over its time as configured; per token, start included.",
         "higher",
     ),
     Metric("export/vllm_acceptance_length", "tokens", "Acceptance length of the exported directory in a fresh vLLM."),
@@ -224,7 +224,7 @@ _OF_SETS = (
     Metric("validation/NAME/accuracy", "", "Mean reward of all responses to the held-out set NAME.", "higher"),
     Metric("validation/NAME/avg_at_k", "", "Share of all responses with validate.correct_reward or more.", "higher"),
     Metric("validation/NAME/pass_at_k", "", "Share of the prompts with such a response among their k.", "higher"),
-    Metric("validation/NAME/pass_at_I", "", "The same among I, an unbiased estimate from the k.", "higher"),
+    Metric("validation/NAME/pass_at_I", "", "The same among I responses, an unbiased estimate from the k.", "higher"),
     *(
         Metric(f"validation/NAME/{score}_{end}", "", f"The {end} end of the 95 % interval of {score}, over prompts.")
         for score in ("accuracy", "avg_at_k", "pass_at_k")
@@ -237,7 +237,7 @@ _OF_SETS = (
     Metric(
         "validation/NAME/decode_steps_per_token",
         "",
-        "Iterations over tokens of the responses; methods with replay draft from the answers before.",
+        "Iterations per response token; methods with replay draft from the previous answers.",
         "lower",
     ),
 )
@@ -254,7 +254,7 @@ FAMILIES = (
     POLICY,
     Metric(f"{OF_PARTS}NAME", "", "Mean of the part NAME of data.reward over the step's responses, unweighted."),
     Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row."),
-    Metric("system/NAME", "", "Load of the first node, as MLflow measures NAME; of others, system/node_I/NAME."),
+    Metric("system/NAME", "", "Load of the first node, as MLflow measures it; other nodes: system/node_I/NAME."),
 )
 """Metrics whose names are made at run time."""
 _PATTERNS = [

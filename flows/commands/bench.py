@@ -39,27 +39,27 @@ OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that chan
 SECTION_MINUTES = 20  # the longest that a section of `bench gpu` may take
 SOURCES = ("none", "general", "task")
 KS = f"1,3,5,7,{ADAPTIVE}"
-VARY = """Train once with each of these values of a key of the configuration, in every combination with other --vary and
---cell. Values of seed are repetitions, each with a baseline of its own."""
-CELL = """Train with these values, under a name; without any, as the run was configured. The first cell is the baseline
-that all others are compared with."""
-TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they take no turns: iterations and drafts
-are compared, times are not."""
-AFTER_UPDATE = """Measure how far responses follow what their seeds had sampled before RL, on a page after-update.md.
+VARY = """Train once with each of these values of a configuration key, in every combination with other --vary and
+--cell. Values of seed are repetitions, each with its own baseline."""
+CELL = """Train with these values, under this name; without values, train as the run was configured. The first cell is
+the baseline for all others."""
+TOGETHER = """Trainings in memory at once; by default all of a seed. With 1 they do not take turns: iterations and
+drafts are compared, times are not."""
+AFTER_UPDATE = """Measure how far responses follow what their seeds sampled before RL, on a page after-update.md.
 --max-tokens is the length of every response, and the largest of --batches is their number."""
 ROUNDS = 5
 
 
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
-Page = Annotated[Path | None, option("The page, beside which the rows lie; RUN/bench/NAME.md by default.", "FILE")]
-CLUSTER = """Measure each cell beside the baseline in a job that outlives this command: on slurm, on local (this
-machine), or on a class as module:Class. What has been measured with the same options and code is taken as it is."""
+Page = Annotated[Path | None, option("The page to write, rows beside it; by default RUN/bench/NAME.md.", "FILE")]
+CLUSTER = """Measure each cell beside the baseline in a job that outlives this command: on slurm, local (this machine),
+or a class as module:Class. Cells that were measured with the same options and code are not measured again."""
 SET = """Measure the run with another value of a setting. May be given several times. With --cluster, keys of [cluster],
-[resources] and [stage_resources.bench] are those of the jobs."""
+[resources] and [stage_resources.bench] apply to the jobs."""
 Overrides = Annotated[list[str] | None, option(SET, "KEY=VALUE", "--set")]
 Repeats = Annotated[int, option("Rounds; each measures everything once.", least=1)]
 
-group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each writes a page with tables, and rows.")
+group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each writes a page of tables, and its rows.")
 
 
 def describe(name: str, run: str | None, runs_dir: Path, page: Path | None, sets: Sequence[str] = ()) -> BenchJob:
@@ -96,21 +96,21 @@ def bench_run(
     run: Run,
     vary: Annotated[list[str] | None, option(VARY, "KEY=A,B,...")] = None,
     cell: Annotated[list[str] | None, option(CELL, "'NAME: KEY=V, ...'")] = None,
-    steps: Annotated[int, option("RL steps that are compared.", least=1)] = 8,
-    warm_up: Annotated[int, option("Steps before them, whose times do not count.", least=0)] = 1,
+    steps: Annotated[int, option("RL steps to compare.", least=1)] = 8,
+    warm_up: Annotated[int, option("Steps before those, whose times do not count.", least=0)] = 1,
     together: Annotated[int | None, option(TOGETHER, least=1)] = None,
-    validate_every: Annotated[int, option("Steps between validations; 0 for one at the end.", least=0)] = 0,
+    validate_every: Annotated[int, option("Steps between validations; 0: only one at the end.", least=0)] = 0,
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
     cluster: Annotated[str | None, option(CLUSTER, "NAME")] = None,
     overrides: Overrides = None,
-    at_once: Annotated[int, option("Jobs that wait or run at once; 1 on local.", least=1)] = 8,
+    at_once: Annotated[int, option("The most jobs that wait or run at once; 1 on local.", least=1)] = 8,
 ) -> None:
     """Train the same RL steps in several ways, and compare them.
 
-    Whole steps and whole trainings are compared with the first way. The trainings begin with the run's policy and
-    drafter before RL, and take a step each in turn. With --cluster, each is measured beside the baseline in a job
-    of its own.
+    Whole steps and whole trainings are compared with the first cell. The trainings start from the run's policy and
+    drafter before RL, and take turns, one step each. With --cluster, each cell is measured beside the baseline in its
+    own job.
     """
     of_jobs = [text for text in overrides or [] if text.startswith(OF_JOBS)]
     if of_jobs and cluster is None:
@@ -153,7 +153,7 @@ def measure_apart(
 @group.command("rollouts")
 def bench_rollouts(
     run: Run,
-    methods: Annotated[str, option("Draft methods, with commas; by default all that the run allows.", "LIST")] = "",
+    methods: Annotated[str, option("Draft methods, by commas; by default all that the run allows.", "LIST")] = "",
     ks: Annotated[str, option(f"Longest drafts in tokens; {ADAPTIVE} lets the engine choose.", "LIST")] = KS,
     batches: Annotated[str, option("Batch sizes.", "LIST")] = "1,2,4,8,16,32",
     repeats: Repeats = ROUNDS,
@@ -165,7 +165,7 @@ def bench_rollouts(
 ) -> None:
     """Compare speculative with plain generation and stock vLLM.
 
-    All of them run in turn, in every round on the same requests, compiled if the run's engine.compile says so.
+    They take turns, in every round on the same requests, and are compiled if the run's engine.compile is true.
     """
     if after_update and (methods, ks, repeats) != ("", KS, ROUNDS):
         raise ConfigError("--after-update: there are no --methods, --ks and --repeats to choose; leave them out")
@@ -188,10 +188,10 @@ def bench_rollouts(
 @group.command("drafter")
 def bench_drafter(
     run: Annotated[str | None, option("A finished run: its name, or the path of its folder.", "RUN", "--run")] = None,
-    model: Annotated[Path | None, option("Hugging Face folder of the policy that is drafted for.")] = None,
-    drafter: Annotated[str, option("Folders of drafters of any kind, with commas.", "FOLDERS")] = "",
-    data: Annotated[Path | None, option("File of prompts, JSONL or Parquet, as drafter.data.")] = None,
-    prompts: Annotated[int, option("Prompts: of the file, or for the initialisation of each drafter.", least=1)] = 64,
+    model: Annotated[Path | None, option("Hugging Face folder of the policy to draft for.")] = None,
+    drafter: Annotated[str, option("Folders of drafters of any kind, by commas.", "FOLDERS")] = "",
+    data: Annotated[Path | None, option("File of prompts, in a format of drafter.data.")] = None,
+    prompts: Annotated[int, option("Number of prompts, from --data or to initialise each drafter.", least=1)] = 64,
     max_tokens: Annotated[int, option("Longest response in tokens, with --data.", least=1)] = 128,
     ks: Annotated[str, option("Lengths of drafts in tokens, with --data.", "LIST")] = "3",
     temperatures: Annotated[str, option("Temperatures, with --data; 0 is greedy.", "LIST")] = "0,1",
@@ -206,8 +206,8 @@ def bench_drafter(
     """Measure drafters on prompts, or over a run's RL steps.
 
     With --model, --drafter and --data it measures acceptance by position, temperature and k, and the speedup over
-    plain decoding, beside n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps,
-    initialised on the task, on general instructions and not at all, each frozen and trained online.
+    plain decoding, in comparison with n-gram lookup. With --run it compares EAGLE-3 drafters over the same RL steps,
+    initialised on the task, on general instructions or not at all, each frozen and trained online.
     """
     job = describe("drafter", run, runs_dir, page, overrides or ())
     options = DrafterOptions(
@@ -243,11 +243,11 @@ def bench_gpu(
     page: Page = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Measure everything that a first GPU is asked.
+    """Measure kernels, engine and trainer on one GPU.
 
-    It needs neither a network nor a run: all models are random. Every row is saved as soon as it is there, a
-    section that fails loses no other, and the same command goes on where an earlier one has ended. Without a GPU
-    everything runs at small size.
+    It needs neither a network nor a run, because all models are random. Every row is saved at once, a section that
+    fails loses no other, and the same command resumes where an earlier one ended. Without a GPU everything runs at
+    small size.
     """
     job = describe("gpu", None, runs_dir, page)
     failed = []

@@ -17,9 +17,9 @@ from specrl.report.results import find_stages, finished, read_config
 FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; or
 policy, a Hugging Face folder of a checkpoint's policy."""
 Format = Annotated[str, option(FORMS, "FORMAT", "--format")]
-NEW = "The new folder; it must be empty if it exists."
+NEW = "The folder to write; if it exists, it must be empty."
 To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help=NEW, callback=user_path)]
-PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will name it.", "NAME")]
+PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will know it.", "NAME")]
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
 RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
 POLICY = "policy"  # the format that is not a drafter's
@@ -32,11 +32,11 @@ def export(
     policy: PolicyName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write a run's drafter, or a policy, as servers load it.
+    """Write a run's drafter, or a policy, for inference servers.
 
-    The folder gets a model card with the acceptance that the run has measured. The final policy is a Hugging Face
-    folder already: export/policy of the run. --format policy writes that of a checkpoint, by default the newest, also
-    while the run goes on.
+    The folder gets a model card with the acceptance that the run measured. The final policy is already a Hugging Face
+    folder, export/policy in the run's folder. --format policy writes the policy of a checkpoint, by default the newest,
+    even while the run is going on.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to {to}: it exists and is not an empty folder")

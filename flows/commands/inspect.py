@@ -27,7 +27,7 @@ from specrl.report.results import CONFIG_FILE, is_run, readable_config, readable
 from specrl.report.tables import print_line, print_table, printable
 
 Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
-PROMPT = "Show all responses to this prompt instead, of all steps or of --step."
+PROMPT = "Instead, show all responses to this prompt, of all steps or of --step."
 
 
 def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
@@ -78,8 +78,8 @@ def _state(run_dir: Path) -> str:
 def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Show the results of a run.
 
-    The tables say what the run reached, where the time went and where its files are. With --json, it is summary.json,
-    as far as the run has got.
+    The tables show what the run achieved, where the time went and where its files are. With --json, print summary.json,
+    with what there is so far.
     """
     from specrl.report.summary import Results, build_summary, render_summary
 
@@ -92,10 +92,10 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 
 def logs(
     name: RunName,
-    stage: Annotated[str | None, option("By default the one that printed last; flow for --detach.", "STAGE")] = None,
-    rank: Annotated[int, option("The rank whose log it is.", "NUMBER", least=0)] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until nothing works on the run.")] = False,
-    lines: Annotated[int, option("How many of the last lines.", "NUMBER", least=0)] = 100,
+    stage: Annotated[str | None, option("By default the one that logged last; flow for --detach.", "STAGE")] = None,
+    rank: Annotated[int, option("The rank whose log to print.", "NUMBER", least=0)] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has no jobs left.")] = False,
+    lines: Annotated[int, option("How many lines to print, from the end.", "NUMBER", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Print the log of a stage's newest job."""
@@ -147,7 +147,7 @@ def samples(
 ) -> None:
     """Show prompts, responses and rewards of a run.
 
-    Of a step, the responses with the highest and the lowest reward and the longest ones are shown.
+    Of one step, it shows the responses with the highest and with the lowest reward, and the longest ones.
     """
     from specrl.report.samples import SampleReader, print_samples
 
@@ -180,8 +180,8 @@ def samples(
 def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     """Serve MLflow's pages on this machine.
 
-    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address leads to a
-    table of the runs and holds a token, without which other users of the machine see nothing.
+    They show the metrics and files of all runs, on the loopback interface, until Ctrl-C. The printed address opens a
+    table of the runs, and contains a token, without which other users of the machine see nothing.
     """
     from flows.mlflow_ui import TOKEN  # imports starlette
     from specrl.tracking.store import table_address, tracking_uri
@@ -203,7 +203,7 @@ def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
 def doctor(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Check what this machine can run.
 
-    Everything that is missing comes with a line that says how to fix it. The exit code is 1 when a check failed.
+    For everything that is missing, a line says how to fix it. The exit code is 1 if a check failed.
     """
     from specrl.report.doctor import checks, exit_code, render
     from specrl.tracking.store import uri_of_environment

@@ -30,7 +30,7 @@ def user_path(context: typer.Context, parameter: typer.CallbackParam, place: Pat
         raise ConfigError(f"{parameter.envvar if of_environment else parameter.opts[0]}: {error}") from error
 
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a TOML file.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration: a TOML file.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
 RunsDir = Annotated[
     Path,
@@ -42,7 +42,7 @@ RunsDir = Annotated[
         callback=user_path,
     ),
 ]
-AsJson = Annotated[bool, option("Print JSON on standard output, and nothing else there.", name="--json")]
+AsJson = Annotated[bool, option("Print JSON, and nothing else, on standard output.", name="--json")]
 Port = Annotated[int | None, option("The port on 127.0.0.1; by default a free one.", "PORT")]
 CLUSTER = "Where the jobs run: local (this machine), slurm, or a class as module:Class. It overrides cluster.backend."
 Cluster = Annotated[str | None, option(CLUSTER, "NAME")]

@@ -23,16 +23,16 @@ Subject = Annotated[str | None, typer.Argument(metavar="RUN|CONFIG", help=ABOUT)
 def project(
     name: Subject = None,
     published: Annotated[bool, option("Simulate what others have published instead.", name="--published")] = False,
-    hardware: Annotated[str | None, option("H100, H200 or GB200; by default by gpu_memory_gib.", "NAME")] = None,
-    gpus: Annotated[int | None, option("By default as many as the train stage has ranks.", "NUMBER", least=1)] = None,
+    hardware: Annotated[str | None, option("H100, H200 or GB200; by default chosen by gpu_memory_gib.", "NAME")] = None,
+    gpus: Annotated[int | None, option("By default as many as ranks in stage train.", "NUMBER", least=1)] = None,
     json_path: Annotated[Path | None, option("With --published: also write the rows here.", "FILE", "--json")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Simulate how long steps would take on GPUs.
 
-    Each number of drafts and each use of idle time has its row. Times are computed from the shape of the model and the
-    data sheet of the GPU. Response lengths and acceptance are assumed for a configuration, and those that it had for a
-    finished run. With --published: published results beside the simulated ones.
+    There is a row for each number of draft tokens and each use of idle time. Times are computed from the shape of the
+    model and the data sheet of the GPU. Response lengths and acceptance are those of the finished run; for a
+    configuration they are assumed. With --published, print published results beside simulated ones.
     """
     # These import numpy, which the help of other commands does not wait for.
     from specrl.projection.simulator.choices import ACCEPTANCE, hardware_of, model_of

@@ -28,8 +28,8 @@ def rm(
 ) -> None:
     """Remove a run.
 
-    What will be removed is printed with its size first. Links are removed, and nothing that they point to. MLflow keeps
-    what the run has logged there.
+    What will be removed, and its size, is printed first. Links are removed, but not what they point to. MLflow keeps
+    what the run logged there.
     """
     run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():

@@ -18,15 +18,15 @@ LONGEST = 10_000_000  # the bytes of the longest response that is read: no run s
 def reward(
     config_path: ConfigPath,
     response: Annotated[str, option("The file with the response; - is standard input.", "FILE")],
-    problem: Annotated[int, option("Which of the problems to train on it answers, from 0.", "NUMBER", least=0)] = 0,
+    problem: Annotated[int, option("The training problem that it answers, from 0.", "NUMBER", least=0)] = 0,
     json_path: Annotated[str | None, option("Write JSON there; - is standard output.", "FILE", "--json")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Score a response to a problem as a run would.
 
-    The reward and its sandbox are those of a run of CONFIG. The problem and its answer are printed too. A reward that
-    fails counts as data.reward_on_failure in a run; here the exit code is 1 then. Of data.template = "chat", the reward
-    sees the question alone, unless model.source is a directory.
+    The reward and its sandbox are those of a run of CONFIG. The problem and its answer are printed too. If the reward
+    fails, which in a run counts as data.reward_on_failure, the exit code is 1. With data.template = "chat", the reward
+    sees only the question, unless model.source is a directory.
     """
     from specrl.data.rewards.trial import try_reward
 

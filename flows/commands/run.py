@@ -23,17 +23,17 @@ from specrl.report.results import read_config, readable_config
 from tasks.run import ask_to_stop, end_jobs
 
 CHANGEABLE = (
-    "Training goes on with another value of: "
+    "Training continues with another value of: "
     + ", ".join(adjustable_keys())
     + ". Other settings of the model, the data and "
     "the stages before training make it start over (--restart); those of [validate], resources and cluster do not."
 )
-FROM = """Start from the policy, the drafter and the optimizer of another run, after a step whose checkpoint it has, by
-default the newest; or from the policy in a Hugging Face folder. Steps count from 0."""
+FROM = """Start from the policy, drafter and optimizer in a checkpoint of another run (by default its newest; RUN@40:
+that after 40 steps), or from the policy in a Hugging Face folder. The new run counts its steps from 0."""
 DRY_RUN = """Print the jobs, the memory of each rank, and what a step sends and stores; then check the data, the reward,
 the disk and MLflow. Nothing is written or submitted."""
-RESTART = "Let training start over where a change, or a lost checkpoint, makes that necessary."
-DETACH = "Submit the flow, too, as a job with one core that goes on in another when its time is up."
+RESTART = "Let training start over if a change, or a lost checkpoint, makes that necessary."
+DETACH = "Also submit the flow, as a job with one core that continues in another when its time is up."
 Detach = Annotated[bool, option(DETACH, name="--detach")]
 DryJson = Annotated[bool, option("With --dry-run: print JSON on standard output.", name="--json")]
 
@@ -49,7 +49,7 @@ def run(
 ) -> None:
     """Run all stages of a configuration.
 
-    Stages that have finished are skipped, and jobs that are still running are waited for. Ctrl-C cancels the jobs.
+    Finished stages are skipped, and jobs that are still running are picked up again. Ctrl-C cancels the jobs.
     """
     _check_json(as_json, dry_run)
     config, origin = load(config_path, cluster, overrides), None
@@ -99,9 +99,9 @@ def resume(
 ) -> None:
     """Continue a run with the code and settings it began with.
 
-    Stages that have finished are skipped, and jobs that are still running are waited for. With an option that changes
-    the run, what that means for each stage is printed first. Training then goes on from its newest checkpoint, and
-    nothing that was made before is removed.
+    Finished stages are skipped, and jobs that are still running are picked up again. If an option changes the run,
+    the consequences for each stage are printed first. Training then continues from its newest checkpoint, and nothing
+    that was made before is removed.
     """
     _check_json(as_json, dry_run)
     run_dir = find_own_run(name, runs_dir)
@@ -130,11 +130,11 @@ def stop(
     wait: Annotated[bool, option("Return when nothing works on the run any more.", name="--wait")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Ask a run to stop where it can go on later.
+    """Ask a run to stop where it can continue later.
 
-    Training finishes its step and writes a checkpoint; other stages leave at once. Without --wait the command does not
-    wait for the jobs to end, but up to ten minutes for a scheduler that does not answer; the request stands even if
-    that is interrupted. `specrl resume` continues the run. A run that has finished, or on which nothing works, says so.
+    Training finishes its step and writes a checkpoint; other stages end at once. Without --wait the command does not
+    wait for the jobs to end, only up to ten minutes for a scheduler that does not answer; the request stands even if
+    you interrupt it. `specrl resume` continues the run. It also says if the run has finished or has no jobs.
     """
     run_dir = find_own_run(name, runs_dir)
     watcher = Watcher(run_dir, readable_config(run_dir))
@@ -162,11 +162,11 @@ def cancel(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
 
 
 def sync(name: RunName, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send what a run has logged while MLflow or W&B was away.
+    """Send what a run logged while MLflow or W&B was down.
 
-    W&B gets it where tracking.wandb asks for it.
+    W&B is included unless tracking.wandb is "off".
 
-    A run does so itself as soon as MLflow answers; this is for a run that has ended before that.
+    A run does this itself as soon as MLflow answers; use the command if the run ended before that.
     """
     from specrl.tracking import runs
 

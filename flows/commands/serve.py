@@ -35,7 +35,7 @@ from specrl.report.tables import print_line
 LOOK_SECONDS = 0.2  # the pause between two looks at signals and processes
 END_SECONDS = 30  # how long a flow may take to end after a signal, before it is killed
 Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
-Zone = Annotated[str, option("Of which place the fields are times, such as Europe/Berlin.", "NAME", "--time-zone")]
+Zone = Annotated[str, option("The time zone of the schedule, such as Europe/Berlin.", "NAME", "--time-zone")]
 
 
 def serve(
@@ -43,8 +43,8 @@ def serve(
 ) -> None:
     """Run a configuration on a schedule.
 
-    Each scheduled time starts a new run, named NAME-YYYYMMDD-HHMM in UTC. The command stays in the foreground until
-    Ctrl-C, which cancels the jobs of a run that is at work. SIGTERM ends it, too, and leaves such jobs running.
+    At each scheduled time a new run starts, named NAME-YYYYMMDD-HHMM in UTC. The command stays in the foreground until
+    Ctrl-C, which cancels the jobs of a current run. SIGTERM also ends it, but leaves such jobs running.
     """
     config = _checked(config_path, cron, zone, cluster, overrides)
     console = Console(soft_wrap=True)
@@ -80,7 +80,7 @@ def deploy(
 ) -> None:
     """Register a schedule with an existing Prefect server.
 
-    The server is that of PREFECT_API_URL or of Prefect's profile. Each scheduled time starts a new run, named
+    The server is the one in PREFECT_API_URL or in Prefect's profile. At each scheduled time a new run starts, named
     NAME-YYYYMMDD-HHMM in UTC, on a worker of the pool. The worker needs this environment and this file system.
     """
     config = _checked(config_path, cron, zone, cluster, overrides)

@@ -28,8 +28,8 @@ FORCED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # or else vLLM's processes w
 def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     """Serve a finished run's policy with its drafter.
 
-    It prints the vllm serve command and becomes it: vLLM's server, on the loopback interface alone, until Ctrl-C. If
-    VLLM_API_KEY is set, the server asks its clients for that key.
+    It prints the command vllm serve and then becomes it: vLLM's server, only on the loopback interface, until Ctrl-C.
+    If VLLM_API_KEY is set, clients must send that key.
     """
     run_dir = find_own_run(name, runs_dir)
     config, exported = read_config(run_dir), _exported(run_dir)

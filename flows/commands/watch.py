@@ -242,14 +242,14 @@ def event_line(event: Event, stage: StageName) -> str:
 
 def watch(
     name: RunName,
-    once: Annotated[bool, typer.Option("--once", help="Show the present state, and return.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state, and return.")] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Watch a run: stages, training, queue and latest events.
 
-    It ends when nothing works on the run any more. Ctrl-C ends the watching and not the run. Another machine that sees
-    the run's folder can watch it as well. With --json, each line is the whole state, whenever it has changed.
+    It ends when the run has no jobs left. Ctrl-C ends the watching, not the run. You can also watch from another
+    machine that sees the run's folder. With --json, print the whole state in one line whenever it changes.
     """
     run_dir = find_run_to_read(name, runs_dir)
     watcher, console = Watcher(run_dir, readable_config(run_dir)), Console(soft_wrap=True, highlight=False)
