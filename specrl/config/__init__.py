@@ -92,14 +92,14 @@ class Config(Section):
     """The whole configuration of a run."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=128), AfterValidator(_unreserved)]
-    """The run's name: letters, digits, `.`, `_` and `-`, at most 128, since jobs, models and temporary files add
-    theirs. Its results lie in `runs_dir/NAME`."""
+    """The run's name: letters, digits, `.`, `_` and `-`, at most 128, because jobs, models and temporary files append
+    to it. Its results are in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
     runs_dir: Annotated[
         PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")), validate_default=True)
     ]
-    """The folder that holds the folders of all runs; by default what SPECRL_RUNS_DIR names, or `runs`."""
+    """The folder that holds the folders of all runs; by default the one that SPECRL_RUNS_DIR names, or `runs`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -32,8 +32,8 @@ class ContainerConfig(Section):
     image: Word
     """The image, as the runtime names it: a file on a shared file system, or an address such as `docker://...`."""
     mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = ()
-    """Folders of the node that the ranks see, as `/SOURCE:/TARGET`. The runs folder and the folder that specrl is
-    called from are always there, under their own names."""
+    """Folders of the node that the ranks see, as `/SOURCE:/TARGET`. The runs folder and the folder from which specrl is
+    called are always mounted, under their own names."""
 
 
 class StageResources(Section):
@@ -50,7 +50,7 @@ class StageResources(Section):
     qos: SlurmName | None = None
     constraint: Word | None = None
     sbatch: SbatchOptions = Field(default_factory=dict)
-    """Options of sbatch beside those of `cluster.sbatch`; `false` takes one of those away."""
+    """Options of sbatch in addition to those of `cluster.sbatch`; `false` removes one of those."""
     nodes: PositiveInt | None = None
     ranks_per_node: PositiveInt | None = None
     gpus_per_rank: Literal[0, 1] | None = None
@@ -61,7 +61,7 @@ class StageResources(Section):
 
 
 class Resources(Section):
-    """The resources that a stage's job asks for. A rank is one process, with one GPU or with CPU cores alone."""
+    """The resources of a stage's job. A rank is one process, with one GPU or with only CPU cores."""
 
     nodes: PositiveInt = 1
     """Number of nodes."""
@@ -72,10 +72,10 @@ class Resources(Section):
     cpus_per_rank: PositiveInt = 2
     """Number of CPU cores of each rank."""
     memory_gib_per_rank: PositiveFloat = 10.0
-    """Host memory of a rank, in GiB. The memory plan counts with it, and a job asks Slurm for it unless
+    """Host memory of a rank, in GiB. The memory plan relies on it, and a job requests it from Slurm unless
     `cluster.request_memory` is false."""
     gpu_memory_gib: PositiveFloat = 80.0
-    """Memory of one GPU, in GiB; the memory plan reads it, the scheduler does not."""
+    """Memory of one GPU, in GiB. Only the memory plan uses it, not the scheduler."""
     minutes: PositiveInt = 60
     """The wall-clock limit of the job, in minutes."""
 
@@ -89,7 +89,7 @@ class ClusterConfig(Section):
     """The scheduler, its options, and the environment of its jobs."""
 
     backend: str = "local"
-    """The scheduler that places the jobs: `local` (processes on this machine), `slurm`, or a class of your own as
+    """The scheduler of the jobs: `local` (processes on this machine), `slurm`, or a class of your own as
     `package.module:Class`."""
     partition: SlurmName | None = None
     """Slurm's partition; the cluster's default if not given."""
@@ -98,63 +98,62 @@ class ClusterConfig(Section):
     qos: SlurmName | None = None
     """Slurm's quality of service."""
     constraint: Word | None = None
-    """The features that Slurm's nodes must have."""
+    """The node features that Slurm requires."""
     request_memory: bool = True
-    """Whether a job asks Slurm for the memory of its ranks (`--mem`). With `false`, for sites that refuse the option,
-    it has what the partition gives by itself; `resources.memory_gib_per_rank` is then to say how much that is."""
+    """Whether a job requests the memory of its ranks from Slurm (`--mem`). With `false`, for sites that refuse the
+    option, it gets what the partition gives by default, which `resources.memory_gib_per_rank` should then state."""
     sbatch: SbatchOptions = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as `reservation = "night"`, `exclusive = true` or
     `gres = "gpu:h100:8"`. Options that ask for GPUs replace `--gpus-per-node`, in the stages that have GPUs."""
     setup: tuple[SetupLine, ...] = ()
-    """Shell lines that run before Python starts, in each job, such as module loads and exports. They are stored with
-    the run, so no secret may be among them: `environment_file` is the place for those."""
+    """Shell lines that run in each job before Python starts, such as module loads and exports. They are stored with the
+    run, so put no secrets there, but into `environment_file`."""
     environment_file: PlainPath | None = None
-    """A file of `NAME=VALUE` lines with variables of the ranks that are secret, such as `HF_TOKEN` or
-    `MLFLOW_TRACKING_TOKEN`. Each rank reads it when it starts; what it says is stored nowhere, and no shell evaluates
-    it. Nobody but you may read or write it (`chmod 600`), and the nodes must see it."""
+    """A file of `NAME=VALUE` lines with secret variables of the ranks, such as `HF_TOKEN` or `MLFLOW_TRACKING_TOKEN`.
+    Each rank reads it when it starts; its contents are not stored, and no shell evaluates them. Only you may read or
+    write it (`chmod 600`), and the nodes must see it."""
     python: Word | None = None
-    """The Python interpreter of a Slurm job's ranks; that of the flow if it is not given, and `python3` in a
-    container."""
+    """The Python interpreter of a Slurm job's ranks; by default that of the flow, and `python3` in a container."""
     container: ContainerConfig | None = None
     """The container in which a Slurm job's ranks run; none by default."""
     cache_dir: str | None = None
-    """The folder for what vLLM, Triton, Inductor and the like compile, such as `$SCRATCH/cache`, with variables of the
-    node's environment. By default it lies in `$SLURM_TMPDIR` or, where a node has none, in `/tmp`: hundreds of ranks
-    that compile into a shared home folder would block each other."""
+    """The folder for what vLLM, Triton, Inductor and others compile, such as `$SCRATCH/cache`; variables are those of
+    the node. By default it is in `$SLURM_TMPDIR` or, if a node has none, in `/tmp`, because hundreds of ranks that
+    compile into a shared home folder would block each other."""
     interface: str | None = None
-    """The network interface for gloo and NCCL, such as `ib0`; if it is not given, what `GLOO_SOCKET_IFNAME` and
-    `NCCL_SOCKET_IFNAME` name in the job, or else the interface of the route to the job's other nodes."""
+    """The network interface for gloo and NCCL, such as `ib0`; by default the one that `GLOO_SOCKET_IFNAME` and
+    `NCCL_SOCKET_IFNAME` name in the job, or else the one that routes to the job's other nodes."""
     network_gb_per_s: PositiveFloat = 40.0
-    """The speed of the network between nodes for one rank, in GB/s and each direction, which the plan alone reads: by
-    default that of an adapter of 400 Gb/s for each rank, at four fifths."""
+    """The network bandwidth of one rank between nodes, in GB/s in each direction. Only the plan uses it; the default is
+    four fifths of a 400 Gb/s adapter per rank."""
     disk_gb_per_s: PositiveFloat = 5.0
-    """The speed at which all nodes write together to the disk of `runs_dir`, in GB/s; only the plan reads it."""
+    """The speed at which all nodes together write to the disk of `runs_dir`, in GB/s; only the plan uses it."""
     log_level: LogLevel = "info"
-    """Lines below this level are left out of the ranks' logs. At `info`, a rank says when each phase of its work begins
+    """Lines below this level are left out of the ranks' logs. At `info`, a rank logs when each phase of its work begins
     and how many seconds it took."""
     access: Literal["owner", "group"] = "owner"
-    """Who may read what the run writes: its owner alone, or the members of the files' group as well. Nobody else may
-    ever write to it."""
+    """Who may read what the run writes: only its owner, or also the members of the files' group. Nobody else may ever
+    write to it."""
     trusted_groups: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")], ...] = ()
-    """Groups whose members may write to folders above the run's, as they can to a project's folder: names, or numbers.
-    They could put a folder of theirs in its place. A run says so once, when it starts, of groups that are not named
-    here; a folder above that belongs to another user is refused unless its group is."""
+    """Groups, by name or number, whose members may write to folders above the run's, such as a project's folder. They
+    could put a folder of their own in its place. For groups that are not listed here, a run says so once, when it
+    starts; a folder above that belongs to another user is refused unless its group is listed."""
     ask_seconds: PositiveFloat = 30.0
-    """How many seconds pass between two questions to Slurm. One question is about all of your jobs, and all flows on a
-    host share its answer."""
+    """Seconds between two queries to Slurm. One query covers all of your jobs, and all flows on a host share its
+    answer."""
     queue_minutes: PositiveInt = 24 * 60
     """How many minutes a job may wait in the queue before the flow gives up."""
     max_segments: PositiveInt | None = None
-    """The most jobs that `specrl run` or `specrl resume` may use for one stage, each of which goes on where the one
-    before ended; as many as it takes if not given."""
+    """The most jobs that `specrl run` or `specrl resume` may use for one stage, each of which continues where the one
+    before ended; by default as many as it takes."""
     max_attempts: PositiveInt = 3
-    """After how many jobs in a row without a new step (or, in stages without steps, without a new file) a stage is
-    given up. Jobs that the cluster took away (preempted, queued again by hand, lost with their node) count a tenth."""
+    """A stage is given up after this many jobs in a row without a new step (or, in stages without steps, without a new
+    file). Jobs that the cluster took away (preempted, requeued by hand, lost with their node) count as a tenth."""
     hang_minutes: PositiveFloat = 10.0
-    """A rank that gives no sign of life for this long, and an RL step that takes this long and ten times its usual
-    time, are taken to hang: all ranks write their Python stacks to their logs, and the job ends and is queued again."""
+    """A rank hangs if it gives no sign of life for this long, or if an RL step takes this long and also ten times its
+    usual time. Then all ranks write their Python stacks to their logs, and the job ends and is queued again."""
     start_minutes: PositiveFloat = 60.0
-    """The same limit for what has no usual time yet: the start of the ranks, loading and compiling, the first step of
+    """The same limit for phases without a usual time: the start of the ranks, loading and compiling, the first step of
     each job, and what follows the last step."""
 
 
@@ -194,13 +193,14 @@ class TrackingConfig(Section):
 
     uri: Annotated[str, AfterValidator(checked_uri)] | None = None
     """The URI of the MLflow tracking server, without a password: credentials are given in the environment
-    (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is a file,
-    from the folder in which the command runs; one in the runs folder is used if nothing is given."""
+    (`MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`). `sqlite:///FILE` is
+    relative to the folder in which the command runs; by default such a file in the runs folder is used."""
     experiment: Annotated[str, Field(min_length=1, max_length=500)] = "specrl"
     """The MLflow experiment in which the run appears; the last part of its path is the W&B project."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Whether metrics go to Weights & Biases, too: while they are measured, or into files in `wandb/` of the run's
-    folder, for `wandb beta sync`. `WANDB_API_KEY` or `wandb login` give the key, `WANDB_ENTITY` names the team."""
+    """Whether metrics also go to Weights & Biases: `online` while they are measured, or `offline` into files in
+    `wandb/` of the run's folder, for `wandb beta sync`. `WANDB_API_KEY` or `wandb login` provide the key,
+    `WANDB_ENTITY` names the team."""
     max_model_gib: PositiveFloat = 4.0
-    """The size in GiB up to which the registered policy and drafter are uploaded whole. Of larger ones MLflow gets all
-    files but the weights, and a tag that says where those lie."""
+    """The size in GiB up to which the registered policy and drafter are uploaded whole. For larger ones, MLflow gets
+    all files except the weights, and a tag that says where they are."""

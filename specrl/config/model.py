@@ -15,30 +15,29 @@ class TinyModelConfig(Section):
     """The shape of the random model that `model.source = "tiny"` makes on the spot."""
 
     family: str = "llama"
-    """The name of a row in `specrl/models/families.py`; `mimo`, `exaone_moe` (with the layers of Qwen3-Next) and
-    `ernie4_5_moe` have multi-token-prediction layers, for `speculation.method = "mtp"`."""
+    """A family, the name of a row in `specrl/models/families.py`. `mimo`, `exaone_moe` (whose layers Qwen3-Next has
+    too) and `ernie4_5_moe` have multi-token-prediction layers, for `speculation.method = "mtp"`."""
     num_layers: Annotated[int, Field(ge=6)] = 6
-    """Number of transformer layers: at least 6, so that EAGLE-3's three feature layers lie apart."""
+    """Number of transformer layers, at least 6, so that EAGLE-3's three feature layers are apart."""
     hidden_size: PositiveInt = 128
     """Width of the hidden states. The CPU engine needs heads of 32, 64, 80, 96, 112 or 128 channels
     (`hidden_size / num_heads`)."""
     intermediate_size: PositiveInt = 256
-    """Width of the MLP. A family with experts gives it to the EAGLE-3 drafter only."""
+    """Width of the MLP. In a family with experts, only the EAGLE-3 drafter uses it."""
     num_experts: PositiveInt = 8
     """Number of experts in each layer, for a family with experts."""
     num_experts_per_tok: PositiveInt = 2
-    """Number of experts that compute each token; at most `num_experts`."""
+    """Number of experts that compute each token, at most `num_experts`."""
     moe_intermediate_size: PositiveInt = 128
     """Width of one expert."""
     num_heads: PositiveInt = 4
-    """Number of attention heads; it divides `hidden_size`."""
+    """Number of attention heads; must divide `hidden_size`."""
     num_kv_heads: PositiveInt = 2
-    """Number of key-value heads; it divides `num_heads`."""
+    """Number of key-value heads; must divide `num_heads`."""
     mtp_layers: PositiveInt = 1
     """Number of multi-token-prediction layers, for a family with such layers. vLLM drafts with the first of them."""
     tie_embeddings: bool | None = None
-    """Whether the output layer shares the embeddings' matrix; by default it does wherever the family can (`mimo`
-    cannot)."""
+    """Whether the output layer shares the embedding matrix; by default it does if the family can (`mimo` cannot)."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -62,8 +61,8 @@ class ModelConfig(Section):
     Hugging Face directory, or a hub id."""
     tiny: TinyModelConfig = TinyModelConfig()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The type in which policy and engine compute; master weights are always float32. On CPUs `float32` is the right
-    one: many compute bfloat16 slowly."""
+    """The type in which policy and engine compute; master weights are always float32. On CPUs use `float32`: many CPUs
+    compute bfloat16 slowly."""
     max_length: PositiveInt = 512
     """The longest prompt plus response, in tokens."""
 
@@ -87,11 +86,11 @@ class RewardPart(Section):
     """One of the rewards whose weighted sum a response earns."""
 
     name: str
-    """A reward, as `data.reward` names one."""
+    """The reward, named as in `data.reward`."""
     weight: float = 1.0
-    """What its number is multiplied by; 0 to measure it alone."""
+    """The factor for its number; 0 only measures it."""
     label: Annotated[str, Field(pattern=NAME)] | None = None
-    """What it is called in tables and metrics; by default its name, without the module where it is an import path."""
+    """Its name in tables and metrics; by default `name`, without the module of an import path."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """The parameters of `length`, `code` and `judge`, by name."""
 
@@ -137,69 +136,70 @@ class DataConfig(Section):
     source: Literal["generators", "file"] = "generators"
     """Where problems come from: `generators`, or the `file` at `path`."""
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
-    """The generators that problems are drawn from, for `source = "generators"`."""
+    """The generators from which problems are drawn, for `source = "generators"`."""
     num_problems: PositiveInt | None = None
-    """How many training problems the generators give before the same ones come again, in the same order; without it
-    they never end."""
+    """How many training problems the generators give before the same ones repeat in the same order; without it they
+    never repeat."""
     path: Places | None = None
     """The problems, for `source = "file"`: a file (`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; with `.gz` too), a
     folder of such files, a pattern such as `data/*.jsonl`, a data set of the Hugging Face hub as
     `hub:OWNER/NAME:SUBSET#SPLIT` (fetched once into the runs folder), or a list of these."""
     weights: tuple[PositiveFloat, ...] = ()
-    """How often rows of each entry of `path` are drawn, relative to the others; by default as often as all others."""
+    """How often rows of each entry of `path` are drawn, relative to the others; by default all equally often."""
     validation_path: Places | None = None
-    """The held-out problems, for `source = "file"`; without it the last `validation_fraction` of the rows of each entry
-    of `path` is held out."""
+    """The held-out problems, for `source = "file"`; without it, the last `validation_fraction` of the rows of each
+    entry of `path` is held out."""
     validation_fraction: Fraction = 0.1
-    """Fraction of the problems that is held out, unless `validation_path` has them."""
+    """Fraction of the problems to hold out, unless `validation_path` has them."""
     prompt_column: str = "prompt"
-    """The column of questions: texts, or conversations as lists of messages (also `messages` and `conversations` where
-    there is no `prompt`). What lies within a column has a dotted name."""
+    """The column of questions, which are texts or conversations (lists of messages); `messages` and `conversations`
+    also work if there is no `prompt`. A dotted name reaches inside a column."""
     answer_column: str = "answer"
-    """The column of reference answers, such as `extra_info.answer`; verl's `reward_model.ground_truth` where there is
-    no `answer`."""
+    """The column of reference answers, such as `extra_info.answer`; verl's `reward_model.ground_truth` also works if
+    there is no `answer`."""
     template: str = "{prompt}"
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
     system_prompt: str | None = None
-    """The system message before each question that has none of its own, for `template = "chat"`."""
+    """The system message put before each question that has none of its own, for `template = "chat"`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the chat template is given besides the messages, such as `enable_thinking = false`."""
+    """Further arguments of the chat template, such as `enable_thinking = false`."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
-    """What becomes of a problem whose prompt has more than `max_prompt_tokens`: it is dropped, its question loses its
-    beginning (`truncate_left`) or its end (`truncate_right`) while the template stays whole, or the run stops in
+    """What happens to a problem whose prompt has more than `max_prompt_tokens`: it is dropped, its question is cut at
+    the beginning (`truncate_left`) or at the end (`truncate_right`) while the template stays whole, or the run stops in
     `prepare` (`error`, for files). `prepare` says how many there are."""
     max_prompt_tokens: PositiveInt | None = None
     """The longest prompt, template included, in tokens; without it, what `sampling.max_response_tokens` leaves of
     `model.max_length`."""
     reward: Adjustable[Rewards] = (RewardPart(name="task"),)
-    """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, or an import path
-    `package.module:function` called as `function(prompt: str, response: str, answer: str) -> float`, with other columns
-    of the row as keyword arguments, or as its parameters say that it is TRL's (`completions`) or verl's
-    (`solution_str`). It runs in processes of its own, beside the rank, while the engine goes on generating. A list of
-    tables with `name`, `weight`, `label` and `parameters` is the weighted sum of several."""
+    """The reward: `task` (the generator's own scorer), `math_verify`, `exact_match`, `length`, `code`, `judge`, or an
+    import path `package.module:function`. A function is called as
+    `function(prompt: str, response: str, answer: str) -> float`, with other columns of the row as keyword arguments, or
+    as its parameters show that it is written for TRL (`completions`) or verl (`solution_str`). Rewards run in separate
+    processes while the engine keeps generating. A list of tables with `name`, `weight`, `label` and `parameters` is the
+    weighted sum of several."""
     answer_from: Adjustable[Literal["final_part", "response"]] = "final_part"
-    """What `task`, `math_verify`, `exact_match`, `code` and `judge` look at: the `final_part`, which begins after
-    `</think>` and, for `math_verify` and `exact_match`, ends where a model asks itself another question; or the whole
-    `response`."""
+    """The part of a response that `task`, `math_verify`, `exact_match`, `code` and `judge` look at: the `final_part`,
+    which begins after `</think>` and, for `math_verify` and `exact_match`, ends where the model asks itself another
+    question; or the whole `response`."""
     reward_special_tokens: Adjustable[bool] = False
-    """Whether the reward sees the special tokens of a response, such as the one that ends it, in its text."""
+    """Whether the text that the reward sees includes special tokens, such as the one that ends the response."""
     reward_workers: Adjustable[PositiveInt] = 4
-    """The largest number of processes in which a rank computes rewards. There is one at first, and more where rewards
-    take longer than 0.1 s."""
+    """The largest number of processes in which a rank computes rewards. There is one at first, and more if rewards take
+    longer than 0.1 s."""
     reward_timeout_s: Adjustable[PositiveFloat] = 30.0
-    """The longest that the reward of one response may take, in seconds; then its process is killed."""
+    """The longest time for the reward of one response, in seconds; after that its process is killed."""
     reward_on_failure: Adjustable[Annotated[float, Field(allow_inf_nan=False)]] = 0.0
-    """What the reward, or a part of it, is for a response on which it raises, takes too long, ends its process or
-    returns no finite number. Such failures are counted and logged. Where one fails on all responses of a step, the run
+    """The value of the reward, or of a part of it, for a response on which it raises, takes too long, ends its process
+    or returns no finite number. Such failures are counted and logged. If one fails on all responses of a step, the run
     stops."""
 
     reward_environment: Adjustable[tuple[VariableName, ...]] = ()
-    """The environment variables that the reward sees, besides the few without which Python does not start, such as
-    `PATH`. Its `HOME` and `TMPDIR` are an empty folder of its own."""
+    """The environment variables that the reward sees, besides the few that Python needs to start, such as `PATH`. Its
+    `HOME` and `TMPDIR` are its own empty folder."""
     reward_network: Adjustable[bool] = False
-    """Whether the reward may use the network, as one that asks a judge does. Whatever a response makes the reward do
-    can use it then too."""
+    """Whether the reward may use the network, for example to ask a judge. Then whatever a response makes the reward do
+    can use it too."""
 
     @property
     def has_epochs(self) -> bool:
@@ -249,16 +249,16 @@ class EnvironmentConfig(Section):
 
     name: str | None = None
     """The environment: `calculator`, `python`, or an import path `package.module:Class`; without one, a response is one
-    turn. It runs where rewards do, under the same limits, and each turn may take `data.reward_timeout_s`."""
+    turn. It runs where rewards do, under the same limits, with `data.reward_timeout_s` for each turn."""
     max_turns: Adjustable[PositiveInt] = 4
-    """The largest number of turns of the policy in a conversation."""
+    """The largest number of the policy's turns in a conversation."""
 
 
 class WarmStartConfig(Section):
     """A short supervised pass in `prepare`, so that a small model earns some reward from the first RL step on."""
 
     num_examples: NonNegativeInt = 0
-    """Number of demonstrations, each of which is trained on once; 0 leaves the warm start out."""
+    """Number of demonstrations, each trained on once; 0 skips the warm start."""
     batch_size: PositiveInt = 8
     """Number of demonstrations in an optimizer step."""
     lr: PositiveFloat = 1e-4

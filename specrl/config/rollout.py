@@ -55,27 +55,28 @@ class SamplingConfig(Section):
     """The longest response, in tokens."""
     stop: Adjustable[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
     """Strings after which a response ends, besides the model's own end tokens: the first token that completes one is
-    its last, within accepted drafts too. They are looked for in the text of the response, special tokens included."""
+    its last, also within accepted drafts. They are matched against the text of the response, special tokens
+    included."""
 
 
 class SpeculationConfig(Section):
-    """Where drafts come from and how long they are. Drafts change how long a rollout takes, but none of its tokens."""
+    """Where drafts come from and how long they are. They change how long a rollout takes, but none of its tokens."""
 
     method: Adjustable[Annotated[str, AfterValidator(check_method)]] = "eagle3"
-    """The name of a row in `specrl/config/methods.py`. `mtp` drafts with the multi-token-prediction layer of a policy
-    that has one."""
+    """The source of drafts, the name of a row in `specrl/config/methods.py`. `mtp` drafts with the
+    multi-token-prediction layer of a policy that has one."""
     k: Adjustable[NonNegativeInt] = 3
-    """The longest draft of vLLM's proposer, in tokens per iteration; 0 only with `method = "none"`. Methods that draft
-    from text alone have no use for it."""
+    """The longest draft of vLLM's proposer (drafter or n-gram lookup), in tokens per iteration; 0 only with
+    `method = "none"`. Methods that draft only from text ignore it."""
     adaptive: Adjustable[bool] = True
-    """Whether the draft length is chosen for those requests that run, from 0 upwards, by the tokens and seconds that
-    are expected of an iteration; if not, drafts always have the full length."""
+    """Whether the engine chooses the draft length, from 0 up, for the requests that are running, by the tokens and
+    seconds that it expects of an iteration; otherwise drafts always have their full length."""
     replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
-    """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from where the text stored for
-    the prompt does not serve better, for the methods with replay; as many of finished responses of a group that others
-    still answer. Each token takes at most about 400 bytes of memory; 0 keeps none."""
+    """How many tokens of an engine's latest rollouts, to any prompt, are kept to draft from if the text stored for the
+    prompt is no better, for the methods with replay; as many again of finished responses in groups that are still being
+    answered. Each token takes at most about 400 bytes of memory; 0 keeps none."""
     draft_model: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a smaller model with the policy's vocabulary, for the methods `draft_model` and
     `draft_model+replay`."""
@@ -113,33 +114,33 @@ class EngineConfig(Section):
     """Number of ranks that share each layer of an engine."""
     max_num_seqs: Adjustable[Annotated[int, Field(gt=0, le=2048)]] = 64
     """Largest number of requests that run at once on one engine; at most 2048, the number of tokens that vLLM computes
-    at once."""
+    in one pass."""
     kv_cache_gib: Adjustable[PositiveFloat] = 1.0
     """Size of a rank's KV cache on a CPU, in GiB; on a GPU `gpu_memory_fraction` determines it."""
     gpu_memory_fraction: Adjustable[Fraction] = 0.45
-    """Fraction of a GPU's memory for the engine's weights and KV cache while it shares the GPU with the trainer, which
-    has the rest or, with `sleep`, the whole GPU while the engine sleeps. Where the engine is alone (`pretrain`,
+    """Fraction of a GPU's memory for the engine's weights and KV cache while it shares the GPU with the trainer. The
+    trainer has the rest or, with `sleep`, the whole GPU while the engine sleeps. Where the engine is alone (`pretrain`,
     `validate`, `export`), it takes 0.86 of the GPU, or this fraction if it is larger."""
     sleep: Adjustable[bool] = False
     """Whether the engine sleeps while ranks train, on GPUs: its weights move to host memory and its KV cache is freed.
-    The trainer then has the whole GPU, and `gpu_memory_fraction` can be larger; each step copies the weights there and
-    back."""
+    The trainer then has the whole GPU, so `gpu_memory_fraction` can be larger; each step copies the weights to the host
+    and back."""
     compile: Adjustable[bool] = False
-    """Whether the engine is compiled with torch.compile: it starts more slowly and decodes faster."""
+    """Whether the engine is compiled with torch.compile, which makes it start more slowly and decode faster."""
     batch_invariant: Adjustable[bool] = False
-    """Whether the engine computes with vLLM's batch-invariant kernels, so that the log-probs of a token do not depend
-    on what else is in its batch; on GPUs of compute capability 9.0 or later alone. It is slower, the trainer's
-    collectives included, whose NCCL vLLM restricts to one channel in the same process."""
+    """Whether the engine uses vLLM's batch-invariant kernels, with which the log-probs of a token do not depend on what
+    else is in its batch; only on GPUs of compute capability 9.0 or later. This is slower, also for the trainer's
+    collectives, because vLLM restricts NCCL to one channel in the same process."""
     parity_tolerance: Adjustable[PositiveFloat] = 0.15
     """Largest mean |log-prob(engine) - log-prob(trainer)|, in nats, that the parity probe accepts after a refit."""
 
 
 class RefitConfig(Section):
-    """The checks of what the engine holds after a refit."""
+    """How the engine is checked after a refit."""
 
     probe_every: Adjustable[PositiveInt] = 8
-    """Number of steps from one probe of the drafter's acceptance to the next. It is also probed at the start of a job
-    and before a checkpoint, and its tensors are compared at every refit."""
+    """Number of steps between probes of the drafter's acceptance. It is also probed at the start of a job and before a
+    checkpoint, and its tensors are compared at every refit."""
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
@@ -151,11 +152,11 @@ BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]
 
 
 class BubblesConfig(Section):
-    """How an engine that has finished its rollouts of a step spends the time until the slowest engine has."""
+    """How an engine that has finished its rollouts of a step uses the time until the slowest engine has."""
 
     use: Adjustable[BubbleUse] = "none"
-    """What the time is used for: `pregenerate` makes responses to the next step's prompts, which become its drafts;
-    `train_drafter` updates the drafter; `both` does so once all of these responses are there."""
+    """How to use the time: `pregenerate` generates responses to the next step's prompts, which become its drafts;
+    `train_drafter` updates the drafter; `both` updates it once all of these responses are there."""
 
     @property
     def pregenerates(self) -> bool:

@@ -35,12 +35,12 @@ LrDecay = Literal["constant", "linear", "cosine"]
 
 
 class LoraConfig(Section):
-    """LoRA: all linear layers of attention and MLP get low-rank adapters, and nothing else is trained."""
+    """LoRA: all linear layers of attention and MLP get low-rank adapters, and only these are trained."""
 
     rank: PositiveInt = 8
-    """The number of rows of A and of columns of B, whose product is added to a matrix."""
+    """The number of rows of A and of columns of B, whose product is added to a weight matrix."""
     alpha: PositiveFloat = 16.0
-    """The product is added `alpha / rank` times."""
+    """The product is multiplied by `alpha / rank`."""
 
     @property
     def scale(self) -> float:
@@ -56,15 +56,15 @@ class PolicyConfig(Section):
     pipeline_parallel: Adjustable[PositiveInt] = 1
     """Number of ranks that share the stack of layers."""
     expert_parallel: Adjustable[PositiveInt] = 1
-    """Number of ranks that share the experts of each layer, in a model with experts. They are taken from the ranks of a
-    pipeline stage: tensor parallelism does not split experts."""
+    """Number of ranks that share the experts of each layer, in a model with experts. They are ranks of one pipeline
+    stage; tensor parallelism does not split experts."""
     lr: Adjustable[PositiveFloat] = 1e-5
     """Peak learning rate of the RL updates."""
     lr_schedule: Adjustable[LrDecay] = "constant"
-    """How the learning rate develops over `train.num_steps`: it stays at `lr`, or falls along a line or a cosine. A run
-    that is extended goes on at its place in the longer schedule, at a higher rate than it ended with."""
+    """How the learning rate changes over `train.num_steps`: it stays at `lr`, or falls linearly or as a cosine. A run
+    that is extended continues at its place in the longer schedule, at a higher rate than it ended with."""
     lr_warmup_steps: Adjustable[NonNegativeInt] = 0
-    """Number of RL steps at the beginning, during which the learning rate rises linearly to the schedule's value."""
+    """Number of RL steps at the beginning in which the learning rate rises linearly to the schedule's value."""
     lr_final_fraction: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.1
     """Fraction of `lr` that a linear or cosine schedule reaches after the last step."""
     weight_decay: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
@@ -76,14 +76,13 @@ class PolicyConfig(Section):
     clip_grad: Adjustable[PositiveFloat] = 1.0
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: Adjustable[PositiveInt] = 1024
-    """Largest size of a micro-batch in tokens, with a prompt counted once for all of its responses; one sequence may
-    exceed it."""
+    """Largest size of a micro-batch in tokens, with a prompt counted once for all of its responses; a single sequence
+    may exceed it."""
     recompute: Adjustable[bool] = False
-    """Whether activations are computed again in the backward pass, which saves memory and costs a third more
-    compute."""
+    """Whether activations are recomputed in the backward pass, which saves memory and costs a third more compute."""
     routing_replay: Adjustable[bool] = True
-    """Whether a policy with experts trains each token with the experts that the engine sampled it with (R3, arXiv
-    2510.11370), where the trainer's own router would choose others; other policies have no use for it."""
+    """Whether a policy with experts trains each token with the experts that the engine used to sample it (R3, arXiv
+    2510.11370), instead of those that the trainer's own router would choose; other policies ignore it."""
     lora: LoraConfig | None = None
     """Adapters that are trained instead of the weights, such as `{ rank = 8, alpha = 16 }`; None trains all weights."""
 
@@ -101,21 +100,21 @@ class DrafterConfig(Section):
     """
 
     source: UserPlace | None = None
-    """An EAGLE-3 drafter to start from, in place of a new one: a directory or a hub id, in the original layout or that
-    of `speculators`. `prepare` checks it and says what it found. Its own sizes take the place of those below. A run
-    `--from` another takes that run's drafter instead, if that has one of the same kind."""
+    """An EAGLE-3 drafter to start from instead of a new one: a directory or a hub id, in the original layout or that of
+    `speculators`. `prepare` checks it and says what it found. Its own sizes replace those below. A run started `--from`
+    another takes that run's drafter instead, if it has one of the same kind."""
     draft_vocab_size: PositiveInt = 2048
-    """Number of tokens that EAGLE-3 can draft; as many as the policy has for its whole vocabulary."""
+    """Number of tokens that EAGLE-3 can draft; with the size of the policy's vocabulary, it can draft all."""
     num_layers: Annotated[int, Field(ge=1, le=4)] = 1
     """Number of EAGLE-3's decoder layers."""
     feature_layers: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """The policy's layers, counted from 0 and in ascending order, whose inputs EAGLE-3 reads; a policy's number of
-    layers stands for what its last layer returns. By default the published choice for a policy of n layers: 2, n // 2
-    and n - 3."""
+    """The policy's layers, counted from 0 and in ascending order, whose inputs EAGLE-3 reads; the number of layers
+    stands for the output of the last one. By default the published choice for a policy of n layers: 2, n // 2 and n -
+    3."""
     intermediate_size: PositiveInt | None = None
     """Width of EAGLE-3's MLPs; the policy's by default."""
     sliding_window: Annotated[int, Field(ge=16)] | None = None
-    """Number of positions that EAGLE-3's attention sees, its own among them; all by default."""
+    """Number of positions that EAGLE-3's attention sees, including its own; all by default."""
     ttt_steps: Annotated[int, Field(ge=1, le=7)] = 3
     """Number of draft positions that the training-time test unrolls."""
     loss: Adjustable[DraftLoss] = Field(default_factory=DRAFT_LOSSES.default)
@@ -125,26 +124,26 @@ class DrafterConfig(Section):
     """Weight of each draft position in the loss relative to the one before it."""
     num_prompts: Annotated[int, Field(ge=2)] = 160
     """Number of prompts that the policy answers for the pretraining; at least 2, because the calibration chooses layers
-    on some of these prompts and checks the choice on others."""
+    on some of them and checks the choice on others."""
     samples_per_prompt: PositiveInt = 2
     """Number of responses to each of these prompts."""
     data: Places | None = None
-    """Files of other prompts, as in `data.path`, for the pretraining, such as chats that the drafter is to serve. Each
-    row has `messages`, a chat (or ShareGPT's `conversations`), or `prompt`. The policy answers them in its own words,
-    whatever answers the file has; the responses are mixed with those to the task's prompts, and nothing else reads
-    them."""
+    """Files of other prompts for the pretraining, in the formats of `data.path`, such as chats like those that the
+    drafter is to serve. Each row has `messages`, a chat (or ShareGPT's `conversations`), or `prompt`. The policy writes
+    its own answers, whatever answers the file has; they are mixed with those to the task's prompts, and used for
+    nothing else."""
     data_prompts: PositiveInt = 160
-    """Number of prompts of `data` that the policy answers, taken in random order."""
+    """Number of prompts from `data` that the policy answers, in random order."""
     epochs: NonNegativeInt = 6
-    """Number of passes over these responses. With 0 the drafter of `source` is measured on them and not trained before
+    """Number of passes over these responses. With 0, the drafter of `source` is measured on them but not trained before
     RL."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of the pretraining."""
     online_lr: Adjustable[NonNegativeFloat] = 1e-4
     """Learning rate of the update in each RL step; 0 freezes the drafter. With 1e-3, drafts of the quickstart's drafter
-    were accepted less than those of a frozen one."""
+    were accepted less often than those of a frozen one."""
     update_every: Adjustable[PositiveInt] = 1
-    """RL steps from one update of the drafter to the next. The last step of a run updates it always, for the export."""
+    """RL steps between updates of the drafter. The last step of a run always updates it, for the export."""
     clip_grad: Adjustable[PositiveFloat] = 0.5
     """Global gradient norm above which gradients are scaled down."""
     tokens_per_micro_batch: PositiveInt = 512
@@ -152,12 +151,12 @@ class DrafterConfig(Section):
     responses."""
     max_tokens_per_step: Adjustable[PositiveInt] = 32768
     """Largest number of tokens, padding included, for which the ranks that hold one copy of the policy record features
-    in an RL step, to update the drafter. If the step has more, an even sample of its sequences by length is taken, and
-    at most an eighth of this number (or 256 tokens) of each, at a random place. The ranks divide the sequences among
-    them."""
+    in an RL step, to update the drafter. If the step has more, a sample of its sequences is taken, evenly by length,
+    with at most an eighth of this number (or 256 tokens) of each, at a random place. The ranks divide the sequences
+    among them."""
     max_tokens_per_window: PositiveInt = 131072
-    """Largest number of tokens, padding included, whose features the ranks that hold one copy of the policy have at
-    once in pretraining. If all features fit, they are computed once; otherwise they are computed again in every epoch,
+    """Largest number of tokens, padding included, whose features the ranks that hold one copy of the policy keep at
+    once in pretraining. If all features fit, they are computed once; otherwise they are recomputed in every epoch,
     which is slower and gives the same result."""
 
     @field_validator("feature_layers")
@@ -194,73 +193,73 @@ class TrainConfig(Section):
     prompts_per_step: Adjustable[PositiveInt] = 16
     """Number of prompts in a step."""
     samples_per_prompt: Adjustable[Annotated[int, Field(ge=2)]] = 4
-    """Number of responses to each prompt; they form the group that their advantages are relative to."""
+    """Number of responses to each prompt. They form a group, and advantages are relative to it."""
     updates_per_step: Adjustable[PositiveInt] = 1
-    """Number of optimizer steps on the rollouts of a step, each on other groups; 1 is strictly on-policy and needs no
-    separate pass for log-probs."""
+    """Number of optimizer steps on the rollouts of a step, each on different groups; 1 is strictly on-policy and needs
+    no separate pass for log-probs."""
     algorithm: str | None = None
-    """A preset for other settings of this section, which take its place in the run's own configuration: `dapo`,
-    `dr-grpo`, `gspo`, `cispo`, `rloo`, `reinforce++` or `gdpo`."""
+    """A preset that replaces other settings of this section in the run's own configuration: `dapo`, `dr-grpo`, `gspo`,
+    `cispo`, `rloo`, `reinforce++` or `gdpo`."""
     loss: Adjustable[Loss] = Field(default_factory=LOSSES.default)
     """The policy loss: a name from `specrl/algorithms/losses.py`, an import path `package.module:function`, or a table
     of that `name` and the loss's options."""
     advantage: Adjustable[Advantage] = Field(default_factory=ADVANTAGES.default)
     """The advantage estimator from `specrl/algorithms/advantages.py`, given in the same way as the loss."""
     correction: Adjustable[Correction] = Field(default_factory=CORRECTIONS.default)
-    """The weights of tokens on whose probability the engine and the trainer disagree, from
+    """How tokens are weighted whose probability differs between engine and trainer, from
     `specrl/algorithms/corrections.py`, given in the same way as the loss."""
     loss_mean: Adjustable[LossMean] = "token"
-    """What the loss is a mean over: all response `token`s of the step (DAPO), responses, each with the mean of its own
-    tokens (`response`, as in GRPO and GSPO), or responses, each with the sum of its tokens over
-    `sampling.max_response_tokens` (`constant`, as in Dr. GRPO)."""
+    """What the loss is averaged over: all response tokens of the step (`token`: DAPO), responses, each with the mean
+    over its own tokens (`response`: GRPO, GSPO), or responses, each with the sum over its tokens divided by
+    `sampling.max_response_tokens` (`constant`: Dr. GRPO)."""
     refill_rounds: Adjustable[NonNegativeInt] = 0
     """How many times in a step groups whose rewards are all equal are dropped and as many other prompts asked in their
-    place (DAPO's dynamic sampling); 0 asks none. Groups that are still missing after that are made up for by dropped
-    ones, which count in the mean of the loss, and without a teacher teach nothing."""
+    place (DAPO's dynamic sampling); 0 asks none. If groups are still missing after that, dropped ones fill the gap:
+    they count in the mean of the loss, but without a teacher teach nothing."""
     overlong_filter: Adjustable[bool] = False
     """Whether responses that were cut off at `sampling.max_response_tokens` are left out of the update, and of the mean
-    of the loss. Their rewards count for the advantages of their groups."""
+    of the loss. Their rewards still count for the advantages of their groups."""
     overlong_window: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.0
-    """The last part of `sampling.max_response_tokens`, as a share, in which a response is punished for its length: what
-    is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards are
-    without it, and so are those that `refill_rounds` looks at."""
+    """The last part of `sampling.max_response_tokens`, as a fraction, in which a response is punished for its length:
+    what is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards
+    do not include it, nor do those that `refill_rounds` looks at."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
-    """Weight of the KL penalty towards the reference policy, the one before RL unless `reference_every` renews it; with
-    0 no reference is kept in memory."""
+    """Weight of the KL penalty towards the reference policy, which is the policy before RL unless `reference_every`
+    renews it; with 0, no reference is kept in memory."""
     kl_estimator: Adjustable[KlEstimator] = "k3"
     """The estimate of the KL divergence at a token: with l = log p - log p_reference, `k1` is l, `k2` is l^2 / 2, and
     `k3` is exp(-l) - 1 + l."""
     kl_in: Adjustable[Literal["loss", "reward"]] = "loss"
-    """What the penalty is a part of: the loss of each token, or the reward of a response, from which the sum over its
-    tokens is subtracted before the advantages."""
+    """Where the penalty applies: in the loss of each token, or in the reward of a response, from which the sum over its
+    tokens is subtracted before advantages are computed."""
     reference_every: Adjustable[PositiveInt | None] = None
-    """Number of steps after each of which the policy becomes the reference; None leaves it the policy before RL.
-    Checkpoints hold the reference with it, and not without it."""
+    """After every so many steps the policy becomes the reference; by default the policy before RL stays the reference.
+    With this setting, checkpoints include the reference."""
     teacher: Adjustable[UserPath | None] = None
     """The Hugging Face directory of a frozen model with the policy's tokenizer, of any size and family, that scores the
-    sampled tokens: on-policy distillation. `teacher_coef` times log p_teacher - log p is added to the advantage of each
-    token. None: no teacher."""
+    sampled tokens (on-policy distillation). `teacher_coef` times log p_teacher - log p is added to the advantage of
+    each token. By default there is no teacher."""
     teacher_coef: Adjustable[PositiveFloat] = 1.0
-    """Weight of the teacher's part of an advantage. `advantage = "none"` leaves no other part."""
+    """Weight of the teacher's part of an advantage; with `advantage = "none"` it is the only part."""
     entropy_coefficient: Adjustable[NonNegativeFloat] = 0.0
-    """Weight of the bonus for the policy's entropy at each response token, in nats; its mean is that of the loss."""
+    """Weight of the bonus for the policy's entropy at each response token, in nats, averaged as the loss is."""
     drop_zero_signal_groups: Adjustable[bool] = True
     """Whether groups whose rewards are all equal are left out of the update, which saves their passes and changes no
-    gradient: the loss is divided by the tokens of all groups of the step. With a KL penalty in the loss, an entropy
-    bonus or a teacher, which act on all of them, none is left out."""
+    gradient: the loss is still divided by the tokens of all groups of the step. With a KL penalty in the loss, an
+    entropy bonus or a teacher, which act on all groups, none is left out."""
     checkpoint_every: Adjustable[PositiveInt] = 1
     """Number of steps between checkpoints; a restart repeats at most this many."""
     keep_checkpoints: Adjustable[PositiveInt] = 2
-    """Number of checkpoints to keep, the newest first; the best one is kept beside them."""
+    """Number of newest checkpoints to keep; the best one is kept as well."""
     keep_every: Adjustable[PositiveInt | None] = None
-    """Also keep the checkpoints of all steps that are multiples of this number, a multiple of `checkpoint_every`, or 1
-    for all checkpoints; None keeps no others."""
+    """Also keep the checkpoints of all steps that are multiples of this number, which must be a multiple of
+    `checkpoint_every`, or 1 for all checkpoints. By default none are kept in addition."""
     trace_steps: Adjustable[tuple[NonNegativeInt, ...]] = ()
-    """Steps of which each rank writes a trace for Perfetto, with every operator and kernel; such a step is slower, and
-    its trace has hundreds of MiB where responses are long."""
+    """Steps for which each rank writes a Perfetto trace with every operator and kernel. Such a step is slower, and its
+    trace takes hundreds of MiB if responses are long."""
     best_metric: Adjustable[str | None] = None
-    """The metric of a held-out set by which the best policy is chosen among those validated, such as
-    `validation/held-out/pass_at_k`; by default the accuracy on the first set, where `validate.every` is set."""
+    """The metric of a held-out set that decides which validated policy is the best, such as
+    `validation/held-out/pass_at_k`; by default the accuracy on the first set, if `validate.every` is set."""
     final: Adjustable[Literal["last", "best"]] = "last"
     """The policy that `validate` measures and `export` exports: that of the last step, or the best one."""
     stop_when: Adjustable[StopConfig | None] = None
@@ -303,17 +302,16 @@ class PrecisionConfig(Section):
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
     bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
-    """Number of first and of last transformer layers that stay in BF16, whatever the calibration finds."""
+    """How many of the first and of the last transformer layers stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005
     """Largest KL divergence of the model's output from BF16 that the calibration allows, in nats per token."""
     calibration_tokens: PositiveInt = 2048
-    """Number of tokens on which the calibration measures; at least one response to each of two prompts is taken."""
+    """Number of tokens on which the calibration measures; it uses at least one response to each of two prompts."""
     calibration_length: PositiveInt = 8192
-    """Largest length of a sequence that the calibration reads, in tokens; of a longer one the end of the response is
-    left out."""
+    """Largest length of a sequence that the calibration reads, in tokens; longer responses are cut at their end."""
     max_token_mult_prob_error: Adjustable[Annotated[float, Field(gt=1)]] = 1.5
     """Largest mean of exp(|log p_training - log p_generation|) over a step's tokens, without the largest thousandth of
-    the terms; above it the run stops. 1 is perfect agreement."""
+    the terms; if it is exceeded, the run stops. 1 is perfect agreement."""
 
     @property
     def uses_fp8(self) -> bool:

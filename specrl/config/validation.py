@@ -35,14 +35,14 @@ class StopConfig(Section):
 
     metric: str
     """The name of a metric of the RL step, such as `reward/mean`, or of a held-out set, such as
-    `validation/held-out/accuracy`; see `specrl/metrics.py`. It may be any `policy/NAME` if the loss does not say which
-    metrics it returns."""
+    `validation/held-out/accuracy`; see `specrl/metrics.py`. Any `policy/NAME` is allowed if the loss does not declare
+    which metrics it returns."""
     above: float | None = None
     """Training ends once the metric is above this."""
     below: float | None = None
     """Training ends once the metric is below this."""
     no_gain_for: PositiveInt | None = None
-    """Training ends once so many measurements in a row (steps, or validations) have been no better than the best one
+    """Training ends once this many measurements in a row (steps, or validations) were no better than the best one
     before them."""
 
     @model_validator(mode="after")
@@ -68,20 +68,21 @@ class ValidationSetConfig(Section):
     """A held-out set: its problems, and how they are answered. By default it is the held-out share of `[data]`."""
 
     path: Places | None = None
-    """Files of problems as in `data.path`, with the columns of `[data]`."""
+    """Files of problems, as in `data.path`, with the columns of `[data]`."""
     generators: tuple[GeneratorConfig, ...] = ()
-    """Generators of problems. Those whose text `data.validation_fraction` holds out are taken, which training never
-    sees, whichever generator draws them."""
+    """Generators of problems. Only problems whose text `data.validation_fraction` holds out are used, which training
+    never sees, whichever generator draws them."""
     num_prompts: PositiveInt | None = None
-    """Number of distinct problems, the first ones; by default all of a file, or else `validate.num_prompts`."""
+    """Number of distinct problems, taken from the beginning; by default all of a file, or else
+    `validate.num_prompts`."""
     samples_per_prompt: PositiveInt = 1
     """Number of responses to each prompt: the k of avg@k and pass@k."""
     temperature: float | None = None
     """The temperature: 0 for greedy decoding, or from 0.01 to 2; by default `sampling.temperature`."""
     top_p: Fraction | None = None
-    """As `sampling.top_p`, which it is by default."""
+    """As `sampling.top_p`, which is the default."""
     reward: Rewards | None = None
-    """As `data.reward`, which it is by default; one of its parts, for instance."""
+    """As `data.reward`, which is the default; for instance one of its parts."""
 
     @property
     def has_problems(self) -> bool:
@@ -115,20 +116,20 @@ class ValidateConfig(Section):
     """Validation while the policy is trained, and the size of the measurements on the final policy and drafter."""
 
     every: Adjustable[NonNegativeInt] = 0
-    """Number of RL steps from one validation to the next, during training. The policy is also validated before the
-    first step and after the last one. With 0 there is no validation during training."""
+    """Number of RL steps between validations during training. The policy is also validated before the first step and
+    after the last one. With 0 there is no validation during training."""
     sets: Adjustable[dict[SetName, ValidationSetConfig]] = Field(default_factory=dict)
-    """The held-out sets by name. The first is the one whose accuracy is reported as the run's. By default there is one,
-    `held-out`, of `num_prompts` prompts with one response each."""
+    """The held-out sets by name. The accuracy on the first is reported as the run's. By default there is one,
+    `held-out`, with `num_prompts` prompts and one response each."""
     correct_reward: Adjustable[float] = 1.0
-    """The reward from which on a response counts as right for avg@k and pass@k."""
+    """The lowest reward at which a response counts as right for avg@k and pass@k."""
     num_prompts: Adjustable[PositiveInt] = 128
-    """Number of prompts of a held-out set that gives no number of its own."""
+    """Number of prompts of a held-out set that does not give its own number."""
     speed_batches: tuple[PositiveInt, ...] = (1, 16)
     """Batch sizes at which plain and speculative generation are timed."""
     speed_prompts: PositiveInt = 16
-    """Number of requests of each timed pair, raised to the batch size where that is larger. They are the first of the
-    training step that would come next, one for each of its prompts and then further ones."""
+    """Number of requests of each timed pair, raised to the batch size if that is larger. They are the first of the
+    training step that would come next: one for each of its prompts, and then further ones."""
     speed_repeats: PositiveInt = 3
     """Number of interleaved plain/speculative pairs per batch size; the median of their ratios is
     reported."""
