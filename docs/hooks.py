@@ -34,21 +34,21 @@ ROOT = Path(__file__).parents[1]
 CONFIGURATION = """\
 # Configuration
 
-A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is one line
-that names the key and what is allowed, before anything is submitted. Keys with a \\* may take another value while a run
-goes on: `specrl resume RUN --set section.key=value`."""
+A configuration is a TOML file; `--set section.key=value` overrides a key. A wrong key, type or combination is reported
+before anything is submitted, in one line that names the key and what is allowed. Keys with a \\* can be changed in a
+run that has begun: `specrl resume RUN --set section.key=value`."""
 ALGORITHMS = """\
 ## Algorithms
 
-Each is chosen by its name, or by a table of its name and options, such as `loss = { name = "grpo", clip_high = 0.28 }`.
+Select one by its name, or by a table of its name and options, such as `loss = { name = "grpo", clip_high = 0.28 }`.
 [Extending](../CONTRIBUTING.md) shows how to add one."""
 SIGNS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 METRIC_PAGE = """\
 # Metrics
 
-These are the names in MLflow and in `steps/*.json`. A speedup is a matched pair (the same prompts, weights, seeds and
-machine, in turn) unless its description says otherwise. `_I` stands for a number, such as a draft position or a batch
-size, and `NAME` for a name."""
+These are the names in MLflow, TensorBoard and W&B, and in `stages/train-KEY/steps/*.json`. A speedup is a matched pair
+(the same prompts, weights, seeds and machine, in turn) unless its description says otherwise. `_I` stands for a number,
+such as a draft position or a batch size, and `NAME` for a name."""
 LINK = re.compile(r"(\]\()([^)#:\s]+\.md)([)#])")
 
 

@@ -25,20 +25,20 @@ a family cannot do is refused in one line before anything is submitted.
 
 {families}
 
-- *EAGLE-3*: vLLM hands out the hidden states that [such a drafter](../features/eagle3.md) reads.
-- *MTP*: the family has [multi-token-prediction layers](../features/mtp.md), which draft and are trained.
-- *FP8*: the linear layers that may be in [FP8](../features/fp8.md).
-- *parallel*: what the trainer can divide among ranks: tensors (TP), layers (PP) and experts (EP). Data parallelism is
-  what is left of the ranks. The engine divides tensors.
+- *EAGLE-3*: whether vLLM returns the hidden states that [such a drafter](../features/eagle3.md) reads.
+- *MTP*: whether the family has [multi-token-prediction layers](../features/mtp.md), which draft and are trained.
+- *FP8*: the linear layers that can be in [FP8](../features/fp8.md).
+- *parallel*: what the trainer can divide among ranks: tensors (TP), layers (PP) and experts (EP). The remaining factor
+  of the ranks is data parallelism. The engine divides tensors.
 - *windows*: whether the policy's attention may have sliding windows.
-- *tied*: whether the output layer may share the embeddings' matrix.
+- *tied*: whether the output layer may share the embedding matrix.
 - *rotary scaling*: the kinds that trainer and engine compute alike.
 
 All families draft from [text](../features/text-drafts.md), restart exactly, and are exported as Hugging Face folders.
 
 ## Models that can be planned before they are downloaded
 
-A model in a folder is planned from its `config.json`, and these from a table.
+A model in a folder is planned from its `config.json`. These are planned from a table:
 
 {models}
 
@@ -46,8 +46,8 @@ Training in native FP8 needs heads of a multiple of {block} channels.
 
 ## Families that cannot be trained
 
-vLLM drafts with the multi-token-prediction layers of these, too. A model of such a family is refused with what the
-trainer lacks.
+vLLM drafts with the multi-token-prediction layers of these families too, but specrl refuses their models, and says what
+the trainer lacks.
 
 {unsupported}
 """

@@ -78,7 +78,7 @@ class Failure:
     exception: str = ""  # the exception that the rank raised, in one line; empty if none is known
     detail: str = ""  # the scheduler's words about the end of a rank that raised nothing
     killed: bool = False
-    """Whether a signal that somebody sent ended it, or a file system, after which another job is worth a try."""
+    """Whether an external signal, or a file system, ended it, so that another job is worth a try."""
     follows: bool = False  # whether the exception only says that another rank, or a file system, is away
 
 
@@ -199,7 +199,7 @@ class StageRequest:
 
 
 class Job(Protocol):
-    """A job of a backend, submitted or found again. Its methods raise SilentSchedulerError where nobody answers."""
+    """A job of a backend, submitted or found again. Its methods raise SilentSchedulerError if nobody answers."""
 
     backend: str
     job_id: str
@@ -207,13 +207,13 @@ class Job(Protocol):
     ask_seconds: float  # how many seconds the flow waits before it asks for the state again
 
     def state(self) -> State:
-        """Ask the scheduler how the job is doing."""
+        """Ask the scheduler for the job's state."""
 
     def cancel(self) -> None:
-        """End the job, or at least tell the scheduler to; an error says how to end it by hand."""
+        """End the job, or at least tell the scheduler to. An error says how to end it by hand."""
 
     def log(self, rank: int) -> Path:
-        """The file to which a rank prints. It may not exist yet."""
+        """The file to which a rank prints, which may not exist yet."""
 
     def failure(self, ranks: int) -> Failure:
         """Which of the job's `ranks` failed first, and how it ended, as far as that is known."""
@@ -222,8 +222,8 @@ class Job(Protocol):
 class Backend(Protocol):
     """A scheduler. The flow calls the methods from `problems` to `submit`; the ranks of a job call the others.
 
-    They raise JobError where the scheduler cannot be used from here or refuses a job, with its reason in one line, and
-    SilentSchedulerError where it does not answer.
+    They raise JobError, with the reason in one line, if the scheduler cannot be used from here or refuses a job, and
+    SilentSchedulerError if it does not answer.
     """
 
     name: str  # the value of `cluster.backend` that chooses it
@@ -232,19 +232,19 @@ class Backend(Protocol):
         """One line for each reason why a run cannot use this scheduler from here."""
 
     def options(self, config: Config, stage: StageName) -> str:
-        """How a stage's job will be submitted, for `specrl run --dry-run`; empty for nothing."""
+        """How a stage's job will be submitted, for `specrl run --dry-run`; may be empty."""
 
     def find(self, key: JobKey) -> Job | None:
         """The stage's job if it is pending or running, whoever submitted it, or None.
 
-        There must be no instant at which a submitted job is not found: it would be submitted a second time.
+        A submitted job must be found at every instant, or else it would be submitted a second time.
         """
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> Job | None:
         """Submit a job that runs `python` with `request.arguments` in every rank, in the folder `request.key.folder`.
 
-        Every process of the job needs the variables of `environment` before Python starts. After an answer that did not
-        come, the job is looked for before it is submitted again. None stands for a stage that has finished meanwhile.
+        Every process of the job needs the variables of `environment` before Python starts. If an answer did not come,
+        the job is looked for before it is submitted again. None means that the stage has finished meanwhile.
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
@@ -259,8 +259,8 @@ class Backend(Protocol):
     def requeue(self, request: StageRequest) -> None:
         """Have the scheduler start this job again after its end, which is near.
 
-        Where it cannot, and the job simply ends, a flow that waits for it submits another one.
+        If it cannot, and the job simply ends, the flow that waits for it submits another one.
         """
 
     def why_ended(self, segment: Segment) -> Reason:
-        """Why an earlier job of the stage ended that could not say so itself."""
+        """Why an earlier job of the stage ended, if the job could not say so itself."""

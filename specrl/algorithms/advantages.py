@@ -7,14 +7,13 @@ from statistics import fmean, pstdev
 
 from specrl.config.algorithms import ADVANTAGES, Algorithm, Options
 
-"""What names a group."""
 Rewards = Sequence[Sequence[float]]
 """The rewards of the responses of each group."""
 AdvantageFunction = Callable[..., list[list[float]]]
 """(rewards by group, options) -> advantages by group, one for each reward.
 
-One that takes parts gets (parts by group, weights, options), where a group has the rewards of each part. It sees no
-penalty, neither of `train.overlong_window` nor of `train.kl_in = "reward"`.
+If it takes parts, it gets (parts by group, weights, options), where a group has the rewards of each part, without the
+penalties of `train.overlong_window` and `train.kl_in = "reward"`.
 
 A group whose rewards are all equal must get zeros: it says nothing about its responses, and
 `train.drop_zero_signal_groups` leaves out groups whose advantages are all zero.
@@ -24,8 +23,8 @@ STD_EPSILON = 1e-6
 """What is added to a standard deviation before it divides."""
 
 register_advantage: Callable[..., Callable[[AdvantageFunction], AdvantageFunction]] = ADVANTAGES.register
-"""The decorator that registers an advantage estimator for `train.advantage` under a name, with the model of its options
-and, for one that takes parts, `of_parts`."""
+"""Decorator that registers an advantage estimator for `train.advantage` under a name, with a model of its options and,
+if it takes parts, `of_parts`."""
 
 
 def group_advantages(
@@ -108,7 +107,7 @@ def reinforce_advantages(groups: Rewards, _: Options) -> list[list[float]]:
 
 @register_advantage("none")
 def no_advantages(groups: Rewards, _: Options) -> list[list[float]]:
-    """Learn from no reward, but from `train.teacher` alone."""
+    """Learn nothing from rewards, only from `train.teacher`."""
     return [[0.0] * len(rewards) for rewards in groups]
 
 
@@ -116,7 +115,7 @@ def no_advantages(groups: Rewards, _: Options) -> list[list[float]]:
 def gdpo_advantages(groups: Sequence[Rewards], weights: Sequence[float], _: Options) -> list[list[float]]:
     """Normalise each part in its group, sum the weighted parts, and normalise over the step (GDPO, arXiv 2601.05242).
 
-    The mean of the sums is 0 as it is, in each group.
+    The mean of the sums is 0 already, in each group.
     """
 
     def normalised(values: Sequence[float]) -> list[float]:

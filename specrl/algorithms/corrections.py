@@ -25,7 +25,7 @@ tokens whose weight is not r, none of them for the correction `none`; `policy/co
 """
 
 register_correction: Callable[..., Callable[[CorrectionFunction], CorrectionFunction]] = CORRECTIONS.register
-"""The decorator that registers a correction for `train.correction` under a name, with the model of its options."""
+"""Decorator that registers a correction for `train.correction` under a name, with a model of its options."""
 
 
 def _contains_one(allowed: tuple[float, float]) -> tuple[float, float]:
@@ -66,7 +66,7 @@ class IcepopOptions(Options):
     """The options of the correction `icepop`."""
 
     range: Range = (0.5, 5.0)
-    """The lowest and the highest ratio of tokens that are trained on."""
+    """The lowest and the highest ratio at which a token is trained on."""
 
 
 @register_correction("icepop", IcepopOptions)
@@ -87,7 +87,7 @@ class SequenceMaskOptions(Options):
     cap: PositiveFloat = 2.0
     """The largest ratio that is not truncated."""
     range: Range = (0.5, 5.0)
-    """The lowest and the highest ratio of responses that are trained on."""
+    """The lowest and the highest ratio at which a response is trained on."""
     by: Literal["any", "mean"] = "any"
     """When to drop a response: if the ratio of `any` of its tokens is outside the range, or if their geometric `mean`
     is."""

@@ -28,14 +28,14 @@ derivative by the logits, row by row. q stands for the softmax of the logits.
 """
 
 register_draft_loss: Callable[..., Callable[[DraftLossFunction], DraftLossFunction]] = DRAFT_LOSSES.register
-"""The decorator that registers a loss of the drafter for `drafter.loss` under a name, with the model of its options."""
+"""Decorator that registers a drafter's loss for `drafter.loss` under a name, with a model of its options."""
 
 
 @register_draft_loss("cross_entropy")
 def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """-sum p log q.
 
-    It is the forward KL divergence KL(p || q) plus the entropy of p, in which q has no part: both have the same
+    It is the forward KL divergence KL(p || q) plus the entropy of p, which does not depend on q: both have the same
     gradient, q - p.
     """
     log_q = logits.log_softmax(-1)

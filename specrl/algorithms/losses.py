@@ -16,14 +16,14 @@ class LossInputs:
     """One micro-batch. Every tensor is [batch, seq] with one response in each row; only tokens in the mask count."""
 
     logprobs: Tensor
-    """Log-probs under the policy being trained, float32, in nats; they carry the gradient. They are of the whole
-    distribution at the sampling temperature, see `specrl.algorithms.objective`."""
+    """Log-probs under the policy being trained, float32, in nats, which carry the gradient. They refer to the whole
+    distribution at the sampling temperature; see `specrl.algorithms.objective`."""
     old_logprobs: Tensor
     """Log-probs under the policy before the step's first update, detached, in nats. With `train.updates_per_step = 1`
     they equal `logprobs`."""
     advantages: Tensor
-    """The advantage of the response, at each of its tokens. With `train.teacher` that of the token is added, so
-    that those of a response's tokens may differ."""
+    """The advantage of the response, at each of its tokens. `train.teacher` adds that of each token, so that a
+    response's tokens may differ."""
     mask: Tensor
     """A bool tensor, True at response tokens."""
 
@@ -32,19 +32,19 @@ LossFunction = Callable[[LossInputs, Any], tuple[Tensor, dict[str, Tensor]]]
 """(inputs, options) -> (loss of each token, metrics); all are [batch, seq].
 
 The loss of an update is the sum over its tokens, each weighted by `train.correction`, divided by the number of response
-tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8), in
-which those of groups without signal count (with a loss of 0 unless there is a teacher), whether
-`train.drop_zero_signal_groups` computes them or not; what `train.refill_rounds` has dropped and
-`train.overlong_filter` leaves out does not count. `train.loss_mean` makes it another mean. The unweighted mean of each
-metric over the trained tokens is logged as `policy/NAME`.
+tokens of the step per update: the mean over the tokens of the global batch (DAPO, arXiv 2503.14476, equation 8).
+Tokens of groups without signal count in it, with a loss of 0 unless there is a teacher, whether or not
+`train.drop_zero_signal_groups` leaves them out; those that `train.refill_rounds` dropped or `train.overlong_filter`
+left out do not count. `train.loss_mean` selects another mean. The unweighted mean of each metric over the trained
+tokens is logged as `policy/NAME`.
 """
 LARGEST_LOG_RATIO = 20.0
 """The largest log-ratio that is exponentiated, far beyond any clip: infinity times a clip's 0 would be NaN."""
 
 
 register_loss: Callable[..., Callable[[LossFunction], LossFunction]] = LOSSES.register
-"""The decorator that registers a policy loss for `train.loss` under a name, with the model of its options and, so that
-`train.stop_when` is refused any other, the names of all its `metrics`."""
+"""Decorator that registers a policy loss for `train.loss` under a name, with a model of its options and the names of
+all its `metrics`; with these, `train.stop_when` refuses any other name."""
 CLIPPED_METRICS = ("clip_fraction",)
 """The metrics of losses that clip as PPO does."""
 
@@ -76,10 +76,7 @@ class GspoLossOptions(Options):
 
 @register_loss("gspo", GspoLossOptions, metrics=CLIPPED_METRICS)
 def gspo_loss(inputs: LossInputs, options: GspoLossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO's loss with one ratio for each response, the geometric mean of its tokens' (arXiv 2507.18071).
-
-    The paper averages within each response first: `train.loss_mean = "response"`.
-    """
+    """GRPO's loss with one ratio per response, the geometric mean of its tokens' ratios (arXiv 2507.18071)."""
     log_ratio = (inputs.logprobs - inputs.old_logprobs) * inputs.mask
     ratio = (log_ratio.sum(1) / inputs.mask.sum(1).clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()
     return _clipped(ratio[:, None], inputs.advantages, options.clip_low, options.clip_high)

@@ -103,31 +103,31 @@ class Family:
 
     name: str  # the family's name in specrl, such as the value of `model.tiny.family`
     architecture: str
-    """The first entry of `architectures` in `config.json`, by which a checkpoint and vLLM name the family."""
+    """The first entry of `architectures` in `config.json`, and vLLM's name for the family."""
     model_type: str
-    """The class by which transformers computes the family, named as in `transformers.AutoConfig.for_model`."""
+    """The transformers class of the family, named as in `transformers.AutoConfig.for_model`."""
     qkv_bias: bool = False  # whether queries, keys and values have a bias; no other linear layer may have one
     qk_norm: bool = False
-    """Whether each head's queries and keys pass an RMS norm (`q_norm`, `k_norm`) before they are rotated."""
+    """Whether each head's queries and keys pass through an RMS norm (`q_norm`, `k_norm`) before they are rotated."""
     attention: tuple[Linear, ...] = ATTENTION  # the linear layers of attention
     mlp: tuple[Linear, ...] = DENSE_MLP  # the linear layers after attention
     router: Router | None = None
-    """The router, where the linear layers after attention are those of experts in every transformer layer."""
+    """The router, if every transformer layer has experts after attention."""
     mtp: MtpModule | None = None
     """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
     eagle3: bool = True
-    """Whether vLLM's model hands out the hidden states between its layers, which EAGLE-3 drafters read."""
+    """Whether vLLM's model returns the hidden states between its layers, which EAGLE-3 drafters read."""
     can_tie: bool = True  # whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)
     rotary_interleaved: bool = False
-    """Whether the policy rotates channels 2i and 2i + 1 of a head against each other, and not its halves."""
+    """Whether rotary embeddings rotate channels 2i and 2i + 1 of a head against each other, instead of its halves."""
     experts_from: str | None = None
-    """The key of `config.json` that holds the first layer with experts; none of the policy's layers may have any."""
+    """The key of `config.json` that names the first layer with experts; none of the policy's layers may have any."""
     stated: tuple[str, ...] = ("num_key_value_heads",)
-    """Keys that `config.json` must have, since transformers has defaults of the family for them."""
+    """Keys that `config.json` must have, because transformers would fill in the family's defaults."""
     every_layer: tuple[tuple[str, str], ...] = ()
-    """Keys of `config.json` that list something for each transformer layer, and the one entry that is supported."""
+    """Keys of `config.json` that list something for each transformer layer, with the only entry that is supported."""
     ignored_keys: tuple[str, ...] = ()
-    """Keys of a published `config.json` that are removed from the copy that transformers and vLLM read."""
+    """Keys of a published `config.json` that are removed from the copy for transformers and vLLM."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -16,17 +16,17 @@ from specrl.data.rewards.interpreter import SECONDS, Python
 
 
 class Environment(Protocol):
-    """One conversation. Each turn plays it again from its beginning in a new process, so it must be deterministic."""
+    """One conversation. Each turn replays it from its beginning in a new process, so it must be deterministic."""
 
     def reset(self, problem: Problem) -> list[dict[str, str]]:
-        """Begin; return the messages of the prompt, or none for the problem's own prompt.
+        """Begin; return the messages of the prompt, or an empty list for the problem's own prompt.
 
-        A problem has the `question`, the reference `answer`, and in `entry` the other columns of its row.
+        A problem has the `question`, the reference `answer`, and the other columns of its row in `entry`.
         """
         ...
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
-        """Answer a turn of the policy: messages before its next turn, the turn's reward, whether it was the last."""
+        """Answer a turn of the policy: messages before its next turn, this turn's reward, whether it was the last."""
         ...
 
 
