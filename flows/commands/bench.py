@@ -49,7 +49,6 @@ AFTER_UPDATE = """Measure how far responses follow what their seeds sampled befo
 --max-tokens is the length of every response, and the largest of --batches is their number."""
 ROUNDS = 5
 
-
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
 Page = Annotated[Path | None, option("The page to write, rows beside it; by default RUN/bench/NAME.md.", "FILE")]
 CLUSTER = """Measure each cell beside the baseline in a job that outlives this command: on slurm, local (this machine),
