@@ -6,6 +6,7 @@ Links are written as they work in the repository; `on_page_markdown` makes them 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import posixpath
 import re
@@ -20,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from model_page import models
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -42,6 +44,7 @@ ALGORITHMS = """\
 
 Select one by its name, or by a table of its name and options, such as `loss = { name = "grpo", clip_high = 0.28 }`.
 [Extending](../CONTRIBUTING.md) shows how to add one."""
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", Algorithm: "string or table"}
 SIGNS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
 METRIC_PAGE = """\
 # Metrics
@@ -96,7 +99,7 @@ def configuration() -> str:
         title = f"`[{name}]`" if name else "Top level"
         parts += [
             f"## {title}",
-            (section.__doc__ or "").strip(),
+            inspect.cleandoc(section.__doc__ or ""),
             "| key | type | default | meaning |\n|---|---|---|---|",
         ]
         for attribute, field in section.model_fields.items():
@@ -143,27 +146,37 @@ def sections_in(annotation: Any) -> Iterator[tuple[type[Section], str]]:
 
 
 def type_name(annotation: Any) -> str:
-    """Write a type as a user reads it: without modules and pydantic's limits."""
+    """Write a type as it is in TOML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_name(arguments[0])
+        takes_one = get_origin(arguments[0]) is tuple and any(isinstance(item, BeforeValidator) for item in arguments)
+        return "string or " * takes_one + type_name(arguments[0])
     if origin is UnionType or str(origin) == "typing.Union":
         return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
     if str(origin) == "typing.Literal":
         return " or ".join(f'"{argument}"' if isinstance(argument, str) else str(argument) for argument in arguments)
-    if origin is not None:
-        inside = ", ".join("..." if argument is Ellipsis else type_name(argument) for argument in arguments)
-        return f"{origin.__name__}[{inside}]"
-    return getattr(annotation, "__name__", str(annotation))
+    if origin is dict:
+        return "table of tables" if is_table(arguments[1]) else "table"
+    if origin is tuple:
+        number = "" if Ellipsis in arguments else f"{len(arguments)} "
+        return f"list of {number}{type_name(arguments[0])}s"
+    return "table" if is_table(annotation) else TYPES[annotation]
+
+
+def is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def allowed(field: FieldInfo) -> str:
     """Write a field's type and the limits of its value."""
     constraints = [inner for item in field.metadata for inner in getattr(item, "metadata", [item])]
     limits = [
-        f"{sign}{getattr(item, name):g}" for item in constraints for name, sign in SIGNS.items() if hasattr(item, name)
+        f"{sign}{limit if isinstance(limit, int) else f'{limit:g}'}"
+        for item in constraints
+        for name, sign in SIGNS.items()
+        if (limit := getattr(item, name, None)) is not None
     ]
-    return " ".join([f"`{type_name(field.annotation)}`", ", ".join(limits)]).strip()
+    return " ".join([f"`{type_name(Annotated[field.annotation, *field.metadata, None])}`", ", ".join(limits)]).strip()
 
 
 def default(field: FieldInfo) -> str:

@@ -49,7 +49,6 @@ AFTER_UPDATE = """Measure how far responses follow what their seeds sampled befo
 --max-tokens is the length of every response, and the largest of --batches is their number."""
 ROUNDS = 5
 
-
 Run = Annotated[str, option("A finished run: its name, or the path of its folder.", "RUN", "--run")]
 Page = Annotated[Path | None, option("The page to write, rows beside it; by default RUN/bench/NAME.md.", "FILE")]
 CLUSTER = """Measure each cell beside the baseline in a job that outlives this command: on slurm, local (this machine),
@@ -188,9 +187,9 @@ def bench_rollouts(
 @group.command("drafter")
 def bench_drafter(
     run: Annotated[str | None, option("A finished run: its name, or the path of its folder.", "RUN", "--run")] = None,
-    model: Annotated[Path | None, option("Hugging Face folder of the policy to draft for.")] = None,
+    model: Annotated[Path | None, option("Hugging Face folder of the policy to draft for.", "FOLDER")] = None,
     drafter: Annotated[str, option("Folders of drafters of any kind, by commas.", "FOLDERS")] = "",
-    data: Annotated[Path | None, option("File of prompts, in a format of drafter.data.")] = None,
+    data: Annotated[Path | None, option("File of prompts, in a format of drafter.data.", "FILE")] = None,
     prompts: Annotated[int, option("Number of prompts, from --data or to initialise each drafter.", least=1)] = 64,
     max_tokens: Annotated[int, option("Longest response in tokens, with --data.", least=1)] = 128,
     ks: Annotated[str, option("Lengths of drafts in tokens, with --data.", "LIST")] = "3",

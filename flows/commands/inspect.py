@@ -26,7 +26,7 @@ from specrl.processes import LOOPBACK
 from specrl.report.results import CONFIG_FILE, is_run, readable_config, readable_settings
 from specrl.report.tables import print_line, print_table, printable
 
-Count = Annotated[int, option("How many of them to show.", "NUMBER", least=0)]
+Count = Annotated[int, option("How many of them to show.", least=0)]
 PROMPT = "Instead, show all responses to this prompt, of all steps or of --step."
 
 
@@ -93,9 +93,9 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
 def logs(
     name: RunName,
     stage: Annotated[str | None, option("By default the one that logged last; flow for --detach.", "STAGE")] = None,
-    rank: Annotated[int, option("The rank whose log to print.", "NUMBER", least=0)] = 0,
+    rank: Annotated[int, option("The rank whose log to print.", least=0)] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has no jobs left.")] = False,
-    lines: Annotated[int, option("How many lines to print, from the end.", "NUMBER", least=0)] = 100,
+    lines: Annotated[int, option("How many lines to print, from the end.", least=0)] = 100,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Print the log of a stage's newest job."""
@@ -137,7 +137,7 @@ def _print_from(log: Path, position: int) -> int:
 
 def samples(
     name: RunName,
-    step: Annotated[int | None, option("The RL step, from 0; the last one by default.", "NUMBER", least=0)] = None,
+    step: Annotated[int | None, option("The RL step, from 0; the last one by default.", least=0)] = None,
     best: Count = 3,
     worst: Count = 3,
     longest: Count = 3,

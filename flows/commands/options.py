@@ -16,7 +16,8 @@ from specrl.processes import LOOPBACK, free_port
 
 
 def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
-    """Describe an option; `name` only where it is not that of the parameter."""
+    """Describe an option, a number if it has a `least`; `name` only where it is not that of the parameter."""
+    metavar = metavar or (None if least is None else "NUMBER")
     return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
 
 

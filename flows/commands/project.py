@@ -24,7 +24,7 @@ def project(
     name: Subject = None,
     published: Annotated[bool, option("Simulate what others have published instead.", name="--published")] = False,
     hardware: Annotated[str | None, option("H100, H200 or GB200; by default chosen by gpu_memory_gib.", "NAME")] = None,
-    gpus: Annotated[int | None, option("By default as many as ranks in stage train.", "NUMBER", least=1)] = None,
+    gpus: Annotated[int | None, option("By default as many as ranks in stage train.", least=1)] = None,
     json_path: Annotated[Path | None, option("With --published: also write the rows here.", "FILE", "--json")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -18,7 +18,7 @@ LONGEST = 10_000_000  # the bytes of the longest response that is read: no run s
 def reward(
     config_path: ConfigPath,
     response: Annotated[str, option("The file with the response; - is standard input.", "FILE")],
-    problem: Annotated[int, option("The training problem that it answers, from 0.", "NUMBER", least=0)] = 0,
+    problem: Annotated[int, option("The training problem that it answers, from 0.", least=0)] = 0,
     json_path: Annotated[str | None, option("Write JSON there; - is standard output.", "FILE", "--json")] = None,
     overrides: Overrides = None,
 ) -> None:

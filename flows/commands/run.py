@@ -87,7 +87,7 @@ def print_dry_run(config: Config, *, as_json: bool) -> None:
 def resume(
     context: typer.Context,
     name: RunName,
-    steps: Annotated[int | None, option("Train up to this many steps: train.num_steps.", "NUMBER", least=1)] = None,
+    steps: Annotated[int | None, option("Train up to this many steps: train.num_steps.", least=1)] = None,
     overrides: Annotated[list[str] | None, option(f"Change a setting. {CHANGEABLE}", "KEY=VALUE", "--set")] = None,
     new_code: Annotated[bool, option("Go on with the present code, not the run's own.", name="--new-code")] = False,
     restart: Annotated[bool, option(RESTART, name="--restart")] = False,

@@ -116,7 +116,7 @@ class Config(Section):
     validate_: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
     resources: Resources = Resources()
     stage_resources: dict[StageName, StageResources] = Field(default_factory=dict)
-    """Overrides of `[resources]`, by stage."""
+    """Overrides of `[resources]` and `[cluster]`, by stage."""
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
 

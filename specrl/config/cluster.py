@@ -37,10 +37,7 @@ class ContainerConfig(Section):
 
 
 class StageResources(Section):
-    """Overrides of `[resources]` and `[cluster]` for one stage.
-
-    `Resources` and `ClusterConfig` describe the keys, and what is not given is inherited.
-    """
+    """For one stage: each key overrides the key of the same name in `[resources]` or `[cluster]`."""
 
     backend: str | None = None
     """The scheduler of this stage's job. With `stage_resources.prepare.backend = "local"`, the model is downloaded
