@@ -231,6 +231,10 @@ class VllmEngine:
         if self.llm.is_sleeping():
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
+            # Its memory may hold what the trainer has left, NaN among it, by which a kernel may multiply the 0 of a
+            # place behind a sequence. vLLM zeroes it when it starts, and after a sleep on AMD's GPUs alone.
+            for cache in self.runner.kv_caches:
+                cache.zero_()
 
     def shutdown(self) -> None:
         """Free the engine; the default process group stays."""
