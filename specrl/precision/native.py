@@ -16,7 +16,7 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Scales may be any float32 number, not only powers of two; read when Transformer Engine's recipes are imported."""
 QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")  # attributes of its recipe
 FIRST_CAPABILITY = (9, 0)  # on older GPUs vLLM would use kernels that leave activations in BF16
-FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine's kernels refuse scales that are no powers of two
+FIRST_OF_POWERS = (10, 0)  # from here on Transformer Engine's kernels and DeepGEMM's take powers of two as scales alone
 
 
 def check_training() -> None:

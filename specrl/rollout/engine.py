@@ -99,8 +99,8 @@ class Engine(VllmEngine):
                 asks for.
             SamplerError: The sampler's self-test failed.
         """
+        join()  # chooses this rank's GPU, which the environment depends on
         set_environment(batch_invariant=config.engine.batch_invariant)
-        join()
         require_version()
         self.config, self.max_length = config, config.model.max_length
         longest = max(config.speculation.draft_lengths) if speculate else 0

@@ -25,7 +25,7 @@ def loadable(weight: Any) -> Any:
 
 
 def error_after(change: str) -> str:
-    """Load three fused matrices, and load them again as a refit does on a GPU; change something, and compare."""
+    """Load three fused matrices, and load them twice again as refits do on a GPU; change something, and compare."""
     import specrl.rollout.vllm.cpu_kernels  # noqa: F401  (must precede vllm)
 
     # isort: split
@@ -39,7 +39,7 @@ def error_after(change: str) -> str:
 
     from specrl.models.families import LLAMA
     from specrl.rollout.errors import PolicyParityError
-    from specrl.rollout.vllm.weights.comparison import Expected
+    from specrl.rollout.vllm.weights.comparison import Expected, _quantised
 
     torch.manual_seed(0)
     parts = [torch.randn(rows, 256).bfloat16() for rows in (256, 128, 128)]
@@ -62,16 +62,19 @@ def error_after(change: str) -> str:
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.shape == (4, 2)
     before = layer.weight.data_ptr(), layer.weight_scale_inv.data_ptr()
-    expected = Expected(model, LLAMA)
-    with torch.inference_mode():
-        layerwise.initialize_layerwise_reload(model)
-        for first, (_, part) in zip((0, 256, 384), expected.noted(zip(NAMES, parts, strict=True)), strict=True):
-            loaded = part.clone()
-            if change == "stale" and first == 0:
-                loaded[200] *= 2
-            layer.weight.weight_loader(layer.weight, loaded, first)
-        layerwise.finalize_layerwise_processing(model, None)
-    # Quantising compiled once for the start and once for reloads: what is expected comes from the same kernels.
+    for refit in range(2):
+        expected = Expected(model, LLAMA)
+        with torch.inference_mode():
+            layerwise.initialize_layerwise_reload(model)
+            _quantised(layer, [torch.randn(256 + 256 * refit, 384).bfloat16()], torch.device("cpu"))  # another layer's
+            for first, (_, part) in zip((0, 256, 384), expected.noted(zip(NAMES, parts, strict=True)), strict=True):
+                loaded = part.clone()
+                if change == "stale" and first == 0 and refit:
+                    loaded[200] *= 2
+                layer.weight.weight_loader(layer.weight, loaded, first)
+            layerwise.finalize_layerwise_processing(model, None)
+    # Quantising compiled once for the start and once for all reloads and shapes: what is expected comes from the same
+    # kernels. After eight graphs torch would compute without one, and otherwise.
     assert counters["stats"]["unique_graphs"] == 2
     if change == "weight":
         layer.weight.data.view(torch.uint8)[300, 7] ^= 1

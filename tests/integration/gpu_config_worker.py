@@ -1,7 +1,7 @@
-"""Print what vLLM would do with the shipped configurations on a GPU of compute capability 9.0, which is made up here.
+"""Print what vLLM would do with the shipped configurations on a GPU, which is made up here.
 
-Arguments: a folder for the models' configurations, then configuration files. What the CUDA build of vLLM has compiled
-is taken to be there.
+Arguments: `plain` or `invariant` for Hopper or `blackwell`, a folder for the models' configurations, then configuration
+files. What the CUDA build of vLLM has compiled is taken to be there.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ COMPILED = ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C", "vllm
 ASKED = ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported")
 
 
-def become_hopper() -> None:
-    """Let torch and vLLM take this machine for one with an H100, before vLLM is imported."""
+def become(capability: tuple[int, int]) -> None:
+    """Let torch and vLLM take this machine for one with such a GPU, before vLLM is imported."""
     for name in COMPILED:
         sys.modules[name] = ModuleType(name)
-    for name, value in (("is_available", True), ("device_count", 1), ("get_device_capability", (9, 0))):
+    for name, value in (("is_available", True), ("device_count", 1), ("get_device_capability", capability)):
         setattr(torch.cuda, name, lambda *_, value=value: value)
     for name in ASKED:
         LIBRARY.define(f"{name}(int capability) -> bool")
         LIBRARY.impl(name, lambda capability: True, "CompositeExplicitAutograd")
 
 
-def take_platform() -> None:
+def take_platform(capability: tuple[int, int]) -> None:
     """Give vLLM the platform."""
     from vllm import platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
     answers = {
-        "get_device_capability": DeviceCapability(9, 0),
-        "get_device_name": "NVIDIA H100",
+        "get_device_capability": DeviceCapability(*capability),
+        "get_device_name": "NVIDIA H100" if capability == (9, 0) else "NVIDIA B200",
         "get_device_total_memory": 80 << 30,
         "is_cumem_allocator_available": True,
         "num_compute_units": 132,
     }
     methods = {name: classmethod(lambda *_, value=value, **__: value) for name, value in answers.items()}
-    platforms._current_platform = type("Hopper", (NonNvmlCudaPlatform,), methods)()
+    platforms._current_platform = type("MadeUp", (NonNvmlCudaPlatform,), methods)()
     from vllm.utils import deep_gemm
 
     deep_gemm.has_deep_gemm = lambda: True  # the CUDA build brings it
@@ -169,9 +169,10 @@ def linear_kernel(size: int) -> str:
 
 if __name__ == "__main__":
     LIBRARY = torch.library.Library("_C", "FRAGMENT")
-    become_hopper()
+    gpu = (10, 0) if sys.argv[1] == "blackwell" else (9, 0)
+    become(gpu)
     is_invariant = sys.argv[1] == "invariant"
     set_environment(batch_invariant=is_invariant)
-    take_platform()
+    take_platform(gpu)
     answers = {path: found(Path(path), Path(sys.argv[2]), batch_invariant=is_invariant) for path in sys.argv[3:]}
     print(json.dumps(answers))

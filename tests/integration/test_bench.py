@@ -199,7 +199,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     finish(specrl("bench", "gpu", *paths, "--short"), seconds=1200)
     rows = json.loads(path.read_text())
     states = {row["section"]: row["status"] for row in rows if "status" in row}
-    assert set(states) == {"sampler", "exactness", "invariance", "generation", "training"}
+    assert set(states) == {"sampler", "exactness", "invariance", "generation", "training", "drafter"}
     assert all(state.startswith("done") for state in states.values())
     by_section = {name: [row for row in rows if row["section"] == name and "status" not in row] for name in states}
     assert [row["unexplained"] for row in by_section["exactness"]] == [0] * len(by_section["exactness"])
@@ -207,6 +207,7 @@ def test_a_first_look_at_a_gpu_runs_on_a_cpu_too(tmp_path: Path) -> None:
     assert [row["near_ties"] for row in by_section["exactness"] if row["type"] == "float32"] == [0, 0]
     assert all(row["unexplained"] == 0 and row["us"] > 0 for row in by_section["sampler"])
     assert {row["layers"] for row in by_section["training"]} == {"bf16", "fp8, emulated"}
+    assert [row["tokens"] for row in by_section["drafter"]] == [48, 384]
     engines = {row["engine"] for row in by_section["generation"]}
     assert {"stock vLLM", "specrl, plain", "specrl, k = 3, acceptance 2.5"} <= engines
     assert "## Exactness" in page.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,24 @@ class Scale:
 
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
-_SMALL, _LEAST = decoder(128, 256, 6, 4, 2, 32, 1024), decoder(128, 256, 2, 2, 1, 64, TINY_VOCAB_SIZE)
+_SMALL, _LEAST = decoder(128, 256, 6, 4, 2, 32, 1024), decoder(128, 256, 4, 2, 1, 64, TINY_VOCAB_SIZE)
 SHORT = Scale("short", _SMALL, 256, _LEAST, 4, 48, (8,), (1, 4), 12, 1, 8)
 _LARGE, _MEDIUM = decoder(4096, 12288, 36, 32, 8, 128, 151936), decoder(2048, 6144, 28, 16, 8, 128, 32768)
 FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (8, 64, 256, 1024), (1, 8, 32, 128), 128, 3, 64)
+
+
+def forget_memory() -> None:
+    """Let `peak_memory` begin anew, without what nothing holds any longer."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory_beside(planned_gib: float) -> Row:
+    """The columns that compare the most memory since `forget_memory` with what is planned; on CPUs nothing is known."""
+    peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
+    return {"peak_gib": peak, "planned_gib": planned_gib, "of_plan": peak and peak / planned_gib}
 
 
 def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> Config:

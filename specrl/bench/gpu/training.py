@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.models import GIB, Row, Scale, bench_config, write_policy
+from specrl.bench.gpu.models import Row, Scale, bench_config, forget_memory, memory_beside, write_policy
 from specrl.distributed import Ranks, join, leave
 from specrl.models.shapes import model_shape
 from specrl.precision import native
@@ -37,25 +36,18 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         precision = LinearPrecision() if fp8 else None
         if precision is not None and precision.is_native:
             native.set_scales()
-        gc.collect()  # frees the policy before
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        forget_memory()
         policy = Policy(directory, config.policy, dtype="bfloat16", ranks=ranks, seed=0, fp8=precision)
         seconds = _step_seconds(policy, scale, micro_batch, ranks)
         if precision is not None:
             precision.assert_quantised(trained=True)
-        planned = peak_gib(policy_items(rank, trainable=True, fp8=fp8))
-        measured = torch.cuda.max_memory_allocated() / GIB if rank.gpu else None
         yield {
             "micro_batch": micro_batch,
             "layers": f"fp8, {precision.mode}" if precision is not None else "bf16",
             "step_s": seconds,
             "tokens_per_s": tokens / seconds,
             "tflops": 6 * shape.num_layers * shape.parameters_per_layer * tokens / seconds / 1e12,
-            "peak_gib": measured,
-            "planned_gib": planned,
-            "of_plan": measured and measured / planned,
+            **memory_beside(peak_gib(policy_items(rank, trainable=True, fp8=fp8))),
         }
         del policy
     leave()

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from specrl.precision.native import FIRST_OF_POWERS
 from specrl.processes import importing
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm import replacements
@@ -230,6 +231,10 @@ class VllmEngine:
         if self.llm.is_sleeping():
             torch.cuda.empty_cache()  # frees what the trainer has freed but torch keeps
             self.llm.wake_up()
+            # Its memory may hold what the trainer has left, NaN among it, by which a kernel may multiply the 0 of a
+            # place behind a sequence. vLLM zeroes it when it starts, and after a sleep on AMD's GPUs alone.
+            for cache in self.runner.kv_caches:
+                cache.zero_()
 
     def shutdown(self) -> None:
         """Free the engine; the default process group stays."""
@@ -250,6 +255,10 @@ def set_environment(*, batch_invariant: bool = False) -> None:
         os.environ[BATCH_INVARIANT] = "1"
     own = {name: os.environ[name] for name in OF_THE_USER if name in os.environ}
     os.environ.update({**ENVIRONMENT, **own})
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_OF_POWERS:
+        # DeepGEMM multiplies there by scales that are powers of two alone, and ends the engine over any others, which
+        # `ENVIRONMENT` asks for; CUTLASS's kernels take them.
+        os.environ["VLLM_USE_DEEP_GEMM"] = "0"
 
 
 def _check_batch_invariant() -> None:
