@@ -74,6 +74,11 @@ _TO_LATEX = [
     for pattern, replacement in (
         (rf"^{_GAP}+|(?:{_GAP}|\\){{1,9}}$", ""),
         (r"^(?:\\left\s*\\\{)?\s*\\begin\{(\w+)\}(?:\{[lcr|]+\})?(.*?)\\end\{\1\}(?:\s*\\right\s*\.?)?$", _system),
+        (
+            rf"^(?:\\left)?\\\{{{_GAP}*([a-z])(?:\s*\\in\s*\\mathbb\s*\{{?R\}}?)?{_GAP}*(?:\\mid|\\vert|[|:]){_GAP}*"
+            r"(?=[^,]*\1[^,]*$)(.*?)\s*(?:\\right)?\\\}$",
+            r"\2",
+        ),
         (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
         (r"^[−–]", "-"),
         (_SET_CHOICE, ""),

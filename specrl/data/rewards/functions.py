@@ -252,6 +252,7 @@ def math_verify(_: str, response: str, answer: str) -> float:
     sentence without LaTeX is read for its last number too. A reference in words is compared as text alone.
     """
     from math_verify import parse, verify
+    from sympy import FiniteSet
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
@@ -274,7 +275,7 @@ def math_verify(_: str, response: str, answer: str) -> float:
         gold,
         numeric_precision=DIGITS if any(map(_is_inexact, (gold, *readings))) else EXACT_DIGITS,
         timeout_seconds=seconds,
-        allow_set_relation_comp="{" not in wanted,
+        allow_set_relation_comp=not any(isinstance(one, FiniteSet) for one in gold),
     )
     return float(any(check(one) and not _is_other_size(_number(gold), _number(one)) for one in readings))
 
