@@ -406,7 +406,9 @@ def _imported(config: DataConfig, path: str) -> Reward:
         if by_name:
             own = {"prompt": prompt.text, "response": response, "answer": prompt.answer}
             return function(**taken({**_columns(config, prompt), **own}))
-        positional = set(list(parameters)[:3])
+        # A decorator's (*args, **kwargs) hands on what it gets, to parameters of these names.
+        hands_on = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+        positional = {*list(parameters)[:3], *(_OWN if hands_on else ())}
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
         return function(prompt.text, response, prompt.answer, **taken(others))
 
