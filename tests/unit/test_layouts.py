@@ -166,7 +166,10 @@ def test_the_arguments_of_calls_reach_the_chat_template_as_objects(suffix: str, 
     template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
     template += "{{ messages[-1].content }}"
     rendering, found = Rendering(config_of({"template": "chat"}), llama(template)), problem(path)
-    assert rendering.text(found.question, found.context) == '{"name": "add", "arguments": {"a": 1, "b": null}}' + USER["content"]
+    assert (
+        rendering.text(found.question, found.context)
+        == '{"name": "add", "arguments": {"a": 1, "b": null}}' + USER["content"]
+    )
 
 
 def test_the_command_that_tries_a_reward_sees_thoughts_that_a_chat_template_begins(
