@@ -34,10 +34,10 @@ _THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_t
 _THOUGHTS_BEGUN = re.compile(rf"({_THOUGHTS_BEGIN.pattern})\s*\Z")  # by a prompt, as chat templates do
 _THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _WRAPPERS = (
-    *((mark, mark) for mark in ("$$", "$", "**", "`", '"')),
+    *((mark, mark) for mark in ("$$", "$", "**", "```", "`", '"')),
     (r"\(", r"\)"),
     (r"\[", r"\]"),
-    *((rf"\{font}{{", "}") for font in ("text", "textbf", "mathrm", "mathbf")),
+    *((rf"\{font}{{", "}") for font in ("text", "textbf", "mathrm", "mathbf", "boldsymbol", "bm", "underline")),
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "sqrt", "or", "and"}
 _NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
@@ -60,16 +60,33 @@ def _column(found: re.Match[str]) -> str:
     return f"({', '.join(filter(None, rows))})" if len(rows) > 1 else found[0]
 
 
+def _system(found: re.Match[str]) -> str:
+    rows = [row.strip().replace("& ", "&").replace("&=", "=").strip("&") for row in found[2].split(r"\\")]
+    listed = ", ".join(filter(None, rows)).replace(", =", " =")
+    return found[0] if "&" in listed or "matrix" in found[1] else listed
+
+
 _DOTS = r"\\[lc]?dots[bcimo]?(?![a-zA-Z])|…"
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _TOKEN = r"\s*(\\(?!sqrt|[dt]?frac|text|math|left|[dt]?binom)[a-zA-Z]+|[\da-zA-Z])"  # an argument without braces
 _TO_LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (rf"^{_GAP}+|(?:{_GAP}|\\){{1,9}}$", ""),
+        (r"^(?:\\left\s*\\\{)?\s*\\begin\{(\w+)\}(?:\{[lcr|]+\})?(.*?)\\end\{\1\}(?:\s*\\right\s*\.?)?$", _system),
+        (
+            rf"^(?:\\left)?\\\{{{_GAP}*([a-z])(?:\s*\\in\s*\\mathbb\s*\{{?R\}}?)?{_GAP}*(?:\\mid|\\vert|[|:]){_GAP}*"
+            r"(?=[^,]*\1[^,]*$)(.*?)\s*(?:\\right)?\\\}$",
+            r"\2",
+        ),
         (r"√\s*\(([^()]*)\)|√\s*(\d+|\w)", r"\\sqrt{\1\2}"),
         (r"^[−–]", "-"),
         (_SET_CHOICE, ""),
         (r"^([^{}]*\d)\{,\}(?=\d{1,2}\b[^{}]*$)", r"\1."),  # a decimal comma; before three digits it may be a separator
+        (
+            r"(?:\\left)?[(\[]\\begin\{array\}\{[lcr]+\}(.*?)\\end\{array\}(?:\\right)?[)\]]",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
         (r"^(?:.*=)?\s*\\begin\{[pbB]?matrix\}([^&]*)\\end\{[pbB]?matrix\}$", _column),
         (r"^(?:.*=)?\s*(?:\\left)?(?:\\langle|⟨)(.*?)(?:\\right)?(?:\\rangle|⟩)$", r"(\1)"),
         (rf"(?<=[^\s,;])\\?\s?[,;(]{_GAP}*\(?{_GAP}*[a-z]\s*\\in\s*(?:\\math(?:bb|bf))?\s*\{{?[Zℤ]\}}?\)?$", ""),
@@ -79,6 +96,13 @@ _TO_LATEX = [
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", "π"),
         (r"(?<![\\a-zA-Z])(exp|log|ln|sin|cos|tan|cot)(?= ?\()", r"\\\1"),
         (r"\\varnothing\b", r"\\emptyset"),
+        (r"\\(?:bf|large|Large|(?:text)?color\{\w+\})(?![a-zA-Z])\s*", ""),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (
+            r"(?<![a-zA-Z\\])\\?(sin|cos|tan|cot|sec|csc)((?:\^\{?\d\}?)?\s*(?:\\left)?[({]?\s*)"
+            r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})",
+            r"\\\1\2{\\frac{\3\\pi}{180}}",
+        ),
         (r"\\(?:mathrm|operatorname)\s?\{([ei])\}", r"\1 "),
         # math-verify leaves an ellipsis out, and of a list what is before it, too: there it is an item of its own.
         (rf"((?:^|[,;{{(\[]){_GAP}*)(?:{_DOTS}|\.{{3,}}){_GAP}*(?=[,;)\]}}]|\\[}}]|\\right|$)", r"\1\\Xi "),
@@ -93,11 +117,17 @@ _TO_LATEX = [
         (r"^(-?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})$", r"\1 \\times 10^{\2}"),
     )
 ]
+_LEAD = re.compile(
+    r"(?:\\therefore|\\approx|≈|=>?|→|\(?\w\)(?=\s)|\\text\{[^{}]*(?:is|:)\s*\}"
+    r"|(?:(?!(?:\\text\{\s*)?\b(?:and|or|not|neq?|[lg]eq?)\b)[^,;=<>≤≥≠{}!:]|\{(?:[^{}]|\{[^{}]*\})*\})*=)\s*(?=.)"
+)
+"""What an answer may have before its value that is no part of it: `\\therefore 5`, `f_{\\max} = 5`."""
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _TEX = str.maketrans(
     {"²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
 )
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
+_SIGNS |= {"rs": "₹", "rupees": "₹"}
 _WIDTHS = {0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}, 0xFF0C: ", "}
 """Full-width characters and ASCII's, which Chinese and Japanese models mix: `（１，２）`; a comma of these separates,
 and no exclamation mark is a factorial."""
@@ -128,7 +158,9 @@ _APART = [
 """What tells answers apart and math-verify does not: bases, halves of the day, signs, units, and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
 _UNIT = r"(?:(?:[a-z]{2,}\.?|m)(?:\^[23])?|[glsh])(?:/[a-z]+(?:\^[23])?)?"
-_NUMBER = re.compile(rf"([$€£¥]?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])")
+_NUMBER = re.compile(
+    rf"([$€£¥₹]?|rs\.? ?)([-+]?(?:\d+ (?=\d+/))?(?:\d*\.)?\d+(?:/\d+)?)((?:\s+{_UNIT}){{0,3}}|\s?[%°])"
+)
 _UNIT_WORD = re.compile(r"(?:(sq|cu)\S* )?(kilo|centi|milli)?([a-z]+?)s?\.?(\^[23])?")
 _SYMBOLS = {"meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd"}
 _SYMBOLS |= {"mile": "mi", "gram": "g", "liter": "l", "litre": "l"}
@@ -236,6 +268,8 @@ def bare(answer: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and inner and closing not in inner:
                 text = inner.strip()
         text = text.rstrip(".。").rstrip() if not text.endswith("..") else text
+        if text.count("}") > text.count("{"):  # of `\\text{The answer is } 5`
+            text = (text[1:] if text.startswith("}") else text.removesuffix("}")).strip()
     return text
 
 
@@ -299,7 +333,7 @@ def _amount(text: str) -> tuple[Decimal | str | None, str]:
     found = _NUMBER.fullmatch(text.strip())
     if found is None or any(word.strip(".") in _NO_UNITS for word in found[3].split()):
         return None, ""
-    unit = found[1] + found[3].strip().rstrip(".")
+    unit = (found[1] + found[3].strip()).strip(" .")
     return found[2] if "/" in found[2] else Decimal(found[2]), _SIGNS.get(unit) or _symbol(unit)
 
 
@@ -333,6 +367,23 @@ def as_latex(answer: str) -> str:
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
     return answer
+
+
+def without_lead(latex: str, other: str) -> str:
+    """The value of an expression that has a name or a word before it, unless the other one has another name."""
+    lead = _LEAD.match(latex)
+    if lead is None or ("=" in lead[0] and "=" in other.replace(" ", "").removeprefix(lead[0].replace(" ", ""))):
+        return latex
+    return latex[lead.end() :]
+
+
+def in_order(latex: str, other: str) -> str:
+    """What letters stand for, `y=2, x=1`, as the point of these values, (1, 2), where the other answer names none."""
+    pairs = [part.split("=") for part in re.split(r",|;|\\text\{\s*and\s*\}|\band\b", latex)]
+    names = {pair[0].strip() for pair in pairs if len(pair) == 2 and re.fullmatch(r"\s*[a-zA-Z]\s*", pair[0])}
+    if "=" in other or not 1 < len(names) == len(pairs):
+        return latex
+    return f"({', '.join(value.strip() for _, value in sorted(pairs, key=lambda pair: pair[0].strip()))})"
 
 
 def keep_variable(latex: str, other: str) -> str:

@@ -61,6 +61,12 @@ class Rendering:
             raise ConfigError(
                 "the tokenizer's chat template leaves data.system_prompt out: write it into the questions"
             )
+        *before, last = messages
+        if last["content"].strip() not in text and text == self._of_chat([*system, *before, {**last, "content": TURN}]):
+            raise ConfigError(
+                "the tokenizer's chat template leaves the question out, as one for images does, which wants content in "
+                "parts: take the template of the language model"
+            )
         return text
 
     def between(self, messages: Sequence[Message], last: int) -> tuple[str, list[int]]:

@@ -306,11 +306,85 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
         ("5 km", r"\boxed{5km}", r"\boxed{5m}"),
         ("10", r"\boxed{10 c}", r"\boxed{1,0}"),
         (r"\frac{45}{2}^\circ", r"\boxed{22.5°}", r"\boxed{22.5\%}"),
+        (r"\sin 60^\circ", r"\boxed{\frac{\sqrt3}{2}}", r"\boxed{\sin 60}"),
+        (r"4\cos36° - 2", r"\boxed{\sqrt5 - 1}", r"\boxed{\sqrt5 + 1}"),
+        (r"\sin^{2} 30^{\circ}", r"\boxed{0.25}", r"\boxed{0.5}"),
+        (r"\lg 2", r"\boxed{\log_{10} 2}", r"\boxed{2}"),
+        (r"(\frac12, \infty)", r"\boxed{x > \frac12}", r"\boxed{x \ge \frac12}"),
+        ("1, 2", r"\boxed{2, 1}", r"\boxed{1 < x < 2}"),
+        (r"\{x \mid x > 2\}", r"\boxed{(2,\infty)}", r"\boxed{2}"),
+        (r"[-1,2)", r"\boxed{\left\{x \in \mathbb{R} \,|\, -1 \le x < 2\right\}}", r"\boxed{\{x : -1 < x < 2\}}"),
+        ("Rs. 1200", r"\boxed{₹1,200}", r"\boxed{\$1200}"),
+        (r"{\bf 12}", r"\boxed{\color{blue}{12}}", r"\boxed{\underline{13}}"),
+        ("x=1, y=2", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
+        ("y=2, x=1", r"\boxed{(1,2)}", r"\boxed{2, 1}"),
+        ("x_1=1, x_2=2", r"\boxed{2, 1}", r"\boxed{2, 2}"),
+        (r"\begin{cases}x=1\\y=2\end{cases}", r"\boxed{x=1, y=2}", r"\boxed{2}"),
+        (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
+        (r"\left(\begin{array}{r}-1\\2\end{array}\right)", r"\boxed{\begin{pmatrix}-1\\2\end{pmatrix}}", r"\boxed{2}"),
+        (
+            "12",
+            r"\boxed{\begin{aligned}x&=3\cdot4\\&=12\end{aligned}}",
+            r"\boxed{\begin{aligned}x&=12\\y&=3\end{aligned}}",
+        ),
+        (
+            r"f(x)=\begin{cases}x & x>0\\-x & x\le 0\end{cases}",
+            r"\boxed{f(x)=\begin{cases}x & x>0\\-x & x\le 0\end{cases}}",
+            r"\boxed{0}",
+        ),
+        (r"f_{\max} = 12", r"\boxed{f_{\max}=12.0}", r"\boxed{f_{\min}=12}"),
+        ("12", r"\boxed{f_{\text{max}} = 12}", r"\boxed{f_{\max} = 3, f_{\min} = 12}"),
+        ("12", r"\boxed{\therefore 12}", r"\boxed{\max f = 3 \text{ and } \min f = 12}"),
+        ("12", r"\boxed{\text{The answer is } 12}", r"\boxed{\text{It is not } 12}"),
+        ("12", r"\boxed{\deg P = 12}", r"\boxed{\deg P \not= 12}"),
     ],
 )
 def test_math_verify_reads_what_responses_write(reference: str, right: str, wrong: str) -> None:
     assert earned("math_verify", reference, right) == 1
     assert earned("math_verify", reference, wrong) == 0
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *(
+            r"\tg 2",
+            r"3+\tg 2",
+            r"\operatorname{tg} 2",
+            r"\operatorname{cis} 2",
+            r"\sqrt[3] 2",
+            r"2\sqrt[3] 2",
+            r"\oint 2",
+        ),
+        *(
+            r"x \not= 2",
+            r"x \mid 2",
+            r"2\#2",
+            r"3 \foo 2",
+            r"\begin{cases}1 & n \text{ odd}\\2 & n \text{ even}\end{cases}",
+        ),
+    ],
+)
+def test_what_cannot_be_read_as_a_whole_is_not_the_last_number_in_it(stated: str) -> None:
+    assert earned("math_verify", "2", rf"\boxed{{{stated}}}") == earned("math_verify", stated, r"\boxed{2}") == 0
+    assert earned("math_verify", stated, rf"\boxed{{{stated}}}") == 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"\frac{2^{2005}+1}{3\cdot 2^{2006}}", r"\frac16+\frac{1}{3\cdot 2^{2006}}", r"\frac{1}{3\cdot 2^{2006}}"),
+        (r"1-\frac{1}{2^{60}}", r"\frac{2^{60}-1}{2^{60}}", r"1-\frac{1}{2^{61}}"),
+        (r"\frac{3^{60}}{2^{100}}", r"3^{60}\cdot 2^{-100}", r"\frac{3^{61}}{2^{100}}"),
+        (r"\sqrt{10^{40}+1}", r"(10^{40}+1)^{1/2}", r"10^{20}"),
+        (r"(2^{-99}, 1)", r"(\frac{1}{2^{99}}, 1)", r"(\frac{1}{2^{98}}, 1)"),
+        (r"\sqrt{0.3}", r"\sqrt{\frac{3}{10}}", r"\sqrt{\frac{1}{3}}"),
+        (r"\sum_{n=1}^\infty \frac{1}{n^2}", r"\frac{\pi^2}{6}", r"\frac{\pi^2}{7}"),
+    ],
+)
+def test_no_power_of_an_exact_answer_is_rounded_away(reference: str, right: str, wrong: str) -> None:
+    assert earned("math_verify", reference, rf"\boxed{{{right}}}") == 1
+    assert earned("math_verify", reference, rf"\boxed{{{wrong}}}") == 0
 
 
 @pytest.mark.parametrize("word", ["factorial", "squared", "halves", "thirds", "quarters"])
@@ -320,8 +394,8 @@ def test_words_that_change_a_number_are_no_units(word: str) -> None:
 
 @pytest.mark.parametrize(
     "stated",
-    [r"5\text{" + 20_000 * "~", "it is not " + 20_000 * "5", "5" + 20_000 * "( "],
-    ids=["text", "number", "(("],
+    [r"5\text{" + 20_000 * "~", "it is not " + 20_000 * "5", "5" + 20_000 * "( ", "5" + 20_000 * " " + "x"],
+    ids=["text", "number", "((", "gap"],
 )
 def test_a_long_answer_takes_no_time(stated: str) -> None:
     begun = time.process_time()

@@ -164,8 +164,12 @@ def test_the_arguments_of_calls_reach_the_chat_template_as_objects(suffix: str, 
     else:
         rows_file(path, [{"prompt": chat, "answer": "2"}])
     template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endfor %}"
+    template += "{{ messages[-1].content }}"
     rendering, found = Rendering(config_of({"template": "chat"}), llama(template)), problem(path)
-    assert rendering.text(found.question, found.context) == '{"name": "add", "arguments": {"a": 1, "b": null}}'
+    assert (
+        rendering.text(found.question, found.context)
+        == '{"name": "add", "arguments": {"a": 1, "b": null}}' + USER["content"]
+    )
 
 
 def test_the_command_that_tries_a_reward_sees_thoughts_that_a_chat_template_begins(
@@ -372,6 +376,16 @@ def test_a_chat_template_that_edits_the_system_prompt_is_taken(prompt: str, writ
     editing = TEMPLATE.replace("m['content']", "m['content'].replace('/no_think', '').replace('/think', '')")
     rendering = Rendering(config_of({"template": "chat", "system_prompt": prompt}), llama(editing))
     assert rendering.text("1+1=?") == f"<s>[system]{written}[user]1+1=?[assistant]"
+
+
+def test_a_chat_template_that_leaves_the_question_out_is_refused() -> None:
+    in_parts = (
+        "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}Go:"
+    )
+    with pytest.raises(ConfigError, match=r"chat template leaves the question out"):
+        Rendering(config_of({"template": "chat"}), llama(in_parts)).text("Q?")
+    shouting = "{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    assert Rendering(config_of({"template": "chat"}), llama(shouting)).text("why") == "WHY"
 
 
 def test_a_chat_template_that_writes_a_system_prompt_of_its_own_instead_is_refused() -> None:

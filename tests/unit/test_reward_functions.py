@@ -84,6 +84,13 @@ def without_a_place(response, ground_truth): return 1.0
 
 def reads_a_file(prompt, response, answer): return float(open("words.txt").read())
 
+def timed(function):
+    def wrapper(*args, **kwargs): return function(*args, **kwargs)
+    return wrapper
+
+@timed
+def decorated(prompt, response, answer, level=0, **columns): return level + (response == answer)
+
 class Scorer:
     def __call__(self, prompt, response, answer): return 0.75
 
@@ -126,6 +133,7 @@ def data(name: str, **settings: Any) -> DataConfig:
         ("verl_batch", 1.0),
         ("openrlhf", 1.0),
         ("scorer", 0.75),
+        ("decorated", 3.0),
     ],
 )
 def test_a_reward_is_called_as_its_parameters_say_and_may_return_what_has_a_number(name: str, expected: float) -> None:

@@ -29,10 +29,12 @@ from specrl.data.answers import (
     extract_answer,
     final_part,
     formula,
+    in_order,
     is_text,
     keep_variable,
     references,
     same,
+    without_lead,
 )
 from specrl.data.generators import make_generator
 from specrl.data.problems import Prompt
@@ -45,6 +47,7 @@ RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; w
 
 ROUNDING = 0.05  # relative: of a number that is stated in two digits
 MATH_VERIFY_SECONDS = 5  # for each step of a comparison
+DIGITS, EXACT_DIGITS = 15, 2500  # to which expressions are compared: those with decimals or sums, and exact ones
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
@@ -249,11 +252,12 @@ def math_verify(_: str, response: str, answer: str) -> float:
     sentence without LaTeX is read for its last number too. A reference in words is compared as text alone.
     """
     from math_verify import parse, verify
+    from sympy import FiniteSet
 
     # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
-    stated, (wanted, *whole) = references(extract_answer(response), named=False)[0], references(answer)[:2]
-    if stated and any(same(stated, reference) for reference in (wanted, *whole)):
+    stated, (wanted, *others) = references(extract_answer(response), named=False)[0], references(answer)[:2]
+    if stated and any(same(stated, reference) for reference in (wanted, *others)):
         return 1.0
     if not stated or is_text(wanted) or contradicts(stated, wanted):
         return 0.0
@@ -262,13 +266,34 @@ def math_verify(_: str, response: str, answer: str) -> float:
         latex = keep_variable(bounded_latex(as_latex(formula(stated))), true)
     except NotAnAnswerError:
         return 0.0
-    forms = [f"\\boxed{{{latex}}}"]
+    gold, found = (_read(text, other, seconds) for text, other in ((keep_variable(true, latex), latex), (latex, true)))
+    readings = [found]
     if _SENTENCE.search(latex) and not re.search(r"\\(?![$%])|[\^!]", latex) and not _SEVERAL.search(latex):
-        forms.append(latex.replace("\\$", ""))
-    gold = parse(f"\\boxed{{{keep_variable(true, latex)}}}", parsing_timeout=seconds)
-    check = partial(verify, gold, timeout_seconds=seconds, allow_set_relation_comp="{" not in wanted)
-    found = (parse(form, parsing_timeout=seconds) for form in forms)
-    return float(any(check(one) and not _is_other_size(_number(gold), _number(one)) for one in found))
+        readings.append(parse(latex.replace("\\$", ""), parsing_timeout=seconds))
+    check = partial(
+        verify,
+        gold,
+        numeric_precision=DIGITS if any(map(_is_inexact, (gold, *readings))) else EXACT_DIGITS,
+        timeout_seconds=seconds,
+        allow_set_relation_comp=not any(isinstance(one, FiniteSet) for one in gold),
+    )
+    return float(any(check(one) and not _is_other_size(_number(gold), _number(one)) for one in readings))
+
+
+def _read(latex: str, other: str, seconds: int | None) -> Any:
+    """An answer as one expression: of what is none, such as `3 + \\tg 2`, math-verify would take the last number."""
+    from math_verify import LatexExtractionConfig, parse
+
+    read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=seconds)
+    found = read(f"\\boxed{{{in_order(latex, other)}}}")
+    return found if len(found) > 1 else read(f"\\boxed{{{without_lead(latex, other)}}}")
+
+
+def _is_inexact(parsed: Sequence[Any]) -> bool:
+    """Whether an answer has what is computed to a few digits; of anything else, no power may be rounded away."""
+    from sympy import Float, Integral, Limit, Product, Sum
+
+    return any(not isinstance(one, str) and one.has(Float, Integral, Limit, Product, Sum) for one in parsed)
 
 
 def _number(parsed: Sequence[Any]) -> Any:
@@ -381,7 +406,9 @@ def _imported(config: DataConfig, path: str) -> Reward:
         if by_name:
             own = {"prompt": prompt.text, "response": response, "answer": prompt.answer}
             return function(**taken({**_columns(config, prompt), **own}))
-        positional = set(list(parameters)[:3])
+        # A decorator's (*args, **kwargs) hands on what it gets, to parameters of these names.
+        hands_on = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+        positional = {*list(parameters)[:3], *(_OWN if hands_on else ())}
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
         return function(prompt.text, response, prompt.answer, **taken(others))
 
