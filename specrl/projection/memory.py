@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from specrl.config import Config, StageName
+from specrl.config.base import ENGINE_STAGES
 from specrl.config.rollout import batched_tokens
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
@@ -368,7 +369,7 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[
 
 def engine_items(rank: Rank) -> list[MemoryItem]:
     """Count what vLLM needs without its KV cache."""
-    if rank.stage in ("prepare", "calibrate"):
+    if rank.stage not in ENGINE_STAGES:
         return []
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
