@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from specrl.config import Config, StageName
+from specrl.config import Config, PolicyConfig, StageName
 from specrl.config.base import ENGINE_STAGES
 from specrl.config.rollout import batched_tokens
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape, teacher_shape
-from specrl.projection.refit import vocabulary_bytes
 
 GIB = 2**30
 FP32 = 4
@@ -405,6 +404,12 @@ def kv_bytes_per_token(rank: Rank) -> float:
         return max(shape.num_kv_heads / rank.config.engine.tensor_parallel, 1) * shape.head_dim
 
     return 2 * (rank.shape.num_layers * size * channels(rank.shape) + drafter * channels(rank.drafter_shape))
+
+
+def vocabulary_bytes(shape: ModelShape, policy: PolicyConfig, element_size: int) -> int:
+    """Count the bytes of the embeddings, whole and padded so that tensor-parallel ranks share them evenly."""
+    ranks = policy.tensor_parallel
+    return -(-shape.vocab_size // ranks) * ranks * shape.hidden_size * element_size
 
 
 def refit_item(rank: Rank) -> MemoryItem:

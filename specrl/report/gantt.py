@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specrl.report.plots import PIXELS_PER_INCH, STYLE, svg_of
-from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline, Span
+from specrl.report.plots import draw
+from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline
 
 SPAN_COLOURS = {
     GENERATION: "#0072b2",
@@ -20,57 +20,32 @@ SPAN_COLOURS = {
     "checkpoint": "#000000",
 }
 """A span without a colour is not drawn."""
-WIDTH, ROW = 900, 26  # width of the picture and the height of a rank's row, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
-"""The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
+WIDTH, ROW, AXIS = 900, 26, 50  # of the picture, and the heights of a rank's row and of the time axis, in pixels
 BOX = 0.65  # the height of a box, as a share of its row
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
     """A step of all ranks, drawn to scale as SVG, in seconds since the first rank began."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    drawn = [(place, span) for place, rank in enumerate(ranks) for span in rank.spans if span.name in SPAN_COLOURS]
+    places, spans = zip(*drawn, strict=True)
+    start, end = min(span.started_at for span in spans), max(span.ended_at for span in spans)
+    lefts, widths = [span.started_at - start for span in spans], [span.ended_at - span.started_at for span in spans]
+    names, titles = dict.fromkeys(span.name for span in spans), dict[str, str]()
 
-    drawn = [[span for span in rank.spans if span.name in SPAN_COLOURS] for rank in ranks]
-    start = min(span.started_at for row in drawn for span in row)
-    end = max(span.ended_at for row in drawn for span in row)
-    height = TOP + ROW * len(ranks) + BOTTOM
-    with matplotlib.rc_context({**STYLE, "axes.spines.left": False}):
-        figure = Figure(figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
-        axes = figure.add_axes(
-            (LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, ROW * len(ranks) / height),
-            xlim=(0, max(end - start, 1e-9)),
-            ylim=(len(ranks) - 0.5, -0.5),
-            xlabel="seconds since the first rank began the step",
-        )
-        axes.grid(axis="y", visible=False)
+    def paint(axes: Any) -> None:
+        colours = [SPAN_COLOURS[span.name] for span in spans]
+        edges = {"edgecolor": colours, "linewidth": 0.5, "clip_on": False}  # so that short spans can be seen
+        boxes = axes.barh(places, widths, BOX, lefts, color=colours, **edges)
+        for box, span, left in zip(boxes, spans, lefts, strict=True):
+            box.set(gid=f"span-{len(titles)}", in_layout=False)  # the layout would look at each
+            titles[box.get_gid()] = f"{span.name}: {left:.2f} to {span.ended_at - start:.2f} s"
+        for name in names:
+            axes.barh(0, 0, color=SPAN_COLOURS[name], label=name.replace("_", " "))
+        axes.set(xlabel="seconds since the first rank began the step", xlim=(0, max(end - start, 1e-9)))
+        axes.set(ylim=(len(ranks) - 0.5, -0.5))
         axes.set_yticks(range(len(ranks)), [f"rank {rank.bubble.rank}" for rank in ranks])
         axes.tick_params(axis="y", length=0)
-        titles = _draw_boxes(axes, drawn, start)
-        _draw_legend(figure, {span.name for row in drawn for span in row})
-        return svg_of(figure, titles)
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
 
-
-def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict[str, str]:
-    from matplotlib.patches import Rectangle
-
-    titles: dict[str, str] = {}
-    for place, row in enumerate(rows):
-        for span in row:
-            left, width = span.started_at - start, span.ended_at - span.started_at
-            box = Rectangle(
-                (left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5, clip_on=False
-            )
-            box.set_gid(f"span-{len(titles)}")
-            titles[f"span-{len(titles)}"] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
-            axes.add_artist(box)
-    return titles
-
-
-def _draw_legend(figure: Any, names: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [
-        Patch(color=colour, label=name.replace("_", " ")) for name, colour in SPAN_COLOURS.items() if name in names
-    ]
-    figure.legend(handles=handles, loc="lower center", ncols=4)
+    return draw(paint, (WIDTH, ROW * len(ranks) + AXIS), list(names), titles)
