@@ -98,9 +98,7 @@ def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: b
     before = _stage_code(record.code_dir(run_dir))
     stage_code, code = (_stage_code(ROOT), present_code()) if new_code else (before, record.code)
     changed = record.model_copy(update={"settings": json.loads(dump_config(new)), "files": files, "code": code})
-    return Revision(
-        run_dir, changed, (old, new), changes, stage_code=stage_code, new_code=stage_code != before, restart=restart
-    )
+    return Revision(run_dir, changed, old, new, changes, stage_code, new_code=stage_code != before, restart=restart)
 
 
 def _stage_code(root: Path) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import specrl
@@ -15,6 +15,7 @@ from specrl.config import Config, dump_config
 from specrl.config.text import redacted
 from specrl.keys import named_files
 from specrl.lineage.record import read_record
+from specrl.processes import output_of
 
 GIT_SECONDS = 10
 
@@ -39,21 +40,15 @@ def source_tags(config: Config) -> dict[str, str]:
 
 def git_tags(root: Path) -> dict[str, str]:
     """The revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
-    try:
-        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
-        return {
-            "mlflow.source.git.commit": _git(root, "rev-parse", "HEAD"),
-            "mlflow.source.git.branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD"),
-            "specrl.code.changed": str(bool(_git(root, "status", "--porcelain", "--untracked-files=no"))).lower(),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout.strip()
+    git = partial(output_of, "git", "-C", str(root), seconds=GIT_SECONDS)
+    commit, folder = git("rev-parse", "HEAD"), git("rev-parse", "--show-toplevel")
+    if not commit or not folder or Path(folder).resolve() != root.resolve():
+        return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
+    return {
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD") or "",
+        "specrl.code.changed": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+    }
 
 
 def data_digests(config: Config) -> dict[str, str]:

@@ -14,6 +14,7 @@ from specrl.projection.simulator.choices import Choice, assumptions, choices
 from specrl.projection.simulator.hardware import Efficiency
 from specrl.projection.simulator.published import PublishedRow, mean_error
 from specrl.projection.simulator.step import StepModel
+from specrl.projection.traffic import Transfer
 from specrl.report.tables import print_line, print_table
 
 CHOICE_COLUMNS = (
@@ -88,12 +89,11 @@ def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
 
 
 def _print_traffic(console: Console, plan: Plan) -> None:
-    numbers = [(item.inside_gib, item.network_gib, item.seconds) for item in plan.traffic]
-    sums = [sum(column) for column in zip((0.0, 0.0, 0.0), *numbers, strict=True)]
-    names = [(item.name, item.how) for item in plan.traffic]
+    figures = ("inside_gib", "network_gib", "seconds")
+    inside, network, seconds = (sum(getattr(item, figure) for item in plan.traffic) for figure in figures)
     rows = [
-        (name, *(f"{number:.2f}" for number in row), how)
-        for (name, how), row in zip([*names, ("all", "for one rank")], [*numbers, sums], strict=True)
+        (item.name, *(f"{getattr(item, figure):.2f}" for figure in figures), item.how)
+        for item in (*plan.traffic, Transfer("all", inside, network, seconds, "for one rank"))
     ]
     columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
     print_table(console, "Received by one rank in a step of training", columns, rows)

@@ -8,14 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specrl import logs
-from specrl.artifacts import (
-    Acceptance,
-    ExportResult,
-    TrainResult,
-    ValidateResult,
-    write_result,
-    write_text,
-)
+from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult, write_result, write_text
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
