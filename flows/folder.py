@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from slurm.access import check_access, restrict
-from specrl.artifacts import read_file, read_json, write_text
+from specrl.artifacts import read_file, read_json, read_object, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.config.base import Section
 from specrl.data.formats.places import absolute_place
@@ -138,8 +138,8 @@ def is_worked_on(run_dir: Path) -> bool:
 
 def outcome_of(run_dir: Path) -> dict[str, str]:
     """The contents of `outcome.json`: the `state` in which the last flow left the run, and its `error`."""
-    found = read_json(run_dir / OUTCOME_FILE)
-    return {name: str(found.get(name, "")) for name in ("state", "error")} if isinstance(found, dict) else {}
+    found = read_object(run_dir / OUTCOME_FILE)
+    return found and {name: str(found.get(name, "")) for name in ("state", "error")}
 
 
 def size_of(path: Path) -> int:

@@ -29,7 +29,7 @@ from slurm.backend import (
 from slurm.environment import job_environment
 from slurm.local import LocalBackend
 from slurm.slurm_backend import SlurmBackend
-from specrl.artifacts import is_passing, read_json
+from specrl.artifacts import is_passing, read_object
 from specrl.config import STAGES, ClusterConfig, Config, ConfigError, understood_config
 from specrl.context import StageContext
 
@@ -110,8 +110,7 @@ def find_now(key: JobKey) -> Job | None:
 
 def _backends(key: JobKey) -> list[Backend]:
     backends = [backend_of(key.cluster)]
-    context = read_json(key.context_path)  # it is written before a job is submitted
-    config = context.get("config") if isinstance(context, dict) else None
+    config = read_object(key.context_path).get("config")  # it is written before a job is submitted
     if isinstance(config, dict):
         name = understood_config(config, key.config.run_dir).cluster_of(key.stage).backend
         if name != key.cluster.backend:

@@ -21,7 +21,7 @@ from flows.folder import find_run_to_read, is_trusted, is_worked_on, outcome_of
 from slurm.backend import FLOW_KEY, JobError, JobKey, Record, SilentSchedulerError
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
-from specrl.artifacts import RESULT_FILE, read_json
+from specrl.artifacts import RESULT_FILE, read_object
 from specrl.config import STAGES, Config, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
@@ -227,8 +227,7 @@ def training_rows(now: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _metrics(path: Path) -> Mapping[str, float] | None:
-    record = read_json(path)
-    metrics = record.get("metrics") if isinstance(record, dict) else None
+    metrics = read_object(path).get("metrics")
     known = isinstance(metrics, dict) and all(isinstance(metrics.get(name), int | float) for name in SHOWN)
     return metrics if known else None
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from specrl.artifacts import read_file, read_json, write_text
+from specrl.artifacts import read_file, read_object, write_text
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import OTHERS_SIGNALS, is_locked, last_line, start_helper
 from specrl.tracking.log import Entry, Log, Sent
@@ -198,4 +198,4 @@ def log_entry(run: Any, log: Log, entry: Entry) -> None:
     elif entry.kind == "params":
         run.config.update(values["params"], allow_val_change=True)
     elif entry.kind == "artifact" and Path(values["path"]).name == SUMMARY_FILE:
-        run.summary.update(read_json(log.owner / SUMMARY_FILE) or {})
+        run.summary.update(read_object(log.owner / SUMMARY_FILE))
