@@ -69,15 +69,17 @@ def is_run(folder: Path) -> bool:
 def readable[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
     """The stage's result, or None if it has not finished or is of another version of specrl."""
     try:
-        return finished(stages, stage, kind)
+        return read_result(stages[stage], kind) if stage in stages else None
     except ValueError:
         return None
 
 
-def finished[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
-    """The stage's result, or None if it has not finished."""
-    folder = stages.get(stage)
-    return read_result(folder, kind) if folder is not None and (folder / RESULT_FILE).exists() else None
+def result_of[Result: Artifact](run_dir: Path, stage: str, kind: type[Result]) -> Result:
+    """The stage's result; a ConfigError if it has not finished, or is of another version of specrl."""
+    folder = find_stages(run_dir).get(stage)
+    if folder is None or not (folder / RESULT_FILE).exists():
+        raise ConfigError(f"run {run_dir.name} has not finished {stage}; continue it with: specrl resume {run_dir}")
+    return read_result(folder, kind)
 
 
 def seconds_of(stage_dir: Path) -> float | None:
