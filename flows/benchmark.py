@@ -28,7 +28,7 @@ from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
-from specrl.config import Config, ConfigError, Resources, change_config, dump_config, parse_config
+from specrl.config import Config, ConfigError, Resources, change_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import file_digest, model_fingerprint
@@ -114,7 +114,7 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
     }
     if gpus > 1:
         own["sbatch"] = {"gpus-per-node": gpus}
-    data = json.loads(dump_config(config))
+    data = config.settings
     asked = data["stage_resources"].get("bench", {})
     data["stage_resources"]["bench"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
@@ -188,8 +188,7 @@ def _record(config: Config, cell: CellJob, error: str | None) -> None:
                 tracker.log_artifact(path)
         tracker.end("FINISHED" if error is None else "FAILED")
     import_mlflow()
-    tracking = config.tracking.model_copy(update={"experiment": experiment})
-    if send(config.model_copy(update={"tracking": tracking}), [cell.folder], FLOW_PATIENCE_SECONDS):
+    if send(config.updated(tracking={"experiment": experiment}), [cell.folder], FLOW_PATIENCE_SECONDS):
         logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", cell.label)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from flows.preflight import check
 from slurm.access import restrict
 from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.submit import live_jobs
-from specrl.config import Config, ConfigError, change_config, dump_config
+from specrl.config import Config, ConfigError, change_config
 from specrl.keys import code_digest, named_files
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
@@ -97,7 +96,7 @@ def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: b
     changes += [change for change in file_changes(record.files, files, new) if change.key not in keys]
     before = _stage_code(record.code_dir(run_dir))
     stage_code, code = (_stage_code(ROOT), present_code()) if new_code else (before, record.code)
-    changed = record.model_copy(update={"settings": json.loads(dump_config(new)), "files": files, "code": code})
+    changed = record.model_copy(update={"settings": new.settings, "files": files, "code": code})
     return Revision(run_dir, changed, old, new, changes, stage_code, new_code=stage_code != before, restart=restart)
 
 

@@ -15,7 +15,7 @@ from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.trust import check_code
 from slurm.watch import stopped_line, wait
 from specrl.artifacts import RESULT_FILE, point_to, write_text
-from specrl.config import Config, StageName, dump_config
+from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
@@ -49,7 +49,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         id=secrets.token_hex(4),
-        settings=json.loads(dump_config(config)),
+        settings=config.settings,
         code=code.name,
         files=named_files(config),
         stage_keys=run_keys(config, code_digest(code / "specrl"), origin and origin.content),

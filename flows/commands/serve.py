@@ -7,7 +7,6 @@ Signals to `specrl serve` reach neither it nor its flows unless they are passed 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
-from specrl.config import Config, ConfigError, dump_config
+from specrl.config import Config, ConfigError
 from specrl.processes import end_with_parent, start_helper
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
@@ -57,7 +56,7 @@ def serve(
         runner, connection = start_helper(__name__, os.environ)
         try:
             with contextlib.suppress(OSError):  # it ended at once; its own lines say why
-                connection.send((config.name, cron, zone, json.loads(dump_config(config))))
+                connection.send((config.name, cron, zone, config.settings))
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")

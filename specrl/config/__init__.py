@@ -8,7 +8,6 @@ without an effect are mistakes in a file alone (`specrl.config.unused` says why)
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -124,6 +123,16 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The absolute path of the run's folder."""
         return (self.runs_dir / self.name).absolute()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything in the types of JSON; `parse_config` makes an equal configuration of it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def updated(self, **sections: dict[str, Any]) -> Self:
+        """A copy with other values in some sections, which are not checked."""
+        made = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=made)
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
@@ -379,7 +388,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 def change_config(config: Config, overrides: list[str]) -> Config:
     """A configuration with overrides applied as `load_config` takes them; a preset replaces only what it stands for."""
-    data, given = json.loads(dump_config(config)), dict[str, Any]()
+    data, given = config.settings, dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
         _apply_override(given, override)
@@ -431,7 +440,7 @@ def _left_out(data: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as JSON, from which `parse_config(json.loads(...))` makes an equal one."""
+    """The resolved configuration as JSON, for its file."""
     return config.model_dump_json(indent=2, by_alias=True) + "\n"
 
 

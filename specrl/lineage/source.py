@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import specrl
 from specrl.artifacts import digest
-from specrl.config import Config, dump_config
+from specrl.config import Config
 from specrl.config.text import redacted
 from specrl.keys import named_files
 from specrl.lineage.record import read_record
@@ -57,4 +56,4 @@ def data_digests(config: Config) -> dict[str, str]:
     found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
     if any(found.values()):
         return {name: content for name, content in found.items() if content is not None}
-    return {"training": digest(json.loads(dump_config(config))["data"])}
+    return {"training": digest(config.settings["data"])}

@@ -248,8 +248,7 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
     """Count the policy with Megatron's local layers, on GPUs too, for sequences that are cut."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
-    model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
-    cut = replace(rank, config=config.model_copy(update={"model": model}))
+    cut = replace(rank, config=config.updated(model={"max_length": min(longest, config.model.max_length)}))
     columns = rank.shape.vocab_size / config.policy.tensor_parallel
     how = f"{CALIBRATION_POSITIONS} tokens x {columns:.0f} x {FP32} B, of two sets and one pass"
     return [

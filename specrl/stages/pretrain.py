@@ -9,7 +9,7 @@ from statistics import fmean
 
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
-from specrl.config import Config, EnvironmentConfig
+from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -119,7 +119,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()
         if config.drafter.data is not None and config.speculation.draft_method.has_weights:
             others = answer(
-                config.model_copy(update={"environment": EnvironmentConfig()}),  # of the task alone
+                config.updated(environment={"name": None}),  # which is of the task alone
                 source.drafter_data(config.drafter.data_prompts),
                 None,
                 "drafter-data",

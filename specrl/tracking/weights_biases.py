@@ -11,7 +11,6 @@ and at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import netrc
 import os
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock
 
 from specrl.artifacts import read_file, read_object, write_text
-from specrl.config import Config, ConfigError, dump_config
+from specrl.config import Config, ConfigError
 from specrl.processes import OTHERS_SIGNALS, is_locked, last_line, start_helper
 from specrl.tracking.log import Entry, Log, Sent
 
@@ -72,7 +71,7 @@ class WandbSending:
             environment = {**ENVIRONMENT, "WANDB_CACHE_DIR": str(log.folder / FOLDER), **os.environ}
             with output_file.open("x") as output:
                 self._process, self._connection = start_helper(__name__, environment, output)
-            self._connection.send((log.owner, folder, json.loads(dump_config(config)), settings))
+            self._connection.send((log.owner, folder, config.settings, settings))
         except OSError as error:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
 
