@@ -32,7 +32,7 @@ from specrl.config import Config, ConfigError, Resources, change_config, parse_c
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import file_digest, model_fingerprint
-from specrl.report.results import find_stages
+from specrl.report.results import find_stages, seconds_of
 from specrl.tracking.log import Log
 from specrl.tracking.runs import ERROR_TAG, FLOW_PATIENCE_SECONDS, last_of, row_metrics
 from specrl.tracking.store import BENCHMARKS, import_mlflow
@@ -202,8 +202,7 @@ def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
         except (JobError, StoppedError, SilentSchedulerError) as error:
             reporter.note(f"{cell.label}: {error}")
             return str(error)
-    seconds = float(json.loads((cell.folder / RESULT_FILE).read_bytes())["seconds"])
-    reporter.finished(cell.label, seconds, None, before=cached)
+    reporter.finished(cell.label, seconds_of(cell.folder) or 0.0, None, before=cached)
     return None
 
 

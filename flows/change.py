@@ -42,7 +42,7 @@ def change_run(
         for line in _jobs_in_the_way(run_dir, revision):
             if not dry_run:
                 raise ConfigError(line)
-            print_line(console, line)
+            print_line(line, console)
         if not dry_run:
             _write(run_dir, revision)
     return revision
@@ -73,9 +73,9 @@ def note_edited_files(config: Config, console: Console) -> None:
     record = read_record(config.run_dir)
     for change in file_changes(record.files, named_files(config), config) if record is not None else []:
         print_line(
-            console,
             f"note: {change}; stages that start from now on read it as it is, under the keys of before. To make that a "
             f"change: specrl resume {config.name} --new-code",
+            console,
         )
 
 
@@ -106,12 +106,12 @@ def _stage_code(root: Path) -> str:
 
 def _print(run_dir: Path, revision: Revision, console: Console) -> None:
     rows = [(plan.stage, plan.action, plan.reason) for plan in revision.stages]
-    print_table(console, f"Run {run_dir.name}", ("stage", "what happens", ""), rows)
+    print_table(f"Run {run_dir.name}", ("stage", "what happens", ""), rows, console)
     lines = [str(change) for change in revision.changes]
     if revision.new_code:
         lines.append(f"stages that have not finished run the present code, {revision.record.code}")
     for line in lines or ["nothing changes"]:
-        print_line(console, line)
+        print_line(line, console)
 
 
 def _jobs_in_the_way(run_dir: Path, revision: Revision) -> list[str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pkgutil
-import sys
 import time
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from slurm.local import LocalBackend
 from slurm.slurm_backend import SlurmBackend
 from specrl.artifacts import is_passing, read_object
 from specrl.config import STAGES, ClusterConfig, Config, ConfigError, understood_config
+from specrl.config.base import import_function
 from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
@@ -138,14 +137,7 @@ def backends_of(config: Config) -> list[Backend]:
 
 @functools.cache
 def _imported(path: str) -> Backend:
-    module_name, _, name = path.partition(":")
-    if not module_name or not name.isidentifier():
-        known = ", ".join(BACKENDS)
-        raise ConfigError(f"cluster.backend = {path!r}: allowed: {known}, or package.module:Class")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
-    try:
-        backend: Backend = pkgutil.resolve_name(path)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
+    if ":" not in path:
+        raise ConfigError(f"cluster.backend = {path!r}: allowed: {', '.join(BACKENDS)}, or package.module:Class")
+    backend: Backend = import_function("cluster.backend", path)()
     return backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specrl.report.plots import draw
-from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline
+from specrl.report.plots import PIXELS_PER_INCH, STYLE, svg_of
+from specrl.timeline import GENERATION, PREGENERATION, SPOT_TRAINING, RankTimeline, Span
 
 SPAN_COLOURS = {
     GENERATION: "#0072b2",
@@ -20,32 +20,45 @@ SPAN_COLOURS = {
     "checkpoint": "#000000",
 }
 """A span without a colour is not drawn."""
-WIDTH, ROW, AXIS = 900, 26, 50  # of the picture, and the heights of a rank's row and of the time axis, in pixels
+WIDTH, ROW = 900, 26  # width of the picture and the height of a rank's row, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
+"""The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
 BOX = 0.65  # the height of a box, as a share of its row
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
     """A step of all ranks, drawn to scale as SVG, in seconds since the first rank began."""
-    drawn = [(place, span) for place, rank in enumerate(ranks) for span in rank.spans if span.name in SPAN_COLOURS]
-    places, spans = zip(*drawn, strict=True)
-    start, end = min(span.started_at for span in spans), max(span.ended_at for span in spans)
-    lefts, widths = [span.started_at - start for span in spans], [span.ended_at - span.started_at for span in spans]
-    names, titles = dict.fromkeys(span.name for span in spans), dict[str, str]()
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    def paint(axes: Any) -> None:
-        colours = [SPAN_COLOURS[span.name] for span in spans]
-        edges = {"edgecolor": colours, "linewidth": 0.5, "clip_on": False}  # so that short spans can be seen
-        boxes = axes.barh(places, widths, BOX, lefts, color=colours, **edges)
-        for box, span, left in zip(boxes, spans, lefts, strict=True):
-            box.set(gid=f"span-{len(titles)}", in_layout=False)  # the layout would look at each
-            titles[box.get_gid()] = f"{span.name}: {left:.2f} to {span.ended_at - start:.2f} s"
-        for name in names:
-            axes.barh(0, 0, color=SPAN_COLOURS[name], label=name.replace("_", " "))
-        axes.set(xlabel="seconds since the first rank began the step", xlim=(0, max(end - start, 1e-9)))
-        axes.set(ylim=(len(ranks) - 0.5, -0.5))
+    drawn = [(place, span) for place, rank in enumerate(ranks) for span in rank.spans if span.name in SPAN_COLOURS]
+    start, end = min(span.started_at for _, span in drawn), max(span.ended_at for _, span in drawn)
+    height = TOP + ROW * len(ranks) + BOTTOM
+    with matplotlib.rc_context({**STYLE, "axes.spines.left": False}):
+        figure = Figure(figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
+        axes = figure.add_axes(
+            (LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, ROW * len(ranks) / height),
+            xlim=(0, max(end - start, 1e-9)),
+            ylim=(len(ranks) - 0.5, -0.5),
+            xlabel="seconds since the first rank began the step",
+        )
+        axes.grid(axis="y", visible=False)
         axes.set_yticks(range(len(ranks)), [f"rank {rank.bubble.rank}" for rank in ranks])
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", visible=False)
-        axes.spines["left"].set_visible(False)
+        titles = _draw_boxes(axes, drawn, start)
+        figure.legend(loc="lower center", ncols=4)
+        return svg_of(figure, titles)
 
-    return draw(paint, (WIDTH, ROW * len(ranks) + AXIS), list(names), titles)
+
+def _draw_boxes(axes: Any, drawn: Sequence[tuple[int, Span]], start: float) -> dict[str, str]:
+    from matplotlib.patches import Rectangle
+
+    titles, labels = dict[str, str](), {span.name: span.name.replace("_", " ") for _, span in drawn}
+    for place, span in drawn:
+        left, width, name = span.started_at - start, span.ended_at - span.started_at, f"span-{len(titles)}"
+        titles[name] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
+        box = Rectangle((left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5)
+        # The first of a kind is in the legend.
+        box.set(gid=name, clip_on=False, label=labels.pop(span.name, None))
+        axes.add_artist(box)
+    return titles

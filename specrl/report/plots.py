@@ -71,16 +71,8 @@ def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) ->
     return draw(paint, SIZE)
 
 
-def draw(
-    paint: Callable[[Any], None],
-    size: tuple[int, int],
-    names: Sequence[str] = (),
-    titles: Mapping[str, str] | None = None,
-) -> str:
-    """What `paint` draws on new matplotlib axes of a size in pixels, as SVG, with a legend of the names below.
-
-    `titles` are tooltips by `gid`, which `paint` may fill in.
-    """
+def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
+    """What `paint` draws on new matplotlib axes of a size in pixels, as SVG, with a legend of the names below."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -93,11 +85,11 @@ def draw(
         if names:
             handles, labels = axes.get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS)
-        return svg_of(figure, titles or {})
+        return svg_of(figure)
 
 
-def svg_of(figure: Any, titles: Mapping[str, str]) -> str:
-    """A figure as an SVG element, without date, program or document type."""
+def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
+    """A figure as an SVG element, without date, program or document type; `titles` are tooltips by `gid`."""
     text = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -109,7 +101,7 @@ def svg_of(figure: Any, titles: Mapping[str, str]) -> str:
         f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     )
     # Names of groups would not be unique on a page with several pictures.
-    body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{_title(titles.get(match[1]))}", body)
+    body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{_title((titles or {}).get(match[1]))}", body)
     return head + body
 
 

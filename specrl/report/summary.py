@@ -163,10 +163,10 @@ def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print the results of a run, which may be somebody else's, from those stages that have finished."""
     console, found = console or Console(), Results.read(run_dir)
     for table in summary_tables(found):
-        print_table(console, *table)
+        print_table(*table, console)
     if (serving := exported(found)) is not None:
         drafter_dir, command = serving
-        print_line(console, f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}")
+        print_line(f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}", console)
 
 
 class SummaryTable(NamedTuple):

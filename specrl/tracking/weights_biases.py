@@ -69,9 +69,9 @@ class WandbSending:
             output_file = log.folder / OUTPUT_FILE
             output_file.unlink(missing_ok=True)
             environment = {**ENVIRONMENT, "WANDB_CACHE_DIR": str(log.folder / FOLDER), **os.environ}
+            order = log.owner, folder, config.settings, settings
             with output_file.open("x") as output:
-                self._process, self._connection = start_helper(__name__, environment, output)
-            self._connection.send((log.owner, folder, config.settings, settings))
+                self._process, self._connection = start_helper(__name__, environment, output, send=[order])
         except OSError as error:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -45,9 +45,8 @@ class Worker:
         environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "MASTER_ADDR": LOOPBACK}
         self.name, self.log = f"rank {rank} of {training.cell.label}", folder / f"rank-{rank}.log"
         with self.log.open("w") as output:
-            self.process, self.answers = start_helper("specrl.bench.run.rank", environment, output)
-        with suppress(OSError):  # it has ended already, as whoever waits for it will find
-            self.answers.send(folder / CONTEXT_FILE)
+            context = [folder / CONTEXT_FILE]
+            self.process, self.answers = start_helper("specrl.bench.run.rank", environment, output, send=context)
         own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
         if len(own) == threads:
             os.sched_setaffinity(self.process.pid, own)

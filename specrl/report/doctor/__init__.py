@@ -36,7 +36,7 @@ def render(found: list[Check], console: Console | None = None) -> None:
     console = console or Console()
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(check.name, Text(check.status, styles[check.status]), check.found) for check in found]
-    print_table(console, f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows)
+    print_table(f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows, console)
     for check in found:
         if check.fix:
-            print_line(console, f"{check.name}: {check.fix}")
+            print_line(f"{check.name}: {check.fix}", console)
