@@ -15,7 +15,7 @@ from specrl.tracking.tracker import Tracker
 def main(parent: Connection) -> None:
     """Build the train stage without MLflow and take the loop's own steps, each when the parent says so."""
     end_with_parent(parent.recv())
-    from specrl.stages import train  # slow: not before this process would end with its parent
+    from specrl.stages import train  # takes long, during which the parent may end
 
     context = StageContext.load(parent.recv())
     ranks = join()
