@@ -39,7 +39,6 @@ def print_plan(plan: Plan, options: Mapping[StageName, str], console: Console | 
 
     `options` says how each stage's job is submitted, in the scheduler's words.
     """
-    console = console or Console()
     shape, config = plan.shape, plan.config
     active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
     print_line(
@@ -70,7 +69,7 @@ def _job_row(config: Config, stage: StageName) -> tuple[str, ...]:
     return (stage, str(asked.nodes), str(asked.ranks), gpus, cpus, memory, f"{asked.minutes:g}", place)
 
 
-def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
+def _print_place(console: Console | None, place: str, budgets: list[Budget]) -> None:
     by_stage = [{item.name: item for item in budget.items} for budget in budgets]
     rows = []
     for name in dict.fromkeys(name for items in by_stage for name in items):
@@ -88,7 +87,7 @@ def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
     print_table(f"Memory of one rank in GiB: {place}", columns, rows, console)
 
 
-def _print_traffic(console: Console, plan: Plan) -> None:
+def _print_traffic(console: Console | None, plan: Plan) -> None:
     figures = ("inside_gib", "network_gib", "seconds")
     inside, network, seconds = (sum(getattr(item, figure) for item in plan.traffic) for figure in figures)
     rows = [

@@ -161,7 +161,7 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print the results of a run, which may be somebody else's, from those stages that have finished."""
-    console, found = console or Console(), Results.read(run_dir)
+    found = Results.read(run_dir)
     for table in summary_tables(found):
         print_table(*table, console)
     if (serving := exported(found)) is not None:
