@@ -110,10 +110,8 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         opened = open_conversations(engine, prompts[own::engines], config, rewards)
         origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
         count = config.drafter.samples_per_prompt
-        return collect(engine, opened, count, config, rewards, origin, on_progress=partial(report, phase))
-
-    def report(phase: str, done: int, total: int) -> None:
-        progress.update(done, total, unit="response", phase=phase)
+        on_progress = partial(progress.update, unit="response", phase=phase)
+        return collect(engine, opened, count, config, rewards, origin, on_progress=on_progress)
 
     with logs.phase("generation"):
         rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()
@@ -172,7 +170,7 @@ def pretrain_drafter(
             drafter,
             batches,
             config.drafter,
-            lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+            partial(progress.update, unit="step", phase="training the drafter"),
             checkpoints,
         )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)
