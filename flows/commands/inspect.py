@@ -80,11 +80,11 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
     The tables show what the run achieved, where the time went and where its files are. With --json, print summary.json,
     with what there is so far.
     """
-    from specrl.report.summary import Results, build_summary, render_summary
+    from specrl.report.summary import build_summary, render_summary
 
     run_dir = find_run_to_read(name, runs_dir)
     if as_json:
-        print_json(build_summary(Results.read(run_dir), None))
+        print_json(build_summary(run_dir, None))
     else:
         render_summary(run_dir, Console(soft_wrap=True))
 

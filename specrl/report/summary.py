@@ -79,11 +79,11 @@ class Results:
 def write_summary(run_dir: Path, mlflow_run_id: str | None) -> Path:
     """Write `summary.json` and return its path."""
     path = run_dir / SUMMARY_FILE
-    write_json(path, build_summary(Results.read(run_dir), mlflow_run_id))
+    write_json(path, build_summary(run_dir, mlflow_run_id))
     return path
 
 
-def build_summary(found: Results, mlflow_run_id: str | None) -> dict[str, Any]:
+def build_summary(run_dir: Path, mlflow_run_id: str | None) -> dict[str, Any]:
     """The contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     A section whose stage has not finished is null.
@@ -93,6 +93,7 @@ def build_summary(found: Results, mlflow_run_id: str | None) -> dict[str, Any]:
     those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
     would come next, and draft from the text that it would find.
     """
+    found = Results.read(run_dir)
     config, stages, train, export = found.config, found.stages, found.train, found.export
     return {
         "run": config.name,
