@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,14 +28,20 @@ from slurm.failures import last_error
 from slurm.submit import backend_of
 from specrl.artifacts import RESULT_FILE, digest
 from specrl.bench.job import ENTRY, JOB_FILE, PAGE_FILE, BenchJob
-from specrl.config import Config, ConfigError, Resources, change_config, dump_config, parse_config
+from specrl.config import Config, ConfigError, Resources, change_config, parse_config
 from specrl.config.sbatch import asks_for_gpus
 from specrl.context import StageContext
 from specrl.keys import file_digest, model_fingerprint
-from specrl.report.results import find_stages
-from specrl.tracking.runs import log_cell
+from specrl.report.results import find_stages, seconds_of
+from specrl.tracking.log import Log
+from specrl.tracking.runs import ERROR_TAG, FLOW_PATIENCE_SECONDS, last_of, row_metrics
+from specrl.tracking.store import BENCHMARKS, import_mlflow
+from specrl.tracking.sync import send
+from specrl.tracking.tracker import Tracker
 from tasks.display import Reporter
 from tasks.run import end_jobs, forget_stop, work
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
     }
     if gpus > 1:
         own["sbatch"] = {"gpus-per-node": gpus}
-    data = json.loads(dump_config(config))
+    data = config.settings
     asked = data["stage_resources"].get("bench", {})
     data["stage_resources"]["bench"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
     data |= {"name": folder.name, "runs_dir": str(folder.parent)}
@@ -166,12 +173,23 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
 
 
 def _record(config: Config, cell: CellJob, error: str | None) -> None:
-    job = cell.job
-    tags = {"specrl.key": cell.context.key, "specrl.run": config.name, "mlflow.source.name": job.command}
-    params = {"benchmark": job.name, "run": config.name, "cell": cell.label, **job.options}
-    rows = cell.rows() if error is None else []
-    files = [job.page, job.json_path] if error is None else []
-    log_cell(config, cell.folder, cell.label, tags, params, rows, files, error)
+    """Record a cell as a run in an experiment of benchmarks; once, unless it has failed."""
+    job, log, experiment = cell.job, Log(cell.folder), f"{config.tracking.experiment}{BENCHMARKS}"
+    last = last_of(log)
+    if last is None or last.values.get("status") != "FINISHED":
+        tracker = Tracker(log)
+        tags = {"specrl.key": cell.context.key, "specrl.run": config.name, "mlflow.source.name": job.command}
+        tracker.start(cell.label, {**tags, ERROR_TAG: error or ""})
+        tracker.log_params({"benchmark": job.name, "run": config.name, "cell": cell.label, **job.options})
+        if error is None:
+            for number, row in enumerate(cell.rows()):
+                tracker.log_metrics(row_metrics(row), number)
+            for path in (job.page, job.json_path):
+                tracker.log_artifact(path)
+        tracker.end("FINISHED" if error is None else "FAILED")
+    import_mlflow()
+    if send(config.updated(tracking={"experiment": experiment}), [cell.folder], FLOW_PATIENCE_SECONDS):
+        logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", cell.label)
 
 
 def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
@@ -184,8 +202,7 @@ def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
         except (JobError, StoppedError, SilentSchedulerError) as error:
             reporter.note(f"{cell.label}: {error}")
             return str(error)
-    seconds = float(json.loads((cell.folder / RESULT_FILE).read_bytes())["seconds"])
-    reporter.finished(cell.label, seconds, None, before=cached)
+    reporter.finished(cell.label, seconds_of(cell.folder) or 0.0, None, before=cached)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ from flows.preflight import check
 from slurm.access import restrict
 from slurm.environment import ROOT, present_code, snapshot_code
 from slurm.submit import live_jobs
-from specrl.config import Config, ConfigError, change_config, dump_config
+from specrl.config import Config, ConfigError, change_config
 from specrl.keys import code_digest, named_files
 from specrl.lineage.history import begin_continuation
 from specrl.lineage.record import Continuation, read_record, write_record
@@ -43,7 +42,7 @@ def change_run(
         for line in _jobs_in_the_way(run_dir, revision):
             if not dry_run:
                 raise ConfigError(line)
-            print_line(console, line)
+            print_line(line, console)
         if not dry_run:
             _write(run_dir, revision)
     return revision
@@ -74,9 +73,9 @@ def note_edited_files(config: Config, console: Console) -> None:
     record = read_record(config.run_dir)
     for change in file_changes(record.files, named_files(config), config) if record is not None else []:
         print_line(
-            console,
             f"note: {change}; stages that start from now on read it as it is, under the keys of before. To make that a "
             f"change: specrl resume {config.name} --new-code",
+            console,
         )
 
 
@@ -97,10 +96,8 @@ def _plan(run_dir: Path, overrides: Sequence[str], *, new_code: bool, restart: b
     changes += [change for change in file_changes(record.files, files, new) if change.key not in keys]
     before = _stage_code(record.code_dir(run_dir))
     stage_code, code = (_stage_code(ROOT), present_code()) if new_code else (before, record.code)
-    changed = record.model_copy(update={"settings": json.loads(dump_config(new)), "files": files, "code": code})
-    return Revision(
-        run_dir, changed, (old, new), changes, stage_code=stage_code, new_code=stage_code != before, restart=restart
-    )
+    changed = record.model_copy(update={"settings": new.settings, "files": files, "code": code})
+    return Revision(run_dir, changed, old, new, changes, stage_code, new_code=stage_code != before, restart=restart)
 
 
 def _stage_code(root: Path) -> str:
@@ -109,12 +106,12 @@ def _stage_code(root: Path) -> str:
 
 def _print(run_dir: Path, revision: Revision, console: Console) -> None:
     rows = [(plan.stage, plan.action, plan.reason) for plan in revision.stages]
-    print_table(console, f"Run {run_dir.name}", ("stage", "what happens", ""), rows)
+    print_table(f"Run {run_dir.name}", ("stage", "what happens", ""), rows, console)
     lines = [str(change) for change in revision.changes]
     if revision.new_code:
         lines.append(f"stages that have not finished run the present code, {revision.record.code}")
     for line in lines or ["nothing changes"]:
-        print_line(console, line)
+        print_line(line, console)
 
 
 def _jobs_in_the_way(run_dir: Path, revision: Revision) -> list[str]:

@@ -48,7 +48,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     """
     restrict(config.cluster)
     for line in check_access(config.run_dir, config.cluster):
-        print_line(ERRORS, line)
+        print_line(line, ERRORS)
     check(config)
     if origin is not None:
         config = own_source(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from slurm.access import check_access, restrict
-from specrl.artifacts import read_file, read_json, write_text
+from specrl.artifacts import read_file, read_json, read_object, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.config.base import Section
 from specrl.data.formats.places import absolute_place
@@ -32,16 +31,13 @@ HOLDER_FILE = ".flow.holder"  # the process that holds the lock, for the error m
 def anchor(config: Config) -> Config:
     """The configuration with all paths absolute, since jobs and later commands run in other folders."""
     anchored: Config = _anchored(config, config.runs_dir)
-    changed: dict[str, Any] = {}
     for name in ("model", "drafter"):
-        section = getattr(anchored, name)
-        if section.source is not None and (folder := Path(section.source)).is_dir():
-            changed[name] = section.model_copy(update={"source": str(folder.absolute())})
-    tracking = config.tracking
-    if tracking.uri is None:  # for jobs, and for commands in other shells
-        tracking = tracking.model_copy(update={"uri": uri_of_environment()})
-    anchored = anchored.model_copy(update={**changed, "tracking": tracking})
-    parse_config(json.loads(dump_config(anchored)))  # the present folder, too, may have a name that no setting may have
+        source = getattr(anchored, name).source
+        if source is not None and (folder := Path(source)).is_dir():
+            anchored = anchored.updated(**{name: {"source": str(folder.absolute())}})
+    if anchored.tracking.uri is None:  # for jobs, and for commands in other shells
+        anchored = anchored.updated(tracking={"uri": uri_of_environment()})
+    parse_config(anchored.settings)  # the present folder, too, may have a name that no setting may have
     return anchored
 
 
@@ -138,8 +134,8 @@ def is_worked_on(run_dir: Path) -> bool:
 
 def outcome_of(run_dir: Path) -> dict[str, str]:
     """The contents of `outcome.json`: the `state` in which the last flow left the run, and its `error`."""
-    found = read_json(run_dir / OUTCOME_FILE)
-    return {name: str(found.get(name, "")) for name in ("state", "error")} if isinstance(found, dict) else {}
+    found = read_object(run_dir / OUTCOME_FILE)
+    return found and {name: str(found.get(name, "")) for name in ("state", "error")}
 
 
 def size_of(path: Path) -> int:

@@ -56,9 +56,7 @@ def own_source(config: Config) -> Config:
 
 
 def _with_source(config: Config, folder: Path) -> Config:
-    model = config.model.model_copy(update={"source": str(folder)})
-    warm_start = config.warm_start.model_copy(update={"num_examples": 0})
-    return config.model_copy(update={"model": model, "warm_start": warm_start})
+    return config.updated(model={"source": str(folder)}, warm_start={"num_examples": 0})
 
 
 def find_origin(place: str, config: Config) -> Origin:

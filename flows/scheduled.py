@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from prefect.types.entrypoint import EntrypointType
 from flows.execute import execute, resume_in_process
 from flows.server import ServerError
 from slurm.access import check_access
-from specrl.config import Config, ConfigError, change_config, dump_config, parse_config
+from specrl.config import Config, ConfigError, change_config, parse_config
 from specrl.lineage.record import code_of
 from tasks.run import cancel_jobs
 
@@ -66,7 +65,7 @@ def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
             scheduled,
             name=config.name,
             schedule=Cron(cron, timezone=zone),
-            parameters={"config": json.loads(dump_config(config))},
+            parameters={"config": config.settings},
             concurrency_limit=1,  # one run has the allocation to itself
             work_pool_name=pool,
             # A worker imports the flow as this process does; files of the user's own lie in this folder.

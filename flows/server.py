@@ -77,9 +77,7 @@ class PrefectServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
         with self.log.open("a") as log:
-            self.process, command = start_helper("flows.server", environment, log)
-        with contextlib.suppress(OSError):  # it has ended already, as `wait` will find
-            command.send(port)
+            self.process, _ = start_helper("flows.server", environment, log, send=[port])
         return self
 
     def wait(self) -> None:

@@ -15,16 +15,7 @@ from pathlib import Path
 import psutil
 import submitit
 
-from slurm.backend import (
-    Failure,
-    FullQueueError,
-    JobError,
-    JobKey,
-    JobPlace,
-    SilentSchedulerError,
-    StageRequest,
-    State,
-)
+from slurm.backend import Failure, FullQueueError, JobError, JobKey, JobPlace, SilentSchedulerError, StageRequest, State
 from slurm.commands import (
     COMMAND_SECONDS,
     PRESENT_SECONDS,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pkgutil
-import sys
 import time
 from pathlib import Path
 
@@ -29,8 +27,9 @@ from slurm.backend import (
 from slurm.environment import job_environment
 from slurm.local import LocalBackend
 from slurm.slurm_backend import SlurmBackend
-from specrl.artifacts import is_passing, read_json
+from specrl.artifacts import is_passing, read_object
 from specrl.config import STAGES, ClusterConfig, Config, ConfigError, understood_config
+from specrl.config.base import import_function
 from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ def find_now(key: JobKey) -> Job | None:
 
 def _backends(key: JobKey) -> list[Backend]:
     backends = [backend_of(key.cluster)]
-    context = read_json(key.context_path)  # it is written before a job is submitted
-    config = context.get("config") if isinstance(context, dict) else None
+    config = read_object(key.context_path).get("config")  # it is written before a job is submitted
     if isinstance(config, dict):
         name = understood_config(config, key.config.run_dir).cluster_of(key.stage).backend
         if name != key.cluster.backend:
@@ -139,14 +137,7 @@ def backends_of(config: Config) -> list[Backend]:
 
 @functools.cache
 def _imported(path: str) -> Backend:
-    module_name, _, name = path.partition(":")
-    if not module_name or not name.isidentifier():
-        known = ", ".join(BACKENDS)
-        raise ConfigError(f"cluster.backend = {path!r}: allowed: {known}, or package.module:Class")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as in a job; a console script does not look there by itself
-    try:
-        backend: Backend = pkgutil.resolve_name(path)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cluster.backend = {path!r} cannot be imported: {error}") from error
+    if ":" not in path:
+        raise ConfigError(f"cluster.backend = {path!r}: allowed: {', '.join(BACKENDS)}, or package.module:Class")
+    backend: Backend = import_function("cluster.backend", path)()
     return backend

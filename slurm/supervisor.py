@@ -31,6 +31,7 @@ from specrl.artifacts import is_passing
 from specrl.checks import Check
 from specrl.checks.gpu import GIB, GpuNeeds, gather_facts, gpu_checks
 from specrl.config import Config, Resources, StageName
+from specrl.config.base import ENGINE_STAGES, TRAINER_STAGES
 from specrl.events import record_event
 from specrl.lifetime import LeftJobError, Lifetime, Stop
 from specrl.lifetime.segments import (
@@ -391,10 +392,6 @@ class Heartbeats:
             return ""
 
 
-MEGATRON_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
-ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
-
-
 def check_rank(request: StageRequest) -> None:
     """Check the GPU of this rank, if its stage has one; a ValueError has a line for each reason to fail later."""
     config, stage = request.context.config, request.context.stage
@@ -422,7 +419,7 @@ def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
         engine_fraction=config.engine.gpu_memory_fraction if has_engine else 0.0,
         planned_gib=planned_bytes / GIB,
         given_gib=resources.gpu_memory_gib,
-        transformer_engine=stage in MEGATRON_STAGES,
+        transformer_engine=stage in TRAINER_STAGES,
         fp8_generation=has_engine and stage != "pretrain" and config.precision.generation == "fp8",
         several_ranks=resources.ranks > 1,
     )

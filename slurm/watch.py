@@ -169,24 +169,23 @@ class _Watch:
             self.result_at = now
 
     def _check_limits(self, now: float) -> None:
-        minutes = (now - self.since) / 60
         if self.state.phase == "pending" and stop_asked(self.context.run_dir):
-            said = self._cancel()
-            raise StoppedError(f"{self._name()} {said}; {stopped_line(self.context)}")
-        if self.state.never:
-            said = self._cancel()
-            raise JobError(f"{self._name()} can never start ({self.state.detail}: {self.state.never}), and {said}")
-        if self.state.phase == "pending" and minutes > self.cluster.queue_minutes:
-            said, limit = self._cancel(), f"cluster.queue_minutes = {self.cluster.queue_minutes}"
-            raise JobError(f"{self._name()} waited in the queue for longer than {limit}, and {said}")
-        allowed = self.context.config.resources_of(self.context.stage)
-        goes_on = self.state.phase == "running" and not (self.state.in_time or self.state.is_leaving)
-        if goes_on and minutes > allowed.minutes + OVERTIME_MINUTES:
-            said = self._cancel()
-            raise JobError(f"{self._name()} ran far beyond resources.minutes = {allowed.minutes}, and {said}")
-        if self.state.is_leaving and minutes > LEAVING_MINUTES:
-            said = self._cancel()
-            raise JobError(f"{self._name()} has been ending for more than {LEAVING_MINUTES} minutes, and {said}")
+            raise StoppedError(f"{self._name()} {self._cancel()}; {stopped_line(self.context)}")
+        if (limit := self._reached_limit((now - self.since) / 60)) is not None:
+            raise JobError(f"{self._name()} {limit}, and {self._cancel()}")
+
+    def _reached_limit(self, minutes: float) -> str | None:
+        state, allowed = self.state, self.context.config.resources_of(self.context.stage).minutes
+        if state.never:
+            return f"can never start ({state.detail}: {state.never})"
+        if state.phase == "pending" and minutes > self.cluster.queue_minutes:
+            return f"waited in the queue for longer than cluster.queue_minutes = {self.cluster.queue_minutes}"
+        if state.is_leaving and minutes > LEAVING_MINUTES:
+            return f"has been ending for more than {LEAVING_MINUTES} minutes"
+        goes_on = state.phase == "running" and not (state.in_time or state.is_leaving)
+        if goes_on and minutes > allowed + OVERTIME_MINUTES:
+            return f"ran far beyond resources.minutes = {allowed}"
+        return None
 
     def _is_to_leave(self) -> bool:
         """Whether the files say that the job ends, before the scheduler does."""

@@ -348,6 +348,12 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in such a file; empty where there is none."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
 def read_lines(path: Path) -> list[Any]:
     """The values of a file with one JSON value per line; without such a file, none."""
     try:
@@ -371,8 +377,7 @@ def read_result[Result: Artifact](stage_dir: Path, kind: type[Result]) -> Result
     path = stage_dir / RESULT_FILE
     if not path.exists():
         raise ConfigError(f"stage in {stage_dir} has not finished: no {RESULT_FILE}")
-    found = read_json(path)
-    values = found if isinstance(found, dict) else {}
+    values = read_object(path)
     try:
         # A run that goes on with other code keeps its finished stages; what only their code knew is left out.
         return kind.model_validate({name: value for name, value in values.items() if name in kind.model_fields})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.machinery
-import json
 import os
 import re
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl.artifacts import digest
-from specrl.config import STAGES, Config, RewardPart, StageName, dump_config
+from specrl.config import STAGES, Config, RewardPart, StageName
 from specrl.data.formats.places import files_of
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -76,7 +75,7 @@ def reads(config: Config, stage: StageName, key: str) -> bool:
 
 def flat_settings(config: Config) -> list[tuple[str, Any]]:
     """Every setting with its key, such as `train.num_steps`, in the order of the sections."""
-    return list(_flat(json.loads(dump_config(config)), ""))
+    return list(_flat(config.settings, ""))
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

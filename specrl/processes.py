@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,12 +53,16 @@ OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, 
 
 
 def start_helper(
-    module: str, environment: Mapping[str, str] | None = None, output: IO[str] | None = None
+    module: str,
+    environment: Mapping[str, str] | None = None,
+    output: IO[str] | None = None,
+    *,
+    send: Sequence[object] = (),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `main` of a module, and return it with this end of a connection to it.
 
     `main` gets the other end. The first thing that it receives is the id of this process: given to `become_helper` or
-    `end_with_parent`, it lets the helper end with the thread that has started it. What follows is between the two. The
+    `end_with_parent`, it lets the helper end with the thread that has started it. Then comes what is to be sent. The
     helper imports what `module` imports, and no more. What it prints goes to `output`, by default where this process
     prints. Without an `environment` it has this process's, and one thread of OpenMP unless that says otherwise.
     """
@@ -74,8 +78,8 @@ def start_helper(
             start_new_session=True,  # a terminal's Ctrl-C does not reach it, and `end_helper` ends all it has started
         )
     with contextlib.suppress(OSError):  # it has ended already, as whoever asks it for something will find
-        connection.send(sys.path)
-        connection.send(os.getpid())
+        for value in (sys.path, os.getpid(), *send):
+            connection.send(value)
     return process, connection
 
 

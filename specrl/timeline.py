@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -106,19 +105,10 @@ def joined(spans: Sequence[Span], gap: float = 0.005) -> list[Span]:
 
 
 def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
-    """The spans of one rank's step: its generation and bubble, then the parts that came after.
-
-    Args:
-        bubble: The rank's bubble in the step.
-        timer: The spans of the step's parts on that rank.
-    """
+    """The spans of one rank's step: its generation and bubble, then those of the parts that came after, as timed."""
     own = Span(GENERATION, bubble.started_at, bubble.generated_at)
     return [own, *bubble.spans, *bubble.refills, *(span for span in timer if span.name not in (GENERATION, "step"))]
 
 
-def timeline_from(data: dict[str, Any]) -> RankTimeline:
-    """A timeline, given what `json` reads of its `asdict` form."""
-    return _TIMELINE.validate_python(data)
-
-
-_TIMELINE = TypeAdapter(RankTimeline)
+timeline_from = TypeAdapter(RankTimeline).validate_python
+"""Makes a timeline of what `json` reads of its `asdict` form."""

@@ -19,7 +19,7 @@ from slurm.submit import attach_or_submit
 from slurm.supervisor import WALLTIME_SIGNAL
 from specrl import lifetime
 from specrl.artifacts import append_line
-from specrl.config import Config, dump_config, parse_config
+from specrl.config import Config, parse_config
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime import LeftJobError, Stop
@@ -43,7 +43,7 @@ def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") 
 
 
 def _job_config(config: Config) -> Config:
-    data = json.loads(dump_config(config))
+    data = config.settings
     asked = data["stage_resources"].get("flow", {})
     large = [name for name in config.cluster.sbatch if name in MEMORY_OPTIONS or name == "exclusive"]
     own = RESOURCES | {"sbatch": dict.fromkeys(large, False)}

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm.backend import STOP_FILE, Job, JobKey, Record, SilentSchedulerError, StoppedError, stop_asked
+from slurm.backend import STOP_FILE, Job, JobKey, SilentSchedulerError, StoppedError, stop_asked
 from slurm.environment import snapshot_code
 from slurm.submit import attach_or_submit, find, live_jobs
 from slurm.trust import check_code
 from slurm.watch import stopped_line, wait
 from specrl.artifacts import RESULT_FILE, point_to, write_text
-from specrl.config import Config, StageName, dump_config
+from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
 from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
 from specrl.projection.plan import device_bytes
-from specrl.report.results import read_config, readable_config
+from specrl.report.results import job_id_of, read_config, readable_config, seconds_of
 from specrl.tracking.store import run_id_of
 from tasks.display import Reporter
 
@@ -49,7 +48,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         id=secrets.token_hex(4),
-        settings=json.loads(dump_config(config)),
+        settings=config.settings,
         code=code.name,
         files=named_files(config),
         stage_keys=run_keys(config, code_digest(code / "specrl"), origin and origin.content),
@@ -93,9 +92,8 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
             raise
     if stage == "export":
         point_to(run_dir / "export", folder)
-    seconds = float(json.loads((folder / RESULT_FILE).read_bytes())["seconds"])
-    submitted = Record.read(JobKey(run.config, folder.name).record_path)
-    run.reporter.finished(stage, seconds, submitted.job_id if submitted else None, before=cached)
+    job_id = job_id_of(run_dir, folder.name)
+    run.reporter.finished(stage, seconds_of(folder) or 0.0, job_id, before=cached)
     return folder
 
 

@@ -12,7 +12,7 @@ from flows.folder import find_own_run
 from flows.origin import find_origin
 from specrl.artifacts import ExportResult, TrainResult, ValidateResult, write_text
 from specrl.config import ConfigError
-from specrl.report.results import find_stages, finished, read_config
+from specrl.report.results import read_config, result_of
 
 FORMS = """The drafter as eagle3 (the original layout, for vLLM), speculators (for vLLM and the library) or sglang; or
 policy, a Hugging Face folder of a checkpoint's policy."""
@@ -77,11 +77,8 @@ def _export_drafter(name: str, form: str, to: Path, policy: str | None, runs_dir
     from specrl.export.formats import find_format
 
     chosen = find_format(form)
-    stages = find_stages(run_dir)
-    exported = finished(stages, "export", ExportResult)
-    trained, validated = finished(stages, "train", TrainResult), finished(stages, "validate", ValidateResult)
-    if exported is None or trained is None or validated is None:
-        raise ConfigError(f"run {run_dir.name} has not finished; specrl resume {run_dir.name} brings it to its end")
+    exported = result_of(run_dir, "export", ExportResult)
+    trained, validated = result_of(run_dir, "train", TrainResult), result_of(run_dir, "validate", ValidateResult)
     config, served = read_config(run_dir), policy or str(exported.policy_dir)
     if exported.drafter_dir is None:
         raise ConfigError(f'run {run_dir.name} has no drafter: its speculation.method is "{config.speculation.method}"')

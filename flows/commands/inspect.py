@@ -40,12 +40,11 @@ def ls(as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
             run["started"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
         columns = ("run", "state", ">stages", "model", "started")
         rows = [[str(run[column.removeprefix(">")]) for column in columns] for run in runs]
-        print_table(Console(), f"Runs in {runs_dir.absolute()}", columns, rows)
+        print_table(f"Runs in {runs_dir.absolute()}", columns, rows)
     else:
         print_line(
-            Console(),
             f"no runs in {runs_dir.absolute()}{'' if runs_dir.is_dir() else ', which is no folder'}; begin with: "
-            "specrl run configs/quickstart.toml",
+            "specrl run configs/quickstart.toml"
         )
 
 
@@ -81,11 +80,11 @@ def show(name: RunName, as_json: AsJson = False, runs_dir: RunsDir = Path("runs"
     The tables show what the run achieved, where the time went and where its files are. With --json, print summary.json,
     with what there is so far.
     """
-    from specrl.report.summary import Results, build_summary, render_summary
+    from specrl.report.summary import build_summary, render_summary
 
     run_dir = find_run_to_read(name, runs_dir)
     if as_json:
-        print_json(build_summary(Results.read(run_dir), None))
+        print_json(build_summary(run_dir, None))
     else:
         render_summary(run_dir, Console(soft_wrap=True))
 
@@ -152,7 +151,7 @@ def samples(
     from specrl.report.samples import SampleReader, print_samples
 
     run_dir = find_run_to_read(name, runs_dir)
-    reader, console = SampleReader(run_dir), Console(soft_wrap=True)
+    reader = SampleReader(run_dir)
     steps = reader.steps
     if not steps:
         raise ConfigError(f"run {run_dir.name} has no rollouts yet")
@@ -165,7 +164,7 @@ def samples(
         if as_json:
             print_json({"run": run_dir.name, "prompt": prompt, "samples": [asdict(sample) for sample in found]})
         else:
-            print_samples(console, f"{len(found)} responses to prompt {prompt}", found)
+            print_samples(f"{len(found)} responses to prompt {prompt}", found)
         return
     shown = reader.step(steps[-1] if step is None else step, best, worst, longest)
     if as_json:
@@ -174,7 +173,7 @@ def samples(
     print(f"step {shown.step}: {shown.num_responses} responses, mean reward {shown.reward_mean:.3f}\n")
     for why, chosen in shown.chosen.items():
         if chosen:
-            print_samples(console, why, chosen)
+            print_samples(why, chosen)
 
 
 def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:

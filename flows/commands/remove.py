@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 
 from flows.commands.options import RunName, RunsDir
@@ -34,7 +33,7 @@ def rm(
     run_dir = find_own_run(name, runs_dir)
     if run_dir.is_symlink():
         raise ConfigError(f"{run_dir} is a link to {run_dir.readlink()}; remove the run there, and then the link")
-    console, config = Console(soft_wrap=True, highlight=False), readable_config(run_dir)
+    config = readable_config(run_dir)
     with only_flow(run_dir, config.cluster):
         for job in live_jobs(config).values():
             raise ConfigError(
@@ -45,10 +44,9 @@ def rm(
         sizes = {path: size_of(path) for path in paths if path.name != LOCK_FILE}
         rows = [(path.name, decimal(size)) for path, size in sizes.items()]
         rows.append(("all", decimal(sum(sizes.values()))))
-        print_table(console, f"To be removed from {run_dir}", ("what", ">size"), rows)
+        print_table(f"To be removed from {run_dir}", ("what", ">size"), rows)
         print_line(
-            console,
-            "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them",
+            "MLflow keeps what the run has logged; registered model versions whose files lie in this folder lose them"
         )
         if not yes and not sys.stdin.isatty():
             raise ConfigError(f"run {run_dir.name}: nobody can be asked here; --yes removes without asking")
@@ -59,7 +57,7 @@ def rm(
                 remove(path)
     with _refusals():
         run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
-    print_line(console, f"removed {decimal(sum(sizes.values()))}")
+    print_line(f"removed {decimal(sum(sizes.values()))}")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Signals to `specrl serve` reach neither it nor its flows unless they are passed 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Annotated
 from zoneinfo import available_timezones
 
-from rich.console import Console
-
 from flows.commands.options import Cluster, ConfigPath, Overrides, load, option
 from flows.folder import holder_of, is_trusted, is_worked_on, list_runs
 from flows.preflight import check
@@ -27,7 +24,7 @@ from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
 from slurm.submit import find_now
-from specrl.config import Config, ConfigError, dump_config
+from specrl.config import Config, ConfigError
 from specrl.processes import end_with_parent, start_helper
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
@@ -47,23 +44,20 @@ def serve(
     Ctrl-C, which cancels the jobs of a current run. SIGTERM also ends it, but leaves such jobs running.
     """
     config = _checked(config_path, cron, zone, cluster, overrides)
-    console = Console(soft_wrap=True)
     with PrefectServer(config.runs_dir) as server:
         server.wait()
-        print_line(console, f"{config.name} runs at {cron} ({zone}) in {config.runs_dir}; Ctrl-C ends it")
+        print_line(f"{config.name} runs at {cron} ({zone}) in {config.runs_dir}; Ctrl-C ends it")
         noted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: noted.append(number))
-        runner, connection = start_helper(__name__, os.environ)
+        runner, _ = start_helper(__name__, os.environ, send=[(config.name, cron, zone, config.settings)])
         try:
-            with contextlib.suppress(OSError):  # it ended at once; its own lines say why
-                connection.send((config.name, cron, zone, json.loads(dump_config(config))))
             while not noted:
                 if runner.poll() is not None:
                     raise ServerError(f"the process that starts scheduled runs ended with code {runner.returncode}")
                 time.sleep(LOOK_SECONDS)
             for line in _end_flows(runner, config.runs_dir, noted):
-                print_line(console, line)
+                print_line(line)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(runner.pid, signal.SIGKILL)  # and the flows in its session
@@ -87,7 +81,7 @@ def deploy(
     from flows.scheduled import register_schedule  # imports Prefect, which reads its environment once
 
     url = register_schedule(config, cron, zone, pool)
-    print_line(Console(soft_wrap=True), f"{config.name} runs at {cron} ({zone}) on workers of pool {pool}, says {url}")
+    print_line(f"{config.name} runs at {cron} ({zone}) on workers of pool {pool}, says {url}")
 
 
 def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overrides: list[str] | None) -> Config:

@@ -13,7 +13,7 @@ from specrl.artifacts import ExportResult
 from specrl.config import ConfigError
 from specrl.export.card import serve_arguments
 from specrl.processes import LOOPBACK
-from specrl.report.results import find_stages, finished, read_config
+from specrl.report.results import read_config, result_of
 
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,9 +42,7 @@ def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = No
 
 
 def _exported(run_dir: Path) -> ExportResult:
-    exported = finished(find_stages(run_dir), "export", ExportResult)
-    if exported is None:
-        raise ConfigError(f"run {run_dir.name} has exported nothing yet; continue it with: specrl resume {run_dir}")
+    exported = result_of(run_dir, "export", ExportResult)
     if exported.drafter_dir is None:
         method = read_config(run_dir).speculation.method
         raise ConfigError(

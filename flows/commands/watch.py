@@ -21,7 +21,7 @@ from flows.folder import find_run_to_read, is_trusted, is_worked_on, outcome_of
 from slurm.backend import FLOW_KEY, JobError, JobKey, Record, SilentSchedulerError
 from slurm.slurm_backend import SlurmJob
 from slurm.submit import find_now
-from specrl.artifacts import RESULT_FILE, read_json
+from specrl.artifacts import RESULT_FILE, read_object
 from specrl.config import STAGES, Config, StageName
 from specrl.events import Event, read_events
 from specrl.lifetime.segments import read_segments
@@ -227,8 +227,7 @@ def training_rows(now: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _metrics(path: Path) -> Mapping[str, float] | None:
-    record = read_json(path)
-    metrics = record.get("metrics") if isinstance(record, dict) else None
+    metrics = read_object(path).get("metrics")
     known = isinstance(metrics, dict) and all(isinstance(metrics.get(name), int | float) for name in SHOWN)
     return metrics if known else None
 
@@ -252,7 +251,7 @@ def watch(
     machine that sees the run's folder. With --json, print the whole state in one line whenever it changes.
     """
     run_dir = find_run_to_read(name, runs_dir)
-    watcher, console = Watcher(run_dir, readable_config(run_dir)), Console(soft_wrap=True, highlight=False)
+    watcher = Watcher(run_dir, readable_config(run_dir))
     view = watcher.look()
     if as_json:
         said = ""
@@ -262,16 +261,16 @@ def watch(
             said = line
     elif once or view.is_over:
         for title, columns, rows in _tables(view):
-            print_table(console, title, columns, rows)
+            print_table(title, columns, rows)
         if view.is_over:
-            print_line(console, view.end)
+            print_line(view.end)
     else:
         try:
-            view = (_watch_live if console.is_terminal else _watch_lines)(watcher.views(), console)
+            view = (_watch_live if Console().is_terminal else _watch_lines)(watcher.views())
         except KeyboardInterrupt:
-            print_line(console, f"run {run_dir.name} goes on")
+            print_line(f"run {run_dir.name} goes on")
             return
-        print_line(console, view.end)
+        print_line(view.end)
 
 
 def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:
@@ -283,26 +282,26 @@ def _tables(view: RunView) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         yield "Events", ("latest",), [(event_line(*event),) for event in view.events[-NUM_EVENTS:]]
 
 
-def _watch_live(views: Iterator[RunView], console: Console) -> RunView:
+def _watch_live(views: Iterator[RunView]) -> RunView:
     """Show the tables of each view, and return the last one."""
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(auto_refresh=False) as live:
         for view in views:
             live.update(Group(*(drawn_table(*table) for table in _tables(view))), refresh=True)
     return view
 
 
-def _watch_lines(views: Iterator[RunView], console: Console) -> RunView:
+def _watch_lines(views: Iterator[RunView]) -> RunView:
     """Print what is new in each view, and return the last one."""
     said: dict[str, tuple[float, str, str]] = {}
     num_events: int | None = None
     for view in views:
         for event in view.events[-NUM_EVENTS if num_events is None else num_events :]:
-            print_line(console, event_line(*event))
+            print_line(event_line(*event))
         num_events = len(view.events)
         for stage in view.stages:
             said_at, state, detail = said.get(stage.stage, (float("-inf"), "waits", ""))
             is_old = time.monotonic() - said_at >= LINE_SECONDS
             if stage.state != state or (stage.detail != detail and is_old and stage.is_live):
                 said[stage.stage] = time.monotonic(), stage.state, stage.detail
-                print_line(console, f"{stage.stage:9}  {stage.state}  {stage.detail}".rstrip())
+                print_line(f"{stage.stage:9}  {stage.state}  {stage.detail}".rstrip())
     return view

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -103,7 +102,7 @@ def config_of(
     asked = change_config(config, [*given, *cell.changes])
     if asked.resources_of("train").nodes > 1:
         raise ConfigError("bench run trains on one node: add --set stage_resources.train.nodes=1 (and ranks_per_node)")
-    data: dict[str, Any] = json.loads(asked.model_dump_json(by_alias=True))
+    data = asked.settings
     data["train"] |= {"num_steps": steps + 1, "checkpoint_every": steps + 1, "keep_checkpoints": 1}
     data["train"] |= {"best_metric": None, "final": "last", "stop_when": None}
     data["validate"] |= {"every": validate_every or steps, "sets": {}}

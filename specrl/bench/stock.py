@@ -50,10 +50,11 @@ class StockEngine:
         `engine.compile` says so. `overrides` are arguments of vLLM's `LLM`.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
         self._log = log
-        self._process, self._engine = start_helper("specrl.bench.stock_process", stock_environment(os.environ))
-        self._ask((str(log), stock_arguments(policy_dir, config, gpu_share(config)) | dict(overrides or {})))
+        with log.open("w") as output:
+            environment = stock_environment(os.environ)
+            self._process, self._engine = start_helper("specrl.bench.stock_process", environment, output)
+        self._ask(stock_arguments(policy_dir, config, gpu_share(config)) | dict(overrides or {}))
 
     def generate(self, requests: Sequence[Request], batch: int) -> list[Generation]:
         """Generate exactly `max_tokens` tokens for each request, `batch` requests at a time, with no prompt cached.

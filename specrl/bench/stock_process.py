@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from specrl.processes import end_with_parent
@@ -16,13 +15,9 @@ def main(bench: Connection) -> None:
     """Start the engine that `bench` describes, then generate what it asks for, until it closes the connection."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # vLLM's processes end too
     end_with_parent(bench.recv(), signal.SIGTERM)
-    log, arguments = bench.recv()
-    with Path(log).open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**arguments)
+    llm = LLM(**bench.recv())
     step, iterations = llm.llm_engine.step, 0
 
     def counted_step() -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specrl.artifacts import PROMPTS_DIR, RESULT_FILE, PrepareResult, PretrainResult, TrainResult
-from specrl.config import Config, ConfigError, StageName, change_config
-from specrl.report.results import find_stages, finished, read_config
+from specrl.artifacts import PROMPTS_DIR, RESULT_FILE, PrepareResult, TrainResult
+from specrl.config import Config, StageName, change_config
+from specrl.report.results import find_stages, read_config, result_of
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,8 @@ class Subject:
 
 def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
     """Find a finished run's policy and drafter; `changes` are `KEY=VALUE`, settings to measure with another value."""
+    trained, prepared = result_of(run_dir, "train", TrainResult), result_of(run_dir, "prepare", PrepareResult)
     stages = find_stages(run_dir)
-    prepared = finished(stages, "prepare", PrepareResult)
-    pretrained = finished(stages, "pretrain", PretrainResult)
-    trained = finished(stages, "train", TrainResult)
-    if prepared is None or pretrained is None or trained is None:
-        raise ConfigError(
-            f"run {run_dir.name} has not finished training; continue it with: specrl resume {run_dir.name}"
-        )
     before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")
     return Subject(
         config=change_config(read_config(run_dir), list(changes)),

@@ -191,44 +191,44 @@ def check_without_driver(torch_version: str | None) -> Check:
 
 def gather_facts(*, use_torch: bool) -> GpuFacts:
     """What this machine has; `use_torch` imports torch and Transformer Engine, as a job does anyway."""
-    driver_cuda, (nvcc, nvcc_path) = _driver_cuda(), find_nvcc()
-    facts: dict[str, object] = {
-        "driver": _driver_release(),
-        "driver_cuda": driver_cuda,
-        "torch": _version("torch"),
-        "torch_cuda": cuda_of_build(torch_for_gpus()),
-        "nccl_package": as_version(_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")),
-        "transformer_engine": _version("transformer-engine"),
-        "nvcc": nvcc,
-        "nvcc_path": nvcc_path if own_cuda_home() not in (None, os.environ.get("CUDA_HOME")) else None,
-        "compiles_flashinfer": bool(find_spec("flashinfer")) and not find_spec("flashinfer_jit_cache"),
-    }
-    found = GpuFacts(**{**facts, **(_facts_of_torch() if use_torch else {})})  # type: ignore[arg-type]
-    if nvcc_path is None or found.capability is None:
-        return found
-    return replace(found, compile_problem=compile_problem(nvcc_path, found.capability))
+    nvcc, nvcc_path = find_nvcc()
+    facts = GpuFacts(
+        driver=_driver_release(),
+        driver_cuda=_driver_cuda(),
+        torch=_version("torch"),
+        torch_cuda=cuda_of_build(torch_for_gpus()),
+        nccl_package=as_version(_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")),
+        transformer_engine=_version("transformer-engine"),
+        nvcc=nvcc,
+        nvcc_path=nvcc_path if own_cuda_home() not in (None, os.environ.get("CUDA_HOME")) else None,
+        compiles_flashinfer=bool(find_spec("flashinfer")) and not find_spec("flashinfer_jit_cache"),
+    )
+    if use_torch:
+        facts = _with_torch(facts)
+    if nvcc_path is None or facts.capability is None:
+        return facts
+    return replace(facts, compile_problem=compile_problem(nvcc_path, facts.capability))
 
 
-def _facts_of_torch() -> dict[str, object]:
+def _with_torch(facts: GpuFacts) -> GpuFacts:
     import torch
 
-    found: dict[str, object] = {"torch": torch.__version__}
+    facts = replace(facts, torch=torch.__version__)
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         # As `specrl.distributed.join` does: a look at another GPU would leave this process's context there.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        free, total = torch.cuda.mem_get_info()
-        found |= {"free_gib": free / GIB, "total_gib": total / GIB, "capability": torch.cuda.get_device_capability()}
-        found["nccl"] = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        free, total = (size / GIB for size in torch.cuda.mem_get_info())
+        facts = replace(facts, free_gib=free, total_gib=total, capability=torch.cuda.get_device_capability())
+        facts = replace(facts, nccl=tuple(torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # torch's own words for what is wrong
-        found["torch_problem"] = str(error).strip().splitlines()[0]
-        return found
-    if _version("transformer-engine") is not None:
+        return replace(facts, torch_problem=str(error).strip().splitlines()[0])
+    if facts.transformer_engine is not None:
         try:
             importlib.import_module("transformer_engine.pytorch")
         except (ImportError, OSError, RuntimeError) as error:
-            found["transformer_engine_problem"] = str(error).strip().splitlines()[0]
-    return found
+            return replace(facts, transformer_engine_problem=str(error).strip().splitlines()[0])
+    return facts
 
 
 def _driver_cuda() -> Version | None:

@@ -8,7 +8,6 @@ without an effect are mistakes in a file alone (`specrl.config.unused` says why)
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from specrl.config.algorithms import DRAFT_LOSSES, IMPORT_OWN, PRESETS, Algorithm, Registry
-from specrl.config.base import STAGES, ConfigError, Section, StageName
+from specrl.config.base import ENGINE_STAGES, STAGES, TRAINER_STAGES, ConfigError, Section, StageName
 from specrl.config.cluster import ClusterConfig, Resources, StageResources, TrackingConfig
 from specrl.config.errors import explain
 from specrl.config.methods import METHODS
@@ -124,6 +123,16 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The absolute path of the run's folder."""
         return (self.runs_dir / self.name).absolute()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything in the types of JSON; `parse_config` makes an equal configuration of it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def updated(self, **sections: dict[str, Any]) -> Self:
+        """A copy with other values in some sections, which are not checked."""
+        made = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=made)
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
@@ -232,8 +241,7 @@ class Config(Section):
                 "engine.sleep = true: sleeping frees the memory of a GPU, and the train stage has gpus_per_rank = 0; "
                 "set it to false"
             )
-        engines: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
-        without = [stage for stage in engines if not self.resources_of(stage).gpus_per_rank]
+        without = [stage for stage in ENGINE_STAGES if not self.resources_of(stage).gpus_per_rank]
         if self.engine.batch_invariant and without:
             raise ValueError(
                 "engine.batch_invariant = true: vLLM has these kernels for GPUs alone, and the "
@@ -304,31 +312,19 @@ class Config(Section):
             )
 
     def _check_ranks(self) -> None:
-        policy = "policy.tensor_parallel x policy.pipeline_parallel"
-        shard = self.policy.tensor_parallel * self.policy.pipeline_parallel
-        engine = ("engine.tensor_parallel", self.engine.tensor_parallel)
-        users: dict[StageName, list[tuple[str, int]]] = {
-            "prepare": [(policy, shard)] if self.warm_start.num_examples else [],
-            "pretrain": [(policy, shard), engine],
-            "calibrate": [(policy, shard)],
-            "train": [(policy, shard), engine],
-            "validate": [engine],
-            "export": [engine],
-        }
-        for stage, sizes in users.items():
-            ranks = self.resources_of(stage).ranks
-            for key, size in sizes:
-                if ranks % size:
-                    raise ValueError(
-                        f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
-                        "(nodes x ranks_per_node, in resources or stage_resources)"
-                    )
-            if (policy, shard) in sizes and ranks // self.policy.pipeline_parallel % self.policy.expert_parallel:
+        policy, key = self.policy, "policy.tensor_parallel x policy.pipeline_parallel"
+        for stage in TRAINER_STAGES:
+            if stage == "prepare" and not self.warm_start.num_examples:
+                continue
+            self._check_divides(key, policy.tensor_parallel * policy.pipeline_parallel, stage)
+            ranks = self.resources_of(stage).ranks // policy.pipeline_parallel
+            if ranks % policy.expert_parallel:
                 raise ValueError(
-                    f"policy.expert_parallel = {self.policy.expert_parallel} does not divide the "
-                    f"{ranks // self.policy.pipeline_parallel} ranks of a pipeline stage in the {stage} stage "
-                    "(nodes x ranks_per_node / policy.pipeline_parallel)"
+                    f"policy.expert_parallel = {policy.expert_parallel} does not divide the {ranks} ranks of a "
+                    f"pipeline stage in the {stage} stage (nodes x ranks_per_node / policy.pipeline_parallel)"
                 )
+        for stage in ENGINE_STAGES:
+            self._check_divides("engine.tensor_parallel", self.engine.tensor_parallel, stage)
         ranks = self.resources_of("train").ranks
         engines = ranks // self.engine.tensor_parallel
         if self.train.prompts_per_step % engines:
@@ -340,6 +336,13 @@ class Config(Section):
             raise ValueError(
                 f"train.updates_per_step = {self.train.updates_per_step} must divide "
                 f"train.prompts_per_step = {self.train.prompts_per_step}"
+            )
+
+    def _check_divides(self, key: str, size: int, stage: StageName) -> None:
+        if (ranks := self.resources_of(stage).ranks) % size:
+            raise ValueError(
+                f"{key} = {size} does not divide the {ranks} ranks of the {stage} stage "
+                "(nodes x ranks_per_node, in resources or stage_resources)"
             )
 
     def _check_gpu_options(self) -> None:
@@ -385,7 +388,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 def change_config(config: Config, overrides: list[str]) -> Config:
     """A configuration with overrides applied as `load_config` takes them; a preset replaces only what it stands for."""
-    data, given = json.loads(dump_config(config)), dict[str, Any]()
+    data, given = config.settings, dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
         _apply_override(given, override)
@@ -437,7 +440,7 @@ def _left_out(data: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as JSON, from which `parse_config(json.loads(...))` makes an equal one."""
+    """The resolved configuration as JSON, for its file."""
     return config.model_dump_json(indent=2, by_alias=True) + "\n"
 
 

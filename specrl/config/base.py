@@ -15,6 +15,9 @@ StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "ex
 """What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
 """The stages in the order in which a run takes them."""
+TRAINER_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
+ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
+"""Those in which Megatron holds the policy (in `prepare` for a warm start alone), and those with an engine."""
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import reduce
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -57,9 +58,7 @@ def _join(path: Iterable[Any]) -> str:
 
 
 def _allowed(root: type[BaseModel], path: list[Any]) -> str:
-    annotation: Any = root
-    for part in path:
-        annotation = _descend(annotation, part)
+    annotation = reduce(_descend, path, root)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return ", ".join(field.alias or name for name, field in annotation.model_fields.items())
     if get_origin(annotation) is dict:
@@ -75,10 +74,7 @@ def _elsewhere(root: type[BaseModel], name: str) -> list[str]:
 
 def _description(root: type[BaseModel], path: list[Any]) -> str:
     """The first sentence about a key, with its unit."""
-    annotation: Any = root
-    for part in path[:-1]:
-        annotation = _descend(annotation, part)
-    field = getattr(annotation, "model_fields", {}).get(path[-1]) if path else None
+    field = getattr(reduce(_descend, path[:-1], root), "model_fields", {}).get(path[-1]) if path else None
     return (field.description or "").partition(". ")[0].rstrip(".") if field is not None else ""
 
 

@@ -12,35 +12,25 @@ OptionValue = StrictBool | StrictInt | StrictFloat | StrictStr
 
 MEMORY_KEYS = "resources.memory_gib_per_rank, or cluster.request_memory = false to ask for none"
 EXPORT_KEYS = "cluster.setup, with a line such as export NAME=value, or cluster.environment_file for secrets"
+_WITHOUT_KEY = (
+    "array chdir clusters error job-name no-requeue open-mode output parsable requeue signal test-only wait wrap"
+)
 OWN_OPTIONS: Mapping[str, str] = {
     "account": "cluster.account",
-    "array": "",
-    "chdir": "",
-    "clusters": "",
     "constraint": "cluster.constraint",
     "cpus-per-gpu": "resources.cpus_per_rank",
     "cpus-per-task": "resources.cpus_per_rank",
-    "error": "",
     "export": EXPORT_KEYS,
     "export-file": EXPORT_KEYS,
-    "job-name": "",
     "mem": MEMORY_KEYS,
-    "no-requeue": "",
     "nodes": "resources.nodes",
     "ntasks": "resources.nodes and resources.ranks_per_node",
     "ntasks-per-gpu": "resources.ranks_per_node",
     "ntasks-per-node": "resources.ranks_per_node",
-    "open-mode": "",
-    "output": "",
-    "parsable": "",
     "partition": "cluster.partition",
     "qos": "cluster.qos",
-    "requeue": "",
-    "signal": "",
-    "test-only": "",
     "time": "resources.minutes",
-    "wait": "",
-    "wrap": "",
+    **dict.fromkeys(_WITHOUT_KEY.split(), ""),
 }
 """The options that specrl sets itself, with the keys that decide them; empty where no key does."""
 _OTHERS = (

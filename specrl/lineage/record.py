@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from specrl.artifacts import Artifact, read_file, read_json, write_text
+from specrl.artifacts import Artifact, read_file, read_object, write_text
 from specrl.config import STAGES, ConfigError, StageName
 
 RUN_FILE = "run.json"
@@ -118,8 +118,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 def readable_record(run_dir: Path) -> dict[str, Any]:
     """The record of a run that may be somebody else's or of another version, unchecked; empty where it is damaged."""
-    found = read_json(run_dir / RUN_FILE)
-    return found if isinstance(found, dict) else {}
+    return read_object(run_dir / RUN_FILE)
 
 
 def code_of(run_dir: Path) -> str | None:

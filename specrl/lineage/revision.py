@@ -94,39 +94,32 @@ class StagePlan:
     reason: str
 
 
+@dataclass
 class Revision:
     """A change of a run: what becomes of each stage, and the run's new record; to make one that is refused is a
     ConfigError."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        record: RunRecord,
-        configs: tuple[Config, Config],
-        changes: Sequence[Change],
-        *,
-        stage_code: str,
-        new_code: bool,
-        restart: bool,
-    ) -> None:
-        """Decide stage by stage.
+    run_dir: Path
+    before: RunRecord  # after the change, but still with the keys and the continuation of before
+    old: Config
+    new: Config
+    changes: Sequence[Change]
+    stage_code: str  # the `code_digest` of the sources that new jobs will run
+    new_code: bool
+    restart: bool
 
-        `record` is the one after the change, still with the keys and the continuation of before; `stage_code` is the
-        `code_digest` of the sources that new jobs will run.
-        """
-        self.changes, self.new_code = tuple(changes), new_code
-        self._run_dir, self._before, (self._old, self._new) = run_dir, record, configs
-        self._stage_code, self._restart = stage_code, restart
-        self._start = record.continues if record.continues is not None and record.continues.counts_on else None
+    def __post_init__(self) -> None:
+        start = self.before.continues
+        self._start = start if start is not None and start.counts_on else None
         self._keys: dict[StageName, str] = {}
         self._continues: Continuation | None = None
         self.stages = [self._plan(stage) for stage in STAGES]
-        self.record = record.model_copy(update={"stage_keys": self._keys, "continues": self._continues})
+        self.record = self.before.model_copy(update={"stage_keys": self._keys, "continues": self._continues})
 
     @property
     def previous(self) -> str:
         """The key of the train stage before the change."""
-        return self._before.stage_keys["train"]
+        return self.before.stage_keys["train"]
 
     @property
     def continued(self) -> Continuation | None:
@@ -144,8 +137,8 @@ class Revision:
         action, reason = self._decide(stage)
         if stage not in self._keys:
             inputs = {name: self._keys[name] for name in INPUTS[stage]}
-            start = self._continues if stage == "train" else self._before.origin if stage == "prepare" else None
-            self._keys[stage] = stage_key(self._new, stage, inputs, self._stage_code, start and start.content)
+            start = self._continues if stage == "train" else self.before.origin if stage == "prepare" else None
+            self._keys[stage] = stage_key(self.new, stage, inputs, self.stage_code, start and start.content)
         return StagePlan(stage, self._keys[stage], action, reason)
 
     def _decide(self, stage: StageName) -> tuple[Action, str]:
@@ -153,12 +146,12 @@ class Revision:
         finished = (self._folder(stage) / RESULT_FILE).exists()
         if finished and STAGES.index(stage) < STAGES.index("train"):
             relevant = [change for change in relevant if not change.adjustable]
-        redone = [name for name in INPUTS[stage] if self._keys[name] != self._before.stage_keys[name]]
+        redone = [name for name in INPUTS[stage] if self._keys[name] != self.before.stage_keys[name]]
         lost = stage == "train" and not finished and self._start_is_lost()
         if not redone and not relevant and not lost and (finished or not self.new_code):
-            self._keys[stage] = self._before.stage_keys[stage]
+            self._keys[stage] = self.before.stage_keys[stage]
             if stage == "train":
-                self._continues = self._before.continues
+                self._continues = self.before.continues
             return ("stays", "finished") if finished else ("goes on", "not finished yet")
         if stage == "train":
             return self._decide_train(redone, relevant)
@@ -168,7 +161,7 @@ class Revision:
 
     def _relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
-        configs = self._old, self._new
+        configs = self.old, self.new
         # Only some methods take the drafter of `drafter.source`, which `prepare` writes.
         also = "speculation.method" if stage == "prepare" else ""
         found = [
@@ -185,7 +178,7 @@ class Revision:
             return self._decide_first_step()
         unmarked = [change for change in relevant if not change.adjustable]
         if not (redone or unmarked):
-            if (steps := self._new.train.num_steps) < start.step:
+            if (steps := self.new.train.num_steps) < start.step:
                 raise ConfigError(
                     f"train.num_steps = {steps}: the run has already made {start.step} steps; allowed: {start.step} or "
                     "more"
@@ -193,24 +186,24 @@ class Revision:
             self._continues = start
             return "continues", f"from step {start.step} of {start.key}"
         because = "; ".join([f"{change.key} changes" for change in unmarked] + [f"{name} is redone" for name in redone])
-        if not self._restart:
+        if not self.restart:
             raise ConfigError(
-                f"train of {self._run_dir.name} would start over, without the {start.step} steps of {start.key}: "
+                f"train of {self.run_dir.name} would start over, without the {start.step} steps of {start.key}: "
                 f"{because}; only the settings that specrl resume --help lists may change while a run goes on. Add "
                 "--restart to start over (those steps stay on disk), or start another run: --set name=NAME"
             )
-        self._continues = self._before.origin
+        self._continues = self.before.origin
         return "starts over", f"{because}; the {start.step} steps of {start.key} stay on disk"
 
     def _decide_first_step(self) -> tuple[Action, str]:
         last = last_recorded_step(self._folder("train"))
         made = max(self._start.step if self._start else 0, 0 if last is None else last + 1)
-        if made and not self._restart:
+        if made and not self.restart:
             raise ConfigError(
-                f"train of {self._run_dir.name} has made {made} steps, but has no checkpoint left and would start "
+                f"train of {self.run_dir.name} has made {made} steps, but has no checkpoint left and would start "
                 "over: add --restart"
             )
-        self._continues = self._before.origin
+        self._continues = self.before.origin
         return ("starts over", f"no checkpoint is left of its {made} steps") if made else ("runs", "no checkpoint yet")
 
     def _newest_checkpoint(self) -> Continuation | None:
@@ -219,14 +212,14 @@ class Revision:
         if step is not None:
             begun, before = (start.step, start.num_prompts) if start is not None else (0, 0)
             return Continuation(
-                run=self._run_dir.name,
+                run=self.run_dir.name,
                 key=self._folder("train").name,
                 step=step,
                 stage_dir=Path("stages") / self._folder("train").name,
                 counts_on=True,
-                num_prompts=before + (step - begun) * self._old.train.prompts_per_step,
+                num_prompts=before + (step - begun) * self.old.train.prompts_per_step,
             )
-        step = None if start is None else newest_whole_step(start.in_run(self._run_dir).stage_dir, start.step)
+        step = None if start is None else newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
         if start is None or step is None or step == start.step:
             return None if step is None else start
         num_prompts = start.num_prompts * step // start.step  # its steps are taken to have had equally many
@@ -237,4 +230,4 @@ class Revision:
         return start is not None and newest != start and (newest is None or newest.key == start.key)
 
     def _folder(self, stage: StageName) -> Path:
-        return self._run_dir / "stages" / self._before.stage_keys[stage]
+        return self.run_dir / "stages" / self.before.stage_keys[stage]

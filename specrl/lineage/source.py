@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import specrl
 from specrl.artifacts import digest
-from specrl.config import Config, dump_config
+from specrl.config import Config
 from specrl.config.text import redacted
 from specrl.keys import named_files
 from specrl.lineage.record import read_record
+from specrl.processes import output_of
 
 GIT_SECONDS = 10
 
@@ -39,21 +39,15 @@ def source_tags(config: Config) -> dict[str, str]:
 
 def git_tags(root: Path) -> dict[str, str]:
     """The revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
-    try:
-        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
-        return {
-            "mlflow.source.git.commit": _git(root, "rev-parse", "HEAD"),
-            "mlflow.source.git.branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD"),
-            "specrl.code.changed": str(bool(_git(root, "status", "--porcelain", "--untracked-files=no"))).lower(),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout.strip()
+    git = partial(output_of, "git", "-C", str(root), seconds=GIT_SECONDS)
+    commit, folder = git("rev-parse", "HEAD"), git("rev-parse", "--show-toplevel")
+    if not commit or not folder or Path(folder).resolve() != root.resolve():
+        return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
+    return {
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD") or "",
+        "specrl.code.changed": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+    }
 
 
 def data_digests(config: Config) -> dict[str, str]:
@@ -62,4 +56,4 @@ def data_digests(config: Config) -> dict[str, str]:
     found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
     if any(found.values()):
         return {name: content for name, content in found.items() if content is not None}
-    return {"training": digest(json.loads(dump_config(config))["data"])}
+    return {"training": digest(config.settings["data"])}

@@ -124,25 +124,23 @@ def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
     return MemoryItem("KV cache", given_gib, f"given; {sequences} x {per_token / 1024:.1f} KiB would take {wanted:.1f}")
 
 
-def check_kv(rank: Rank) -> tuple[list[str], list[str]]:
-    """Find problems of the KV cache, in which one sequence must fit; note where the expected ones do not."""
+def check_kv(rank: Rank) -> tuple[str, str]:
+    """A problem of the KV cache, in which one sequence must fit, and a note where the expected ones do not, if any."""
     if not memory.engine_items(rank):
-        return [], []
+        return "", ""
     config, given = rank.config, _kv_given(rank)
     longest = config.model.max_length * memory.kv_bytes_per_token(rank) / memory.GIB
     key = "engine.gpu_memory_fraction" if rank.gpu else "engine.kv_cache_gib"
     if given < longest:
         line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.3g} GiB"
-        return [f"{rank.stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}"], []
-    # One note is enough, for the stage that generates most.
-    if rank.stage == "train" and given < MEAN_FILL * longest * config.engine.max_num_seqs:
-        fits = int(given / longest)
-        name = f"engine.max_num_seqs = {config.engine.max_num_seqs}"
-        return [], [
-            f"the KV cache holds {fits} sequences of full length, {name}: vLLM preempts the others where the mean is "
-            f"above {given / longest / config.engine.max_num_seqs:.0%} of model.max_length; raise {key} to hold more"
-        ]
-    return [], []
+        return f"{rank.stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}", ""
+    fits, most = given / longest, config.engine.max_num_seqs
+    if rank.stage != "train" or fits >= MEAN_FILL * most:  # one note is enough, for the stage that generates most
+        return "", ""
+    return "", (
+        f"the KV cache holds {int(fits)} sequences of full length, engine.max_num_seqs = {most}: vLLM preempts the "
+        f"others where the mean is above {fits / most:.0%} of model.max_length; raise {key} to hold more"
+    )
 
 
 def overflow(budget: Budget) -> str:

@@ -27,14 +27,9 @@ class Fit:
         """Count what the ranks need; ConfigError for a layout that the model does not allow, with whatever memory."""
         if problems := list(layout_problems(config, shape)):
             raise ConfigError("\n".join(problems))
-        fit = cls([], [], [])
-        for stage in STAGES:
-            rank = rank_of(config, stage, shape)
-            fit.budgets.extend(stage_budgets(rank))
-            small_caches, notes = check_kv(rank)
-            fit.small_caches.extend(small_caches)
-            fit.notes.extend(notes)
-        return fit
+        ranks = [rank_of(config, stage, shape) for stage in STAGES]
+        small_caches, notes = (list(filter(None, lines)) for lines in zip(*map(check_kv, ranks), strict=True))
+        return cls([budget for rank in ranks for budget in stage_budgets(rank)], small_caches, notes)
 
     @property
     def lacking(self) -> list[Budget]:

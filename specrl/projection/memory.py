@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from specrl.config import Config, StageName
+from specrl.config import Config, PolicyConfig, StageName
+from specrl.config.base import ENGINE_STAGES
 from specrl.config.rollout import batched_tokens
 from specrl.models.drafters import with_source_heads
 from specrl.models.families import EXPERTS_IN_A_BYTE
 from specrl.models.shapes import ModelShape, teacher_shape
-from specrl.projection.refit import vocabulary_bytes
 
 GIB = 2**30
 FP32 = 4
@@ -248,8 +248,7 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
     """Count the policy with Megatron's local layers, on GPUs too, for sequences that are cut."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
-    model = config.model.model_copy(update={"max_length": min(longest, config.model.max_length)})
-    cut = replace(rank, config=config.model_copy(update={"model": model}))
+    cut = replace(rank, config=config.updated(model={"max_length": min(longest, config.model.max_length)}))
     columns = rank.shape.vocab_size / config.policy.tensor_parallel
     how = f"{CALIBRATION_POSITIONS} tokens x {columns:.0f} x {FP32} B, of two sets and one pass"
     return [
@@ -368,7 +367,7 @@ def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[
 
 def engine_items(rank: Rank) -> list[MemoryItem]:
     """Count what vLLM needs without its KV cache."""
-    if rank.stage in ("prepare", "calibrate"):
+    if rank.stage not in ENGINE_STAGES:
         return []
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
@@ -404,6 +403,12 @@ def kv_bytes_per_token(rank: Rank) -> float:
         return max(shape.num_kv_heads / rank.config.engine.tensor_parallel, 1) * shape.head_dim
 
     return 2 * (rank.shape.num_layers * size * channels(rank.shape) + drafter * channels(rank.drafter_shape))
+
+
+def vocabulary_bytes(shape: ModelShape, policy: PolicyConfig, element_size: int) -> int:
+    """Count the bytes of the embeddings, whole and padded so that tensor-parallel ranks share them evenly."""
+    ranks = policy.tensor_parallel
+    return -(-shape.vocab_size // ranks) * ranks * shape.hidden_size * element_size
 
 
 def refit_item(rank: Rank) -> MemoryItem:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specrl.config import Config
-from specrl.projection.memory import FP32, GIB, Rank
-from specrl.projection.refit import refit_cost
+from specrl.config import Config, PolicyConfig
+from specrl.models.shapes import ModelShape
+from specrl.projection.memory import FP32, GIB, Rank, vocabulary_bytes
 
 GB = 1e9
 INSIDE_GB_PER_S = 300.0  # between ranks of a node: NVLink 4 at two thirds
@@ -113,3 +113,40 @@ def _activations(rank: Rank) -> Iterator[Transfer]:
     how = f"{tokens:.0f} tokens x {shape.num_layers} layers x 2 all-reduces; drafts that are refused come on top"
     received = shape.num_layers * 2 * 2 * tokens * numbers * (engine - 1) / engine
     yield _transfer(rank, "generation, tensor parallel", received, how, engine)
+
+
+@dataclass(frozen=True)
+class RefitCost:
+    """What one GPU receives, in bytes, while the policy's weights go to the engines."""
+
+    stage_bytes: int  # from the other pipeline stages, as broadcasts
+    rank_bytes: int  # from the other tensor-parallel or expert-parallel ranks, as gathers
+    sent_bytes: int  # all broadcasts of the GPU's pipeline group, which come one after another
+
+    def seconds(self, *, between_stages: float, inside: float) -> float:
+        """Compute the time at so many bytes per second between pipeline stages, and inside each."""
+        return self.sent_bytes / between_stages + self.rank_bytes / inside
+
+
+def refit_cost(
+    shape: ModelShape, policy: PolicyConfig, *, element_size: int = 2, stage: int | None = None
+) -> RefitCost:
+    """Count what a GPU receives in one refit, of ranks that share the policy as `policy` says, each with whole experts.
+
+    Args:
+        element_size: The bytes of one weight.
+        stage: The pipeline stage of the GPU; by default the one that receives most.
+    """
+    tensor, stages, expert = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
+    # Every tensor-parallel rank holds norms and router whole.
+    copied = 2 * shape.hidden_size + (2 * shape.head_dim if shape.family.qk_norm else 0)
+    copied = (copied + shape.num_experts * shape.hidden_size) * element_size
+    experts = shape.expert_parameters_per_layer * element_size
+    shared = shape.parameters_per_layer * element_size - copied - experts
+    vocabulary, norm = vocabulary_bytes(shape, policy, element_size), shape.hidden_size * element_size
+    held = [shape.num_layers // stages * (copied + shared // tensor + experts // expert)] * stages
+    held[0] += vocabulary // tensor
+    held[-1] += norm + (0 if shape.tied else vocabulary // tensor)
+    whole = shape.num_layers * (copied + shared + experts) + norm + vocabulary * (1 if shape.tied else 2)
+    own = min(held) if stage is None else held[stage]
+    return RefitCost(sum(held) - own, whole - sum(held), sum(held) if stages > 1 else 0)

@@ -31,9 +31,8 @@ def gantt(ranks: Sequence[RankTimeline]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    drawn = [[span for span in rank.spans if span.name in SPAN_COLOURS] for rank in ranks]
-    start = min(span.started_at for row in drawn for span in row)
-    end = max(span.ended_at for row in drawn for span in row)
+    drawn = [(place, span) for place, rank in enumerate(ranks) for span in rank.spans if span.name in SPAN_COLOURS]
+    start, end = min(span.started_at for _, span in drawn), max(span.ended_at for _, span in drawn)
     height = TOP + ROW * len(ranks) + BOTTOM
     with matplotlib.rc_context({**STYLE, "axes.spines.left": False}):
         figure = Figure(figsize=(WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
@@ -47,30 +46,19 @@ def gantt(ranks: Sequence[RankTimeline]) -> str:
         axes.set_yticks(range(len(ranks)), [f"rank {rank.bubble.rank}" for rank in ranks])
         axes.tick_params(axis="y", length=0)
         titles = _draw_boxes(axes, drawn, start)
-        _draw_legend(figure, {span.name for row in drawn for span in row})
+        figure.legend(loc="lower center", ncols=4)
         return svg_of(figure, titles)
 
 
-def _draw_boxes(axes: Any, rows: Sequence[Sequence[Span]], start: float) -> dict[str, str]:
+def _draw_boxes(axes: Any, drawn: Sequence[tuple[int, Span]], start: float) -> dict[str, str]:
     from matplotlib.patches import Rectangle
 
-    titles: dict[str, str] = {}
-    for place, row in enumerate(rows):
-        for span in row:
-            left, width = span.started_at - start, span.ended_at - span.started_at
-            box = Rectangle(
-                (left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5, clip_on=False
-            )
-            box.set_gid(f"span-{len(titles)}")
-            titles[f"span-{len(titles)}"] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
-            axes.add_artist(box)
+    titles, labels = dict[str, str](), {span.name: span.name.replace("_", " ") for _, span in drawn}
+    for place, span in drawn:
+        left, width, name = span.started_at - start, span.ended_at - span.started_at, f"span-{len(titles)}"
+        titles[name] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
+        box = Rectangle((left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5)
+        # The first of a kind is in the legend.
+        box.set(gid=name, clip_on=False, label=labels.pop(span.name, None))
+        axes.add_artist(box)
     return titles
-
-
-def _draw_legend(figure: Any, names: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [
-        Patch(color=colour, label=name.replace("_", " ")) for name, colour in SPAN_COLOURS.items() if name in names
-    ]
-    figure.legend(handles=handles, loc="lower center", ncols=4)

@@ -20,7 +20,7 @@ from specrl.report.curve import curve_chart
 from specrl.report.gantt import gantt
 from specrl.report.plots import embedded, histogram, line_chart
 from specrl.report.samples import clipped, page_samples
-from specrl.report.summary import Results, build_summary, event_table, exported, headlines, summary_tables
+from specrl.report.summary import Results, event_table, exported, headlines, summary_tables
 from specrl.schemas import ROLLOUT_SCHEMA
 from specrl.timeline import timeline_from
 
@@ -38,16 +38,15 @@ class Chart:
 def write_report(run_dir: Path) -> Path:
     """Write the page from the run's rollouts and results, and return its path."""
     found = Results.read(run_dir)
-    summary = build_summary(found, None)
-    results, *tables = summary_tables(found, summary)
+    results, *tables = summary_tables(found)
     charts = [*_rollout_charts(found.stages), *_result_charts(found)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
     templates.filters |= {"clipped": clipped, "embedded": embedded}
     page = templates.get_template(TEMPLATE).render(
         name=found.config.name,
-        headlines=headlines(summary),
+        headlines=headlines(found),
         results=results,
-        tables=[table for table in (*tables, event_table(summary)) if table.rows],
+        tables=[table for table in (*tables, event_table(found)) if table.rows],
         serving=exported(found),
         charts=charts,
         steps=page_samples(run_dir),

@@ -60,7 +60,7 @@ def line_chart(
         whole = all(point[0] == int(point[0]) for points in series.values() for point in points)
         axes.xaxis.get_major_locator().set_params(integer=whole)
 
-    return draw(paint, SIZE, names=[*filter(None, series), *marks.values()])
+    return draw(paint, [*filter(None, series), *marks.values()])
 
 
 def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) -> str:
@@ -68,16 +68,15 @@ def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) ->
         axes.hist(values, bins=bins, color=COLOURS[0], edgecolor="white", linewidth=0.5)
         axes.set(xlabel=x_label, ylabel=y_label)
 
-    return draw(paint, SIZE)
+    return draw(paint)
 
 
-def draw(paint: Callable[[Any], None], size: tuple[int, int], names: Sequence[str] = ()) -> str:
-    """What `paint` draws on new matplotlib axes of a size in pixels, as SVG, with a legend of the names below."""
+def draw(paint: Callable[[Any], None], names: Sequence[str] = ()) -> str:
+    """What `paint` draws on new matplotlib axes, as SVG, with a legend of the names below."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    width, height = size
-    height += LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
+    width, height = SIZE[0], SIZE[1] + LEGEND_ROW * -(-len(names) // LEGEND_COLUMNS)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH), layout="constrained")
         axes = figure.subplots()

@@ -14,6 +14,7 @@ from specrl.projection.simulator.choices import Choice, assumptions, choices
 from specrl.projection.simulator.hardware import Efficiency
 from specrl.projection.simulator.published import PublishedRow, mean_error
 from specrl.projection.simulator.step import StepModel
+from specrl.projection.traffic import Transfer
 from specrl.report.tables import print_line, print_table
 
 CHOICE_COLUMNS = (
@@ -38,26 +39,25 @@ def print_plan(plan: Plan, options: Mapping[StageName, str], console: Console | 
 
     `options` says how each stage's job is submitted, in the scheduler's words.
     """
-    console = console or Console()
     shape, config = plan.shape, plan.config
     active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
     print_line(
-        console,
         f"run {config.name}: {config.model.source}, {shape.parameters / 1e9:.2f} G parameters{active} "
         f"({shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size})",
+        console,
     )
-    print_line(console, "\n".join(plan.algorithms) + "\n")
+    print_line("\n".join(plan.algorithms) + "\n", console)
     columns = ("stage", ">nodes", ">ranks", ">GPUs", ">CPUs", ">host GiB", ">minutes", "partition")
-    print_table(console, "Jobs", columns, [_job_row(config, stage) for stage in STAGES])
+    print_table("Jobs", columns, [_job_row(config, stage) for stage in STAGES], console)
     for stage, words in options.items():
         if words:
-            print_line(console, f"{stage}: {words}")
+            print_line(f"{stage}: {words}", console)
     for place in dict.fromkeys(budget.place for budget in plan.budgets):
         _print_place(console, place, [budget for budget in plan.budgets if budget.place == place])
     if any(config.resources_of(stage).gpus_per_rank for stage in STAGES):
         _print_traffic(console, plan)
     for note in plan.notes:
-        print_line(console, f"note: {note}")
+        print_line(f"note: {note}", console)
 
 
 def _job_row(config: Config, stage: StageName) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def _job_row(config: Config, stage: StageName) -> tuple[str, ...]:
     return (stage, str(asked.nodes), str(asked.ranks), gpus, cpus, memory, f"{asked.minutes:g}", place)
 
 
-def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
+def _print_place(console: Console | None, place: str, budgets: list[Budget]) -> None:
     by_stage = [{item.name: item for item in budget.items} for budget in budgets]
     rows = []
     for name in dict.fromkeys(name for items in by_stage for name in items):
@@ -84,35 +84,33 @@ def _print_place(console: Console, place: str, budgets: list[Budget]) -> None:
         free = [f"{budget.available_gib - budget.needed_gib:.2f}" for budget in budgets]
         rows.append(("free on the GPU", *free, f"shipped configurations leave {MARGIN:.0%} of a GPU"))
     columns = ("item", *(f">{budget.stage}" for budget in budgets), "how")
-    print_table(console, f"Memory of one rank in GiB: {place}", columns, rows)
+    print_table(f"Memory of one rank in GiB: {place}", columns, rows, console)
 
 
-def _print_traffic(console: Console, plan: Plan) -> None:
-    numbers = [(item.inside_gib, item.network_gib, item.seconds) for item in plan.traffic]
-    sums = [sum(column) for column in zip((0.0, 0.0, 0.0), *numbers, strict=True)]
-    names = [(item.name, item.how) for item in plan.traffic]
+def _print_traffic(console: Console | None, plan: Plan) -> None:
+    figures = ("inside_gib", "network_gib", "seconds")
+    inside, network, seconds = (sum(getattr(item, figure) for item in plan.traffic) for figure in figures)
     rows = [
-        (name, *(f"{number:.2f}" for number in row), how)
-        for (name, how), row in zip([*names, ("all", "for one rank")], [*numbers, sums], strict=True)
+        (item.name, *(f"{getattr(item, figure):.2f}" for figure in figures), item.how)
+        for item in (*plan.traffic, Transfer("all", inside, network, seconds, "for one rank"))
     ]
     columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
-    print_table(console, "Received by one rank in a step of training", columns, rows)
+    print_table("Received by one rank in a step of training", columns, rows, console)
     checkpoint = plan.checkpoint
     print_line(
-        console,
         f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
         f"in {checkpoint.write_s:.0f} s beside the next; at most {checkpoint.number} at a time",
+        console,
     )
-    print_line(console, "assumed: " + "; ".join(plan.assumed))
+    print_line("assumed: " + "; ".join(plan.assumed), console)
 
 
 def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:
     """Print what each number of drafts and each use of idle time would take and gain, and what is assumed."""
-    console = Console()
     title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
-    print_table(console, title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
+    print_table(title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
     for line in assumptions(model, rates):
-        print_line(console, f"assumed: {line}")
+        print_line(f"assumed: {line}")
 
 
 def _cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
@@ -136,7 +134,6 @@ def _cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
 
 def print_published(rows: Sequence[PublishedRow]) -> None:
     """Print published figures beside the simulated ones, and how far those are off that were not chosen on."""
-    console = Console()
     columns = ("setting", "quantity", ">published", ">simulated", ">ratio", "constants chosen on it")
     cells = [
         (
@@ -149,8 +146,8 @@ def print_published(rows: Sequence[PublishedRow]) -> None:
         )
         for row in rows
     ]
-    print_table(console, "Published results (arXiv:2604.26779) and the simulator", columns, cells)
+    print_table("Published results (arXiv:2604.26779) and the simulator", columns, cells)
     by_k = f"k = 3: {mean_error(rows, (3,)):.0%}; k = 5 and 7: {mean_error(rows, (5, 7)):.0%}"
-    print_line(console, f"mean absolute error of the rows that are predicted: {mean_error(rows):.0%} ({by_k})")
+    print_line(f"mean absolute error of the rows that are predicted: {mean_error(rows):.0%} ({by_k})")
     for line in Efficiency().lines():
-        print_line(console, f"assumed: {line}")
+        print_line(f"assumed: {line}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import RESULT_FILE, Artifact, read_json, read_result
+from specrl.artifacts import RESULT_FILE, Artifact, read_json, read_object, read_result
 from specrl.config import STAGES, Config, ConfigError, parse_config, understood_config
 from specrl.lineage.record import RUN_FILE, read_record, readable_keys, readable_record
 
@@ -54,8 +54,7 @@ def readable_config(run_dir: Path) -> Config:
 def readable_settings(run_dir: Path) -> dict[str, Any]:
     """The same as it is written, unchecked; empty where nothing can be read."""
     settings = readable_record(run_dir).get("settings")
-    data = settings if isinstance(settings, dict) else read_json(run_dir / CONFIG_FILE)
-    return data if isinstance(data, dict) else {}
+    return settings if isinstance(settings, dict) else read_object(run_dir / CONFIG_FILE)
 
 
 def is_run(folder: Path) -> bool:
@@ -64,35 +63,34 @@ def is_run(folder: Path) -> bool:
         return False
     if (folder / RUN_FILE).is_file():
         return True
-    data = read_json(folder / CONFIG_FILE)
-    return isinstance(data, dict) and {"name", "runs_dir"} <= data.keys()
+    return {"name", "runs_dir"} <= read_object(folder / CONFIG_FILE).keys()
 
 
 def readable[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
     """The stage's result, or None if it has not finished or is of another version of specrl."""
     try:
-        return finished(stages, stage, kind)
+        return read_result(stages[stage], kind) if stage in stages else None
     except ValueError:
         return None
 
 
-def finished[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
-    """The stage's result, or None if it has not finished."""
-    folder = stages.get(stage)
-    return read_result(folder, kind) if folder is not None and (folder / RESULT_FILE).exists() else None
+def result_of[Result: Artifact](run_dir: Path, stage: str, kind: type[Result]) -> Result:
+    """The stage's result; a ConfigError if it has not finished, or is of another version of specrl."""
+    folder = find_stages(run_dir).get(stage)
+    if folder is None or not (folder / RESULT_FILE).exists():
+        raise ConfigError(f"run {run_dir.name} has not finished {stage}; continue it with: specrl resume {run_dir}")
+    return read_result(folder, kind)
 
 
 def seconds_of(stage_dir: Path) -> float | None:
     """The wall-clock time of a stage, or None if it has not finished."""
-    found = read_json(stage_dir / RESULT_FILE)
-    seconds = found.get("seconds") if isinstance(found, dict) else None
+    seconds = read_object(stage_dir / RESULT_FILE).get("seconds")
     return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None
 
 
 def job_id_of(run_dir: Path, key: str) -> str | None:
     """The Slurm job or the local process of the stage with a key, or None if it is not known."""
-    found = read_json(run_dir / "jobs" / f"{key}.json")
-    job_id = found.get("job_id") if isinstance(found, dict) else None
+    job_id = read_object(run_dir / "jobs" / f"{key}.json").get("job_id")
     return None if job_id is None else str(job_id)
 
 

@@ -10,7 +10,6 @@ from textwrap import indent
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from specrl.artifacts import PrepareResult, read_file
@@ -175,16 +174,15 @@ def clipped(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-def print_samples(console: Console, title: str, samples: Iterable[Sample]) -> None:
-    print_line(console, title)
+def print_samples(title: str, samples: Iterable[Sample]) -> None:
+    print_line(title)
     for sample in samples:
         parts = f" ({sample.reward_parts})" if sample.reward_parts else ""
         print_line(
-            console,
             f"\n  step {sample.step}, prompt {sample.prompt_id}, sample {sample.sample}: reward {sample.reward:.3f}"
-            f"{parts}, {sample.num_tokens} tokens, {sample.finish_reason}",
+            f"{parts}, {sample.num_tokens} tokens, {sample.finish_reason}"
         )
         for name in ("prompt", "response", "answer"):
             text = indent(getattr(sample, name), "    ", lambda line: True)
-            print_line(console, f"  {name}:\n{text}")
-    print_line(console, "")
+            print_line(f"  {name}:\n{text}")
+    print_line("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -79,11 +79,11 @@ class Results:
 def write_summary(run_dir: Path, mlflow_run_id: str | None) -> Path:
     """Write `summary.json` and return its path."""
     path = run_dir / SUMMARY_FILE
-    write_json(path, build_summary(Results.read(run_dir), mlflow_run_id))
+    write_json(path, build_summary(run_dir, mlflow_run_id))
     return path
 
 
-def build_summary(found: Results, mlflow_run_id: str | None) -> dict[str, Any]:
+def build_summary(run_dir: Path, mlflow_run_id: str | None) -> dict[str, Any]:
     """The contents of `summary.json`. Other tools read it, so that the names below must stay.
 
     A section whose stage has not finished is null.
@@ -93,6 +93,7 @@ def build_summary(found: Results, mlflow_run_id: str | None) -> dict[str, Any]:
     those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
     would come next, and draft from the text that it would find.
     """
+    found = Results.read(run_dir)
     config, stages, train, export = found.config, found.stages, found.train, found.export
     return {
         "run": config.name,
@@ -161,12 +162,12 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
     """Print the results of a run, which may be somebody else's, from those stages that have finished."""
-    console, found = console or Console(), Results.read(run_dir)
-    for table in summary_tables(found, build_summary(found, None)):
-        print_table(console, *table)
+    found = Results.read(run_dir)
+    for table in summary_tables(found):
+        print_table(*table, console)
     if (serving := exported(found)) is not None:
         drafter_dir, command = serving
-        print_line(console, f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}")
+        print_line(f"drafter: {drafter_dir}\nserve it with the policy:\n  {command}", console)
 
 
 class SummaryTable(NamedTuple):
@@ -177,39 +178,39 @@ class SummaryTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def summary_tables(found: Results, summary: Mapping[str, Any]) -> list[SummaryTable]:
+def summary_tables(found: Results) -> list[SummaryTable]:
     """What a run has reached, and where its time went."""
     tables = [
-        SummaryTable(f"Run {summary['run']}", ("what", "result"), result_rows(found)),
-        SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(summary)),
+        SummaryTable(f"Run {found.config.name}", ("what", "result"), result_rows(found)),
+        SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(found)),
     ]
-    if summary["train"]:
-        shares = sorted(summary["train"]["timing_share"].items(), key=lambda item: -item[1])
+    if found.train is not None:
+        shares = sorted(found.train.timing_share.items(), key=lambda item: -item[1])
         rows = [(name, f"{share:.1%}") for name, share in shares]
         tables.append(SummaryTable("Where the time of a training step went", ("part", ">share"), rows))
     return tables
 
 
-def event_table(summary: Mapping[str, Any]) -> SummaryTable:
+def event_table(found: Results) -> SummaryTable:
     """What happened in the stages, in its order."""
-    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in summary["events"]]
+    rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in found.events]
     return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
 
 
-def headlines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def headlines(found: Results) -> list[tuple[str, str]]:
     """The few figures that people look for first, each with what it is."""
-    validation, speculation, train = summary["validation"], summary["speculation"], summary["train"]
-    found = []
-    if validation and validation["accuracy_after"] is not None:
-        before, after = validation["accuracy_before"], validation["accuracy_after"]
-        found.append((f"{before:.0%} \u2192 {after:.0%}", f"accuracy on {validation['num_prompts']} held-out prompts"))
-    if speculation and speculation["method"] != "none":
-        for batch, speedup in speculation["generation_speedup"].items():
-            found.append((f"{speedup:.2f}x", f"generation at batch {batch}, against plain decoding, matched"))
-        found.append((f"{speculation['acceptance_length']:.2f}", "tokens an iteration, drafts and one more"))
-    if train:
-        found.append((f"{train['step_seconds_median']:.1f} s", f"a step, median of {train['steps']}"))
-    return found
+    validation, train, figures = found.validate, found.train, []
+    if validation is not None:
+        accuracy = f"{validation.accuracy_before:.0%} \u2192 {validation.accuracy_after:.0%}"
+        figures.append((accuracy, f"accuracy on {validation.num_prompts} held-out prompts"))
+        if found.config.speculation.method != "none":
+            for pair in validation.speed:
+                words = f"generation at batch {pair.batch}, against plain decoding, matched"
+                figures.append((f"{pair.speedup:.2f}x", words))
+            figures.append((f"{validation.acceptance_length:.2f}", "tokens an iteration, drafts and one more"))
+    if train is not None:
+        figures.append((f"{train.step_seconds_median:.1f} s", f"a step, median of {train.steps}"))
+    return figures
 
 
 def exported(found: Results) -> tuple[str, str] | None:
@@ -325,19 +326,17 @@ def _speculation_rows(config: Config, found: ValidateResult) -> list[tuple[str, 
     return rows
 
 
-def _jobs(job_id: str, segments: Mapping[str, Any] | None) -> str:
-    if segments is None or segments["number"] < 2:
-        return job_id
-    return f"{job_id} ({segments['number']} times: {', '.join(reason or 'running' for reason in segments['reasons'])})"
+def _jobs(run_dir: Path, stage_dir: Path) -> str:
+    job = job_id_of(run_dir, stage_dir.name) or ""
+    reasons = [segment.reason or "running" for segment in read_segments(stage_dir)]
+    return job if len(reasons) < 2 else f"{job} ({len(reasons)} times: {', '.join(reasons)})"
 
 
-def _stage_times(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    entries = summary["stages"]
-    total = sum(entry["seconds"] or 0.0 for entry in entries.values())
-    rows = []
+def _stage_times(found: Results) -> list[tuple[str, str, str, str]]:
+    times = {stage: seconds_of(folder) or 0.0 for stage, folder in found.stages.items()}
+    total, rows = sum(times.values()), []
     for stage in STAGES:
-        entry = entries.get(stage, {"seconds": None, "job_id": None})
-        seconds = entry["seconds"]
+        seconds, folder = times.get(stage), found.stages.get(stage)
         numbers = (f"{seconds:.0f}", f"{seconds / total:.0%}") if seconds else ("-", "-")
-        rows.append((stage, *numbers, _jobs(entry["job_id"] or "", summary["segments"].get(stage))))
+        rows.append((stage, *numbers, "" if folder is None else _jobs(found.run_dir, folder)))
     return [*rows, ("all", f"{total:.0f}", "", "")]

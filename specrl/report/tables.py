@@ -14,12 +14,13 @@ from rich.text import Text
 Rows = Sequence[Sequence[str | Text]]
 
 
-def print_table(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Rows, console: Console | None = None) -> None:
     """Print rows under their column names; a column whose name begins with `>` is aligned to the right."""
+    console = console or Console()
     if console.is_terminal:
         console.print(drawn_table(title, columns, rows))
     else:
-        print_line(console, plain_table(title, columns, rows))
+        print_line(plain_table(title, columns, rows), console)
 
 
 def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
@@ -68,9 +69,9 @@ def lasting(stream: TextIO) -> TextIO:
     return cast(TextIO, _Lasting(stream))
 
 
-def print_line(console: Console, text: str) -> None:
+def print_line(text: str, console: Console | None = None) -> None:
     """Print a line without wrapping, markup or colours, to copy a command from; it cannot act on the terminal."""
-    console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+    (console or Console()).print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def printable(text: str) -> str:

@@ -11,13 +11,7 @@ from specrl.precision.recipe import edge_layers, write_recipe
 from specrl.schemas import read_folder
 from specrl.stages.rank import stage_rank
 from specrl.tracking.tracker import Tracker
-from specrl.training.calibration import (
-    Calibration,
-    calibrate,
-    calibration_data,
-    recipe_from,
-    write_layers,
-)
+from specrl.training.calibration import Calibration, calibrate, calibration_data, recipe_from, write_layers
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.policy import Policy
 

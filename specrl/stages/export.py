@@ -5,17 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from specrl import logs
-from specrl.artifacts import (
-    Acceptance,
-    ExportResult,
-    TrainResult,
-    ValidateResult,
-    write_result,
-    write_text,
-)
+from specrl.artifacts import Acceptance, ExportResult, TrainResult, ValidateResult, write_result, write_text
 from specrl.context import StageContext
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import start_rewards
@@ -95,14 +89,8 @@ def try_out(
     source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=context.prompts_dir)
     sets = [replace(chosen, prompts=chosen.prompts[:MOST_PROMPTS]) for chosen in held_out_sets(config, source)]
     with logs.phase("generation with the exported drafter"):
-        found = measure_acceptance(
-            engine,
-            sets,
-            rewards,
-            on_progress=lambda done, total: progress.update(
-                done, total, unit="measurement", phase="trying out the exported drafter"
-            ),
-        )
+        on_progress = partial(progress.update, unit="measurement", phase="trying out the exported drafter")
+        found = measure_acceptance(engine, sets, rewards, on_progress=on_progress)
     engine.shutdown()
     if rewards is not None:
         rewards.close()

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from specrl import lifetime, logs
 from specrl.artifacts import PrepareResult, PretrainResult, write_result
-from specrl.config import Config, EnvironmentConfig
+from specrl.config import Config
 from specrl.context import StageContext
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
@@ -110,16 +110,14 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         opened = open_conversations(engine, prompts[own::engines], config, rewards)
         origin = Origin(derive_seed(config.seed, purpose), step=0, rank=ranks.rank)
         count = config.drafter.samples_per_prompt
-        return collect(engine, opened, count, config, rewards, origin, on_progress=partial(report, phase))
-
-    def report(phase: str, done: int, total: int) -> None:
-        progress.update(done, total, unit="response", phase=phase)
+        on_progress = partial(progress.update, unit="response", phase=phase)
+        return collect(engine, opened, count, config, rewards, origin, on_progress=on_progress)
 
     with logs.phase("generation"):
         rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()
         if config.drafter.data is not None and config.speculation.draft_method.has_weights:
             others = answer(
-                config.model_copy(update={"environment": EnvironmentConfig()}),  # of the task alone
+                config.updated(environment={"name": None}),  # which is of the task alone
                 source.drafter_data(config.drafter.data_prompts),
                 None,
                 "drafter-data",
@@ -172,7 +170,7 @@ def pretrain_drafter(
             drafter,
             batches,
             config.drafter,
-            lambda done, total: progress.update(done, total, unit="step", phase="training the drafter"),
+            partial(progress.update, unit="step", phase="training the drafter"),
             checkpoints,
         )
     tracker.log_metrics({f"drafter/{name}": value for name, value in metrics.items()}, 0)

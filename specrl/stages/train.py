@@ -47,13 +47,7 @@ from specrl.rollout.refit.drafter_guard import DrafterGuard, guard_requests
 from specrl.rollout.refit.load import Refit
 from specrl.rollout.refit.policy_probe import MAX_TOKENS, RefitProbe, probe_sequences
 from specrl.stages.rank import stage_rank
-from specrl.step_record import (
-    StepRecord,
-    StepRecorder,
-    mean_of,
-    read_steps,
-    timing_share,
-)
+from specrl.step_record import StepRecord, StepRecorder, mean_of, read_steps, timing_share
 from specrl.tracking.tracker import Tracker
 from specrl.training import lora
 from specrl.training.checkpoint.checkpoints import Checkpoints, Retention

@@ -88,10 +88,7 @@ def answer_all(
     found = []
     with logs.phase(phase):
         for chosen in sets:
-
-            def on_progress(done: int, total: int, name: str = chosen.name) -> None:
-                progress.update(done, total, unit="response", phase=f"{phase}, {name}")
-
+            on_progress = partial(progress.update, unit="response", phase=f"{phase}, {chosen.name}")
             found.append(answer(engine, rewards, chosen, step, ranks, on_progress))
     return [score for score, _ in found], found[0][1]
 

@@ -21,7 +21,6 @@ from specrl.lineage.record import code_of, read_record
 from specrl.lineage.source import source_tags
 from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import (
-    BENCHMARKS,
     DeletedError,
     check_server,
     connect,
@@ -167,34 +166,6 @@ def log_to_run(
         tracker.log_text(text, name)
     tracker.log_tags(tags or {})
     _sync_or_warn(config, RESUME_PATIENCE_SECONDS)
-
-
-def log_cell(
-    config: Config,
-    folder: Path,
-    name: str,
-    tags: Mapping[str, str],
-    params: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    files: Sequence[Path],
-    error: str | None,
-) -> None:
-    """Record a cell of a benchmark as a run in an experiment of benchmarks; once, unless it has failed."""
-    experiment = f"{config.tracking.experiment}{BENCHMARKS}"
-    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": experiment})})
-    import_mlflow()
-    last = last_of(Log(folder))
-    if last is None or last.values.get("status") != "FINISHED":
-        tracker = Tracker(Log(folder))
-        tracker.start(name, {**tags, ERROR_TAG: error or ""})
-        tracker.log_params(params)
-        for number, row in enumerate(rows):
-            tracker.log_metrics(row_metrics(row), number)
-        for path in files:
-            tracker.log_artifact(path)
-        tracker.end("FINISHED" if error is None else "FAILED")
-    if send(config, [folder], FLOW_PATIENCE_SECONDS):
-        logger.warning("MLflow is away; the rows of %s are sent when the same command is called again", name)
 
 
 def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl.artifacts import read_json, write_json
+from specrl.artifacts import read_object, write_json
 from specrl.tracking.store import import_mlflow
 from specrl.tracking.tracker import Tracker
 
@@ -60,8 +60,7 @@ def log_load(tracker: Tracker, began_ms: int, nodes: Path, load: Mapping[str, fl
     """
     metrics = {f"system/{name}": value for name, value in load.items()}
     for path in sorted(nodes.glob("*.json")):
-        left = read_json(path) or {}
-        metrics |= {f"system/node_{path.stem}/{name}": value for name, value in left.items()}
+        metrics |= {f"system/node_{path.stem}/{name}": value for name, value in read_object(path).items()}
         path.unlink(missing_ok=True)
     step = int((time.time() * 1000 - began_ms) / 1000 / INTERVAL_SECONDS)
     tracker.log_metrics(metrics, step)

@@ -11,7 +11,6 @@ and at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import netrc
 import os
@@ -28,8 +27,8 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from specrl.artifacts import read_file, read_json, write_text
-from specrl.config import Config, ConfigError, dump_config
+from specrl.artifacts import read_file, read_object, write_text
+from specrl.config import Config, ConfigError
 from specrl.processes import OTHERS_SIGNALS, is_locked, last_line, start_helper
 from specrl.tracking.log import Entry, Log, Sent
 
@@ -70,9 +69,9 @@ class WandbSending:
             output_file = log.folder / OUTPUT_FILE
             output_file.unlink(missing_ok=True)
             environment = {**ENVIRONMENT, "WANDB_CACHE_DIR": str(log.folder / FOLDER), **os.environ}
+            order = log.owner, folder, config.settings, settings
             with output_file.open("x") as output:
-                self._process, self._connection = start_helper(__name__, environment, output)
-            self._connection.send((log.owner, folder, json.loads(dump_config(config)), settings))
+                self._process, self._connection = start_helper(__name__, environment, output, send=[order])
         except OSError as error:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
 
@@ -198,4 +197,4 @@ def log_entry(run: Any, log: Log, entry: Entry) -> None:
     elif entry.kind == "params":
         run.config.update(values["params"], allow_val_change=True)
     elif entry.kind == "artifact" and Path(values["path"]).name == SUMMARY_FILE:
-        run.summary.update(read_json(log.owner / SUMMARY_FILE) or {})
+        run.summary.update(read_object(log.owner / SUMMARY_FILE))

@@ -13,7 +13,7 @@ from torch import Tensor
 from specrl.config import PolicyConfig
 from specrl.models.families import family_of_model, head_dim
 from specrl.models.shapes import ModelShape
-from specrl.projection.refit import refit_cost
+from specrl.projection.traffic import refit_cost
 from tests.checkpoints import whole_state
 from tests.forks import run_module
 from tests.integration import policy_worker as worker

@@ -15,7 +15,7 @@ from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.tiny import write_tiny_model
 from specrl.precision.recipe import Recipe, write_recipe
-from specrl.projection.refit import refit_cost
+from specrl.projection.traffic import refit_cost
 
 TINY = TinyModelConfig(family="qwen3_moe", hidden_size=64, num_heads=4, num_kv_heads=2)
 MODEL = ModelConfig(source="tiny", dtype="float32", tiny=TINY)

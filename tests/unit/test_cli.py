@@ -132,7 +132,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
             ["run", "run.toml", "--cluster", "pbs"],
             "cluster.backend = 'pbs': allowed: local, slurm, or ",
         ),
-        (["run", "run.toml", "--dry-run", "--cluster", "no:Where"], "cluster.backend = 'no:Where' cannot be imported"),
+        (["run", "run.toml", "--dry-run", "--cluster", "no:Where"], 'cluster.backend = "no:Where" cannot be imported'),
         (["resume", "nobody"], "no run nobody"),
         (["show", "nobody"], "no run nobody"),
     ],

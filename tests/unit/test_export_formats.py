@@ -255,5 +255,5 @@ def test_a_run_without_a_drafter_of_its_own_or_unfinished_is_one_line(run_dir: P
         with pytest.raises(ConfigError, match=message):
             export_command.export("run", "eagle3", tmp_path / "to", None, run_dir.parent)
     path.unlink()
-    with pytest.raises(ConfigError, match="run run has not finished; specrl resume run brings it to its end"):
+    with pytest.raises(ConfigError, match="run run has not finished export; continue it with: specrl resume"):
         export_command.export("run", "eagle3", tmp_path / "to", None, run_dir.parent)

@@ -7,7 +7,7 @@ import pytest
 from specrl.config import PolicyConfig
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import KNOWN_SHAPES, ModelShape
-from specrl.projection.refit import refit_cost
+from specrl.projection.traffic import refit_cost
 
 EXPERTS = ModelShape(FAMILIES["qwen3"], 96, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536)
 """A Qwen3-235B-A22B with two layers more, which four stages divide."""

@@ -49,7 +49,7 @@ def change(
     new = change_config(config, list(overrides))
     update = record.model_copy(update={"settings": json.loads(dump_config(new))})
     changes = config_changes(config, new)
-    return Revision(folder, update, (config, new), changes, stage_code=code, new_code=code != "code", restart=restart)
+    return Revision(folder, update, config, new, changes, code, new_code=code != "code", restart=restart)
 
 
 def actions(revision: Revision) -> dict[StageName, str]:

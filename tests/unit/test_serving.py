@@ -35,7 +35,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_run_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run nobody" in complaint(capsys, "nobody", "--runs-dir", str(tmp_path))
-    assert "has exported nothing yet; continue it with: specrl resume" in complaint(capsys, exported(tmp_path))
+    assert "has not finished export; continue it with: specrl resume" in complaint(capsys, exported(tmp_path))
     run = exported(tmp_path, policy_dir=tmp_path, drafter_dir=None)
     assert 'no drafter to serve: its speculation.method is "ngram"' in complaint(capsys, run)
     run = exported(tmp_path, policy_dir=tmp_path, drafter_dir=tmp_path / "gone")

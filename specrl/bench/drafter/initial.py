@@ -11,7 +11,6 @@ from specrl.bench.cells import Cell
 from specrl.bench.job import say
 from specrl.bench.options import DrafterOptions
 from specrl.bench.subject import Subject
-from specrl.config import EnvironmentConfig
 from specrl.data.problems import derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.distributed import Ranks
@@ -36,8 +35,8 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
     generic instructions.
     """
     config, policy_dir = subject.config, subject.first_policy_dir
-    drafter = config.drafter.model_copy(update={"data": config.drafter.data or (write_instructions(folder),)})
-    config = config.model_copy(update={"drafter": drafter, "environment": EnvironmentConfig()})
+    data = config.drafter.data or (write_instructions(folder),)
+    config = config.updated(drafter={"data": data}, environment={"name": None})
     source = PromptSource(config, load_tokenizer(policy_dir), prompts_dir=subject.prompts_dir)
     engine = Engine(policy_dir, None, config=config, seed=config.seed, speculate=False)
     origin = Origin(derive_seed(config.seed, "initial drafters"), step=0)

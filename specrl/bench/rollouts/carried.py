@@ -66,9 +66,9 @@ def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:
             f"--max-tokens {tokens}: with its prompt a response has up to {longest} tokens, and model.max_length = "
             f"{run.model.max_length}; add --set model.max_length={longest}"
         )
-    speculation = speculation_of(run.speculation, "replay", 1).model_copy(update={"adaptive": False})
-    engine = run.engine.model_copy(update={"max_num_seqs": max(run.engine.max_num_seqs, len(requests))})
-    return run.model_copy(update={"speculation": speculation, "engine": engine})
+    config = run.model_copy(update={"speculation": speculation_of(run.speculation, "replay", 1)})
+    most = max(run.engine.max_num_seqs, len(requests))
+    return config.updated(speculation={"adaptive": False}, engine={"max_num_seqs": most})
 
 
 def compared(requests: Sequence[Request], before: Generation, after: Generation) -> tuple[list[dict[str, Any]], float]:

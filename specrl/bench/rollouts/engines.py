@@ -56,11 +56,12 @@ class Engines:
         config = self.subject.config
         longest = max([k for k in self.options.ks if isinstance(k, int)], default=3)
         speculation = speculation_of(config.speculation, method, longest if method != PLAIN else 0)
-        cache = min(config.engine.kv_cache_gib, KV_CACHE_GIB)
-        settings = {"gpu_memory_fraction": self._share, "kv_cache_gib": cache}
-        settings["max_num_seqs"] = max(config.engine.max_num_seqs, *self.options.batches)
-        engine = config.engine.model_copy(update=settings)
-        return config.model_copy(update={"speculation": speculation, "engine": engine})
+        engine = {
+            "gpu_memory_fraction": self._share,
+            "kv_cache_gib": min(config.engine.kv_cache_gib, KV_CACHE_GIB),
+            "max_num_seqs": max(config.engine.max_num_seqs, *self.options.batches),
+        }
+        return config.model_copy(update={"speculation": speculation}).updated(engine=engine)
 
     def shutdown(self) -> None:
         for engine in {variant.engine for variant in self.variants}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import count
 from multiprocessing.connection import Connection
 
@@ -16,13 +15,9 @@ from specrl.tracking.tracker import Tracker
 def main(parent: Connection) -> None:
     """Build the train stage without MLflow and take the loop's own steps, each when the parent says so."""
     end_with_parent(parent.recv())
-    path, log = parent.recv()
-    with log.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    from specrl.stages import train  # with what vLLM and Megatron have to say, which belongs into the log
+    from specrl.stages import train  # takes long, during which the parent may end
 
-    context = StageContext.load(path)
+    context = StageContext.load(parent.recv())
     ranks = join()
     with Progress(context.stage_dir, enabled=False) as progress:
         trainer = train.build(context, ranks, Tracker())

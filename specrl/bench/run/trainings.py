@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -44,9 +44,9 @@ class Worker:
         names |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "MASTER_ADDR": LOOPBACK}
         self.name, self.log = f"rank {rank} of {training.cell.label}", folder / f"rank-{rank}.log"
-        self.process, self.answers = start_helper("specrl.bench.run.rank", environment)
-        with suppress(OSError):  # it has ended already, as whoever waits for it will find
-            self.answers.send((folder / CONTEXT_FILE, self.log))
+        with self.log.open("w") as output:
+            context = [folder / CONTEXT_FILE]
+            self.process, self.answers = start_helper("specrl.bench.run.rank", environment, output, send=context)
         own = sorted(os.sched_getaffinity(0))[rank * threads : (rank + 1) * threads]
         if len(own) == threads:
             os.sched_setaffinity(self.process.pid, own)

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from specrl.config import PolicyConfig
 from specrl.config.rollout import BubbleUse
-from specrl.projection.refit import refit_cost
 from specrl.projection.simulator.engine import EngineModel
 from specrl.projection.simulator.generation import DecodingSpeed, Shares, simulate
 from specrl.projection.simulator.workload import Drawn, Workload, dealt
+from specrl.projection.traffic import refit_cost
 
 STEPS = 3  # that are simulated
 AGREES = 830.0  # tokens of a response with its pre-generated text: a median measured (benchmarks/after-update.md)

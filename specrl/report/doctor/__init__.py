@@ -33,10 +33,9 @@ def exit_code(found: Iterable[Check]) -> int:
 
 def render(found: list[Check], console: Console | None = None) -> None:
     """Print the findings as a table, and below it how to fix what is missing."""
-    console = console or Console()
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(check.name, Text(check.status, styles[check.status]), check.found) for check in found]
-    print_table(console, f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows)
+    print_table(f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows, console)
     for check in found:
         if check.fix:
-            print_line(console, f"{check.name}: {check.fix}")
+            print_line(f"{check.name}: {check.fix}", console)

@@ -21,14 +21,7 @@ PROBE_SECONDS = 10  # for nvidia-smi
 
 
 def checks(runs_dir: Path) -> list[Check]:
-    return [
-        check_cores(),
-        check_memory(),
-        check_disk(runs_dir),
-        check_locks(runs_dir),
-        check_sandbox(),
-        check_gpu(),
-    ]
+    return [check_cores(), check_memory(), check_disk(runs_dir), check_locks(runs_dir), check_sandbox(), check_gpu()]
 
 
 def check_cores() -> Check:
