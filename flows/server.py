@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
-from specrl.processes import end_helper, end_with_parent, free_port, reach_loopback, start_helper
+from specrl.processes import end_helper, end_with_parent, free_port, last_line, reach_loopback, start_helper
 
 START_SECONDS = 600  # how long it may take to answer: under heavy load, or from a slow disk, imports take minutes
 PATIENCE_SECONDS = 20  # until it is said what is waited for
@@ -89,7 +89,8 @@ class PrefectServer:
         started, is_said = time.monotonic(), False
         while not _answers(f"{self.url}/health"):
             if (code := self.process.poll()) is not None:
-                raise ServerError(f"Prefect's server did not start: it ended with exit code {code}; see {self.log}")
+                ended = f"it ended with exit code {code} ({last_line(self.log)})"
+                raise ServerError(f"Prefect's server did not start: {ended}; see {self.log}")
             seconds = time.monotonic() - started
             if seconds > START_SECONDS:
                 raise ServerError(

@@ -45,8 +45,9 @@ def test_a_server_that_does_not_answer_is_waited_for_and_given_up_in_one_line(
 
 
 def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.log").write_text("Traceback ...\nOperationalError: no such database\n")
     said = waited_for("raise SystemExit(7)", tmp_path, monkeypatch)
-    assert "did not start: it ended with exit code 7; see " in said
+    assert "did not start: it ended with exit code 7 (OperationalError: no such database); see " in said
 
 
 def test_a_server_of_the_user_that_refuses_requests_is_one_line(

@@ -528,7 +528,22 @@ PROXIES: list[dict[str, str]] = [
     {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"},
     {"http_proxy": "http://127.0.0.1:9", "no_proxy": "*"},
     {"ALL_PROXY": "socks5://127.0.0.1:9", "http_proxy": "socks5h://127.0.0.1:9"},
+    {"http_proxy": "http://127.0.0.1:9", "SSL_CERT_FILE": "/of/another/machine.pem"},
 ]
+
+
+@pytest.mark.parametrize("host", ["fe80::/10", "::1/128", "fd07:b51a:cc66:f0::/64", "[::1]", "[fe80::1]:80"])
+def test_a_host_without_a_proxy_that_httpx_cannot_read_stops_nothing(
+    host: str, healthy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, f"{host},.cluster.example")
+    reach_loopback()
+    assert httpx.get(healthy).status_code == 200
+    assert os.environ["no_proxy"].removeprefix("::1,").startswith(".cluster.example,")
 
 
 @pytest.mark.parametrize("proxies", PROXIES, ids=str)
