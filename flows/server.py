@@ -34,6 +34,7 @@ QUIET = {
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
 """The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
+OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # how the variables of servers begin
 
 
 class ServerError(RuntimeError):
@@ -58,7 +59,7 @@ class PrefectServer:
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir))))
+        self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir)))).expanduser().absolute()
         self.log = self.home / "server.log"
         # Two servers that create the same database at the same time would break it.
         self._lock = FileLock(self.home / "start.lock")
@@ -74,7 +75,9 @@ class PrefectServer:
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
         # Other users of this machine can reach the loopback interface, too, but they do not know the password.
         password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
-        environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
+        # What the user has set for another server, such as its database, is not for this one.
+        environment = QUIET | {key: value for key, value in os.environ.items() if not key.startswith(OF_SERVERS)}
+        environment["PREFECT_HOME"] = str(self.home)
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
         with self.log.open("a") as log:
             self.process, command = start_helper("flows.server", environment, log)
@@ -149,6 +152,7 @@ def main(command: Connection) -> None:
     end_with_parent(command.recv(), signal.SIGTERM)
     os.umask(PRIVATE)  # its database has the configurations of all runs, whoever may read this one
     port = command.recv()
+    os.chdir(os.environ["PREFECT_HOME"])  # the user's folder may have a prefect.toml, or a .env, for another server
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 

@@ -65,6 +65,7 @@ FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 NEVER = {
     "DependencyNeverSatisfied": "a job that it depends on has not ended as asked",
     r"(?:Assoc|QOS)Max\w+Per(?:Job|Node)(?:Limit)?": "it asks for more than a job of its account or QOS may have",
+    r"QOSMin\w+": "it asks for less than a job of its QOS must have",
     "PartitionTimeLimit": "resources.minutes is more than its partition allows",
 }
 """The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
@@ -98,6 +99,7 @@ TRANSIENT = (
     "Unable to connect to database",
     "Slurm backup controller in standby mode",
     "Slurm temporarily unable to accept job",
+    "I/O error writing script/environment to file",
     f"took more than {SUBMIT_SECONDS} s",
     WORDLESS,
 )

@@ -427,12 +427,13 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int, **chang
     save_file(weights, directory / "model.safetensors")
 
 
-def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path) -> None:
+def test_a_server_that_answers_is_accepted_and_one_that_refuses_or_fails_is_not(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Healthy)
     Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://127.0.0.1:{server.server_port}"
-    for path in ("", "/locked"):
-        assert check_tracking(parse_config({"name": "run", "tracking": {"uri": uri + path}})) == []
+    assert check_tracking(parse_config({"name": "run", "tracking": {"uri": uri}})) == []
+    [found] = check_tracking(parse_config({"name": "run", "tracking": {"uri": f"{uri}/locked"}}))
+    assert found.startswith(f"tracking.uri = {uri}/locked: MLflow refuses what it is asked (401)")
     [found] = check_tracking(parse_config({"name": "run", "tracking": {"uri": f"{uri}/broken"}}))
     assert found.startswith(f"tracking.uri = {uri}/broken: no MLflow server answers") and "500" in found
     server.shutdown()
@@ -441,7 +442,7 @@ def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path
 
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response({"/health": 200, "/locked/health": 401}.get(self.path, 500))
+        self.send_response({"/health": 200}.get(self.path, 401 if self.path.startswith("/locked/") else 500))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:

@@ -95,10 +95,14 @@ def test_a_server_may_write_what_it_has_queued_before_it_is_killed(
         assert found.process.returncode == status
 
 
-def test_the_server_makes_private_files_whatever_the_umask_of_the_command(
+def test_the_server_makes_private_files_of_its_own_whatever_the_command_was_called_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "prefect.toml").write_text('[server.database]\nconnection_url = "sqlite:////none/of.db"\n')
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://team@127.0.0.1:9/prefect")
     for name in ("PREFECT_API_URL", server.PASSWORD):
         monkeypatch.delenv(name, raising=False)
     os.umask(0o022)

@@ -378,6 +378,7 @@ def test_a_refusal_for_memory_repeats_the_option_that_was_sent(
         'echo "sbatch: error: Batch job submission failed: Unable to connect to database" >&2; exit 1',
         'echo "sbatch: error: Batch job submission failed: Unexpected message received" >&2; exit 1',
         'echo "sbatch: error: Batch job submission failed: Protocol authentication error" >&2; exit 1',
+        'echo "sbatch: error: Batch job submission failed: I/O error writing script/environment to file" >&2; exit 1',
         "kill -9 $$",
     ],
 )

@@ -152,6 +152,7 @@ class Waiting(LongJob):
             (reason, r"can never start \(PENDING, \w+: it asks for more than a job of its account or QOS may have\)")
             for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
         ),
+        ("QOSMinCpuNotSatisfied", r"can never start \(PENDING, \w+: it asks for less than a job of its QOS must have"),
         ("PartitionTimeLimit", r"can never start \(.*: resources\.minutes is more than its partition allows\)"),
         ("PartitionTimeLimit,short", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
