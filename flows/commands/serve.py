@@ -26,6 +26,7 @@ from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
+from slurm.environment import ROOT, job_environment
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError, dump_config
 from specrl.processes import end_with_parent, start_helper
@@ -54,7 +55,7 @@ def serve(
         noted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: noted.append(number))
-        runner, connection = start_helper(__name__, os.environ)
+        runner, connection = start_helper(__name__, {**os.environ, **job_environment(ROOT, config)})
         try:
             with contextlib.suppress(OSError):  # it ended at once; its own lines say why
                 connection.send((config.name, cron, zone, json.loads(dump_config(config))))

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -486,6 +487,17 @@ def test_the_last_error_of_a_traceback_is_one_line() -> None:
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: first\nsecond\n'
     assert last_error(trace) == "ValueError: first second"
     assert last_error("Killed") == "Killed"
+
+
+def test_modules_of_the_user_that_are_called_as_ours_are_not_imported(tmp_path: Path) -> None:
+    for name in ("flows", "tasks", "slurm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user's')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-P", "-c", "import specrl; specrl.main()", "--version"]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert said.stdout.startswith("specrl ") and said.stderr == ""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"specrl": "specrl:main"}
 
 
 def test_importing_the_flows_imports_neither_torch_nor_vllm() -> None:

@@ -8,6 +8,7 @@ import http.server
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from flows.cli import invoke
+from flows.folder import only_flow, write_config
 from flows.server import PrefectServer
 from slurm import commands, slurm_backend, submit
 from slurm.backend import JobError, JobKey, Record, SilentSchedulerError, State, StoppedError
@@ -35,6 +37,8 @@ from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import Reason, add_to_segment, begin_segment
 from specrl.processes import PORTS, node_folder, port_of, reach_loopback, start_helper
+from specrl.report.results import read_config
+from specrl.tracking.store import RUN_ID_FILE
 from tasks.run import begin
 
 TIMEOUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -617,3 +621,21 @@ def test_a_run_that_is_moved_or_seen_under_another_path_finds_its_job(programs: 
     assert JobKey(configured(tmp_path, "moved"), "train-abc").job_name == name
     begin(config)  # another run in the same place
     assert JobKey(config, "train-abc").job_name != name
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path)
+    begin(config)
+    write_config(config)
+    (config.run_dir / RUN_ID_FILE).write_text("0123\n")
+    name, copy = JobKey(config, "train-abc").job_name, configured(tmp_path, "copies")
+    shutil.copytree(config.run_dir, copy.run_dir)
+    assert JobKey(copy, "train-abc").job_name != name  # what ends the jobs of a copy leaves those of the run alone
+    with only_flow(copy.run_dir):
+        assert "is a copy: a run of its own from now on" in capsys.readouterr().err
+    own = JobKey(copy, "train-abc").job_name
+    shutil.rmtree(config.run_dir)
+    with only_flow(copy.run_dir):
+        assert capsys.readouterr().err == ""
+    assert JobKey(copy, "train-abc").job_name == own != name
+    assert not (copy.run_dir / RUN_ID_FILE).exists() and read_config(copy.run_dir) == copy
