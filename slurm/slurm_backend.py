@@ -38,7 +38,7 @@ from slurm.commands import (
     sbatch_options,
 )
 from slurm.environment import LOOPBACK, inherited, log_path
-from slurm.failures import first_error
+from slurm.failures import LOG_BYTES, first_error, lacked_memory
 from slurm.supervisor import ATTEMPT, KILLING
 from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
@@ -114,10 +114,7 @@ NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b
 NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
-LOG_BYTES = 2**20  # of the end of a job's log, where srun's words about its ranks stand
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
-"""What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
 """What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
@@ -150,7 +147,7 @@ class SlurmJob:
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
-        if word == "FAILED" and OUT_OF_MEMORY.search(self._text()):
+        if word == "FAILED" and lacked_memory(self.log(0)):
             return State("ended", word, failed=True, reason="out of memory")
         return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))
 
@@ -170,13 +167,10 @@ class SlurmJob:
         return first_error(self.folder, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
-        found = SRUN_ERROR.search(self._text())
+        found = SRUN_ERROR.search(end_of(self.log(0), LOG_BYTES))
         if found is None:
             return Failure(0)
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
-
-    def _text(self) -> str:
-        return end_of(self.log(0), LOG_BYTES)
 
     def _why_never(self, reason: str) -> str:
         if reason == "PartitionTimeLimit" and "," in ask("squeue", "-h", "-j", self.job_id, "-o", "%P"):
