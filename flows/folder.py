@@ -42,6 +42,10 @@ def anchor(config: Config) -> Config:
         section = getattr(anchored, name)
         if section.source is not None and (folder := Path(section.source)).is_dir():
             changed[name] = section.model_copy(update={"source": str(folder.absolute())})
+    container = anchored.cluster.container
+    if container is not None and Path(container.image).exists():  # pyxis takes what has no / for an address
+        container = container.model_copy(update={"image": str(Path(container.image).absolute())})
+        changed["cluster"] = anchored.cluster.model_copy(update={"container": container})
     tracking = config.tracking
     if tracking.uri is None:  # for jobs, and for commands in other shells
         tracking = tracking.model_copy(update={"uri": uri_of_environment()})

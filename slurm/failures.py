@@ -22,7 +22,10 @@ from specrl.processes import end_of, last_line
 
 MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
 ROOM_BYTES = 2**20  # what a disk must take that is not called full
-OF_ENDS = r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
+OF_ENDS = (
+    r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
+    "|Try .srun --help"
+)
 """What srun writes after the words that say why a rank ended."""
 OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
 """What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""

@@ -178,6 +178,8 @@ Places = Annotated[
 """One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
 """The same for what may be a name of the hub as well."""
+UserWord = Annotated[Word, BeforeValidator(expanded)]
+"""The same for a word of a command, which may be an address or the name of a program as well."""
 
 
 def _plain_path(path: Path) -> Path:

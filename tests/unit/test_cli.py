@@ -380,6 +380,11 @@ def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None
     assert config.runs_dir == tmp_path / "runs"
     assert config.model.source == str(tmp_path / "model")
     assert config.data.path == (tmp_path / "x.jsonl",)
+    (tmp_path / "x.sqsh").touch()
+    for image, bound in (("x.sqsh", str(tmp_path / "x.sqsh")), ("nvcr.io#nvidia/pytorch:26.01-py3",) * 2):
+        cluster = {"backend": "slurm", "container": {"kind": "pyxis", "image": image}}
+        container = anchor(parse_config({"name": "run", "cluster": cluster})).cluster.container
+        assert container is not None and container.image == bound
     drafting = {"method": "draft_model", "draft_model": "small"}
     sets = {"aime": {"path": "aime.jsonl", "reward": "exact_match"}, "held-out": {}}
     config = anchor(parse_config({"name": "run", "speculation": drafting, "validate": {"sets": sets}}))

@@ -598,7 +598,11 @@ def test_variables_and_the_home_folder_stand_for_their_values_in_every_path(
             },
             "drafter": {"data": "$SCRATCH/chats.jsonl"},
             "validate": {"sets": {"hard": {"path": "$SCRATCH/hard.jsonl", "reward": "exact_match"}}},
-            "cluster": {"environment_file": "~/secrets"},
+            "cluster": {
+                "environment_file": "~/secrets",
+                "python": "~/venv/bin/python",
+                "container": {"kind": "pyxis", "image": "$SCRATCH/x.sqsh", "mounts": ["$SCRATCH:/data"]},
+            },
         }
     )
     scratch, home = tmp_path / "scratch", tmp_path / "home"
@@ -609,6 +613,9 @@ def test_variables_and_the_home_folder_stand_for_their_values_in_every_path(
     assert str(scratch / "chats.jsonl") in str(config.drafter.data)
     assert str(scratch / "hard.jsonl") in str(config.validate_.sets["hard"].path)
     assert config.cluster.environment_file == home / "secrets"
+    container = config.cluster.container
+    assert container is not None and container.image == str(scratch / "x.sqsh") and config.cluster.python is not None
+    assert container.mounts == (f"{scratch}:/data",) and config.cluster.python == str(home / "venv/bin/python")
     with pytest.raises(ConfigError, match=r"runs_dir.*the variable \$NO_SUCH is not set"):
         parse_config({"name": "x", "runs_dir": "$NO_SUCH/runs"})
 

@@ -189,6 +189,8 @@ def test_a_failed_job_is_explained_by_what_came_before_the_last_words_of_srun(co
     )
     said = explain(job, stage, ended)
     assert "ends: slurmstepd-n1: error: execve(): /opt/python3: No such file or directory; log: " in said
+    job.log(0).write_text("srun: unrecognized option '--container-image=x'\nTry \"srun --help\" for more information\n")
+    assert "ends: srun: unrecognized option '--container-image=x'; log: " in explain(job, stage, ended)
 
 
 class Leaving(LongJob):
