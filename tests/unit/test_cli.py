@@ -729,6 +729,13 @@ def test_a_prefect_server_that_ends_under_a_flow_is_one_line(tmp_path: Path, mon
         httpx.get(url)
 
 
+def test_a_standard_stream_that_is_closed_hides_no_exit_code(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m flows.cli show nope --runs-dir {tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for closed in ("2>&-", "<&- >&- 2>&-"):
+        assert subprocess.run(f"{command} {closed}", shell=True, env=environment, check=False).returncode == 2
+
+
 def test_a_terminal_without_a_width_and_a_folder_that_is_gone_are_no_silence(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     command = f"rmdir ../here; {sys.executable} -m flows.cli"
