@@ -183,14 +183,14 @@ UserWord = Annotated[Word, BeforeValidator(expanded)]
 
 
 def _plain_path(path: Path) -> Path:
-    wrong = next((character for character in str(path) if character in ":,\\"), None)
+    wrong = next((character for character in str(path) if character in ":,?\\"), None)
     if wrong is not None:
-        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, and backslashes")
+        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without : , ? and backslashes")
     return path
 
 
 PlainPath = Annotated[UserPath, AfterValidator(_plain_path)]
-"""A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
+"""A path that stands in a list of import paths or of mounts, in the pattern of a log's name, or in an address."""
 
 
 def _setup_line(line: str) -> str:
