@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
@@ -34,6 +36,7 @@ QUIET = {
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
 """The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
+OWN_URL = "PREFECT_API_URL is the address of a server's API, which mostly ends in /api"
 OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # how the variables of servers begin
 
 
@@ -117,11 +120,23 @@ class PrefectServer:
 
         if isinstance(error, HTTPError):
             fails = "does not answer any more" if isinstance(error, TransportError) else "refuses what it is asked"
-            own = "" if self.process else "; without PREFECT_API_URL, specrl starts a server of its own"
+            own = "" if self.process else f"; {OWN_URL}; without it, specrl starts a server of its own"
             raise ServerError(
                 f"Prefect's server at {self.url} {fails} ({str(error).partition(chr(10))[0]}); what was submitted goes "
                 f"on, and specrl resume RUN finds it{own}"
             ) from error
+
+
+@contextlib.contextmanager
+def no_page() -> Iterator[None]:
+    """Turn the error of a client that was answered with a page into a ServerError."""
+    from prefect.settings import PREFECT_API_URL
+
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        url = PREFECT_API_URL.value()
+        raise ServerError(f"PREFECT_API_URL = {url}: what answers there is no API of Prefect; {OWN_URL}") from error
 
 
 def mark_crashed_flows(run_dir: Path) -> None:
@@ -138,7 +153,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
     flows = filters.FlowRunFilter.model_validate({"name": {"any_": [str(run_dir)]}, **running})
     tasks = filters.TaskRunFilter.model_validate(running)
     crashed: State[None] = Crashed(message="its process was killed")
-    with get_client(sync_client=True) as client:
+    with no_page(), get_client(sync_client=True) as client:
         for task in client.read_task_runs(flow_run_filter=flows, task_run_filter=tasks):
             client.set_task_run_state(task.id, crashed, force=True)
         for flow in client.read_flow_runs(flow_run_filter=flows):
