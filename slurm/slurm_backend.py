@@ -112,6 +112,7 @@ NAMED |= dict.fromkeys(MEMORY, r"\bmem(ory)?\b|node config")
 NAMED |= dict.fromkeys(("ntasks-per-node", "cpus-per-task"), r"processor|\bcpus?\b|node config")
 NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b|\bgpus?\b|node config"}
 NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
+NAMED |= {"licenses": "license", "nodelist": "node name", "tmp": "temporary disk"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)

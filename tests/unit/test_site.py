@@ -420,6 +420,9 @@ def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
     program(programs, "sbatch", 'echo "sbatch: error: Requested node configuration is not available" >&2; exit 1')
     with pytest.raises(JobError, match=r"is not available; .*--cpus-per-task=2; --nodes=1$"):
         attach_or_submit(context_of(config), "m:f", Path("/code"))
+    program(programs, "sbatch", 'echo "sbatch: error: Invalid node name specified" >&2; exit 1')
+    with pytest.raises(JobError, match=r"refuses the job: Invalid node name specified; --nodelist=n7$"):
+        attach_or_submit(context_of(configured(tmp_path, sbatch={"nodelist": "n7"})), "m:f", Path("/code"))
 
 
 def test_one_squeue_is_for_all_jobs_of_a_user_and_all_flows_on_a_host(
