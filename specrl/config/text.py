@@ -178,17 +178,19 @@ Places = Annotated[
 """One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
 """The same for what may be a name of the hub as well."""
+UserWord = Annotated[Word, BeforeValidator(expanded)]
+"""The same for a word of a command, which may be an address or the name of a program as well."""
 
 
 def _plain_path(path: Path) -> Path:
-    wrong = next((character for character in str(path) if character in ":,\\"), None)
+    wrong = next((character for character in str(path) if character in ":,?\\"), None)
     if wrong is not None:
-        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, and backslashes")
+        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without : , ? and backslashes")
     return path
 
 
 PlainPath = Annotated[UserPath, AfterValidator(_plain_path)]
-"""A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
+"""A path that stands in a list of import paths or of mounts, in the pattern of a log's name, or in an address."""
 
 
 def _setup_line(line: str) -> str:
