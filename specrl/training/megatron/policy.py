@@ -147,7 +147,6 @@ class Policy:
         model = build_model(self.hf_config, megatron, cuda=cuda)
         names = weights.weight_map(
             self.hf_config,
-            tensor_parallel=self.config.tensor_parallel,
             pipeline_parallel=self.config.pipeline_parallel,
             expert_parallel=self.config.expert_parallel,
             transformer_engine=cuda,
