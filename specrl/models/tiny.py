@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
 
 from specrl.config import ModelConfig
-from specrl.models.directory import WEIGHTS_FILE
+from specrl.models.directory import HEAD, WEIGHTS_FILE
 from specrl.models.families import tiny_config, tiny_family
 from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
@@ -46,7 +46,7 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
                 weights |= {family.mtp.name_on_disk(name, layer): weight for name, weight in found.items()}
             hf_config.update({MTP_LAYERS: tiny.mtp_layers})
     if hf_config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+        del weights[HEAD]
     dtype = getattr(torch, config.dtype)
     write_tensors(directory / WEIGHTS_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
     hf_config.save_pretrained(directory)

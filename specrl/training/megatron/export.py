@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from specrl.models.checks.headers import EMBEDDINGS, HEAD
+from specrl.models.directory import EMBEDDINGS, HEAD
 from specrl.training.megatron.parallel import from_stage
 from specrl.training.megatron.weights import Parameter, WeightMap, join
 

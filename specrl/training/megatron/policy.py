@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
+from specrl.models.directory import HEAD
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
@@ -240,7 +241,7 @@ class Policy:
 
     def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Write a Hugging Face directory, with a trained multi-token-prediction layer (collective); rank 0 writes."""
-        trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
+        trained, left_out = dict(mtp_layer), HEAD if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
         write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)

@@ -23,8 +23,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from specrl.config.training import LoraConfig
 from specrl.models.checks import headers
-from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
-from specrl.models.directory import read_model_config
+from specrl.models.checks.headers import check_weights
+from specrl.models.directory import EMBEDDINGS, FINAL_NORM, HEAD, read_model_config
 from specrl.models.families import Family, Layout, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
 from specrl.training.lora import DOWN, UP, LowRankUpdate, initial
@@ -173,7 +173,7 @@ def weight_map(hf: Any, *, pipeline_parallel: int, expert_parallel: int, transfo
         parameters += _layer_parameters(family, place)
         if experts is not None:
             parameters += _expert_parameters(family, experts.num_experts, expert_parallel, place)
-    parameters.append(outside("decoder.final_layernorm.weight", last, "none", "model.norm.weight"))
+    parameters.append(outside("decoder.final_layernorm.weight", last, "none", FINAL_NORM))
     if not hf.tie_word_embeddings:
         parameters.append(outside("output_layer.weight", last, "vocabulary", HEAD))
     elif last > 0:
