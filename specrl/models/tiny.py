@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
 from specrl.config import ModelConfig
 from specrl.models.directory import HEAD, WEIGHTS_FILE
@@ -39,7 +40,8 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        weights = one_by_one(model_class(hf_config).state_dict())
+        model = model_class(hf_config)
+        weights = revert_weight_conversion(model, model.state_dict())  # each expert's matrices by themselves
         if family.mtp is not None:
             for layer in range(tiny.mtp_layers):
                 found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)
@@ -51,25 +53,6 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     write_tensors(directory / WEIGHTS_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
     hf_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model with each expert's matrices by themselves, as checkpoints have them.
-
-    In memory transformers stacks the experts of a layer: gates above up projections [experts, 2 x width, hidden], and
-    down projections [experts, hidden, width].
-    """
-    named = dict[str, Tensor]()
-    for name, tensor in weights.items():
-        parent, _, own = name.rpartition(".")
-        if not parent.endswith(".experts"):
-            named[name] = tensor
-            continue
-        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
-        for expert, stacked in enumerate(tensor):
-            for part, matrix in zip(parts, stacked.chunk(len(parts)), strict=True):
-                named[f"{parent}.{expert}.{part}.weight"] = matrix
-    return named
 
 
 def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dict[str, Tensor]:
