@@ -205,9 +205,6 @@ class Drafter:
         as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
         return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
 
-    def share(self, name: str, tensor: Tensor) -> None:
-        self.model.share(name, tensor)
-
     def update(
         self,
         features: Sequence[Features | None] | FeatureStream,
