@@ -31,6 +31,7 @@ OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom
 """What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
 QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in a log of a job that Slurm has then begun anew
 LOG_BYTES = 2**20  # of the end of a job's log, where Slurm's words about its ranks stand
+OF_RANK = re.compile(r"^\[rank\d+\]: ")  # torch begins the lines of a traceback with it where ranks have met
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 
 
@@ -125,7 +126,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 def last_error(trace: str) -> str:
     """The exception of a traceback, which follows its last indented line, in one line."""
-    lines = trace.rstrip().splitlines()
+    lines = [OF_RANK.sub("", line) for line in trace.rstrip().splitlines()]
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
 

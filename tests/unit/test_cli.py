@@ -492,6 +492,7 @@ def test_the_last_error_of_a_traceback_is_one_line() -> None:
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: first\nsecond\n'
     assert last_error(trace) == "ValueError: first second"
     assert last_error("Killed") == "Killed"
+    assert last_error("".join(f"[rank0]: {line}" for line in trace.splitlines(keepends=True))) == last_error(trace)
 
 
 def test_modules_of_the_user_that_are_called_as_ours_are_not_imported(tmp_path: Path) -> None:
