@@ -18,6 +18,7 @@ from slurm.access import check_access, restrict
 from specrl.artifacts import read_file, read_json, read_object, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.config.base import Section
+from specrl.config.cluster import ContainerConfig
 from specrl.data.formats.places import absolute_place
 from specrl.lineage.record import is_copy, own_copy
 from specrl.processes import is_locked
@@ -41,13 +42,20 @@ def anchor(config: Config) -> Config:
         if source is not None and (folder := Path(source)).is_dir():
             anchored = anchored.updated(**{name: {"source": str(folder.absolute())}})
     container = anchored.cluster.container
-    if container is not None and Path(container.image).exists():  # pyxis takes what has no / for an address
+    if container is not None and _is_here(container):  # pyxis takes what has no / for an address
         container = container.model_copy(update={"image": str(Path(container.image).absolute())})
         anchored = anchored.updated(cluster={"container": container})
     if anchored.tracking.uri is None:  # for jobs, and for commands in other shells
         anchored = anchored.updated(tracking={"uri": uri_of_environment()})
     parse_config(anchored.settings)  # the present folder, too, may have a name that no setting may have
     return anchored
+
+
+def _is_here(container: ContainerConfig) -> bool:
+    image = Path(container.image)
+    with contextlib.suppress(OSError):  # such as that of a long name
+        return image.exists() if container.kind == "apptainer" else image.is_file()
+    return False
 
 
 def _anchored(value: Any, runs_dir: Path) -> Any:

@@ -142,6 +142,9 @@ def python_command(config: Config, stage: StageName) -> list[str]:
 def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
     """What submitit calls the options of sbatch and srun, for a job that leaves out some nodes."""
     config, stage = request.context.config, request.context.stage
+    if request.key.cluster.container is not None:
+        # A container sees the user's home: what pip has installed there, for another Python, is not for the image's.
+        environment = {**environment, "PYTHONNOUSERSITE": "1"}
     # They follow `cluster.setup`, which may load modules that set the same variables.
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {

@@ -139,5 +139,9 @@ def backends_of(config: Config) -> list[Backend]:
 def _imported(path: str) -> Backend:
     if ":" not in path:
         raise ConfigError(f"cluster.backend = {path!r}: allowed: {', '.join(BACKENDS)}, or package.module:Class")
-    backend: Backend = import_function("cluster.backend", path)()
+    made = import_function("cluster.backend", path)
+    try:
+        backend: Backend = made()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the class is a user's
+        raise ConfigError(f'cluster.backend = "{path}" cannot be made: {error}') from error
     return backend

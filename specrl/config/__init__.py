@@ -33,7 +33,7 @@ from specrl.config.model import (
 )
 from specrl.config.rollout import BubblesConfig, EngineConfig, RefitConfig, SamplingConfig, SpeculationConfig
 from specrl.config.sbatch import asks_for_gpus, gpus_per_node
-from specrl.config.text import NAME, PlainPath, check_text, redacted, shown
+from specrl.config.text import NAME, RunsPath, check_text, redacted, shown
 from specrl.config.training import DrafterConfig, PolicyConfig, PrecisionConfig, TrainConfig
 from specrl.config.unused import unused_data, unused_drafting, unused_reward, unused_training
 from specrl.config.validation import StopConfig, ValidateConfig, ValidationSetConfig
@@ -96,7 +96,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
     runs_dir: Annotated[
-        PlainPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")), validate_default=True)
+        RunsPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")), validate_default=True)
     ]
     """The folder that holds the folders of all runs; by default the one that SPECRL_RUNS_DIR names, or `runs`."""
     model: ModelConfig = ModelConfig()

@@ -75,7 +75,7 @@ def _elsewhere(root: type[BaseModel], name: str) -> list[str]:
 def _description(root: type[BaseModel], path: list[Any]) -> str:
     """The first sentence about a key, with its unit."""
     field = getattr(reduce(_descend, path[:-1], root), "model_fields", {}).get(path[-1]) if path else None
-    return (field.description or "").partition(". ")[0].rstrip(".") if field is not None else ""
+    return " ".join((field.description or "").split()).partition(". ")[0].rstrip(".") if field is not None else ""
 
 
 def _descend(annotation: Any, part: Any) -> Any:

@@ -178,19 +178,24 @@ Places = Annotated[
 """One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
 """The same for what may be a name of the hub as well."""
-UserWord = Annotated[Word, BeforeValidator(expanded)]
-"""The same for a word of a command, which may be an address or the name of a program as well."""
+UserWord = Annotated[Word, BeforeValidator(lambda given: given if "://" in str(given) else expanded(given))]
+"""The same for a word of a command. An address stays as it is: NGC's user is called `$oauthtoken`."""
 
 
-def _plain_path(path: Path) -> Path:
-    wrong = next((character for character in str(path) if character in ":,?\\"), None)
-    if wrong is not None:
-        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without : , ? and backslashes")
-    return path
+def _path_without(refused: str) -> AfterValidator:
+    def check(path: Path) -> Path:
+        wrong = next((character for character in str(path) if character in refused), None)
+        if wrong is not None:
+            raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without any of {' '.join(refused)}")
+        return path
+
+    return AfterValidator(check)
 
 
-PlainPath = Annotated[UserPath, AfterValidator(_plain_path)]
-"""A path that stands in a list of import paths or of mounts, in the pattern of a log's name, or in an address."""
+PlainPath = Annotated[UserPath, _path_without(":,\\")]
+"""A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
+RunsPath = Annotated[UserPath, _path_without(":,?\\")]
+"""The same for the folder of the runs, in which MLflow's database has an address."""
 
 
 def _setup_line(line: str) -> str:

@@ -23,6 +23,7 @@ _IS = r"(?:(?:is|equals|should be|would be|ist|es|est)(?: therefore)?:?(?=\s)|[�
 _SENTENCE = re.compile(
     rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
 )
+_WITHIN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*$")  # `\text{The answer is } 5`
 _DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on lines of its own
 _UNBRACED = re.compile(r"\\boxed +(-?[\d\\][^\s$]*)")  # as MATH has some: `$\boxed 2$`
 _RUN_ON = re.compile(
@@ -63,7 +64,8 @@ def _column(found: re.Match[str]) -> str:
 def _system(found: re.Match[str]) -> str:
     rows = [row.strip().replace("& ", "&").replace("&=", "=").strip("&") for row in found[2].split(r"\\")]
     listed = ", ".join(filter(None, rows)).replace(", =", " =")
-    return found[0] if "&" in listed or "matrix" in found[1] else listed
+    are_values = all(re.match(r"[a-zA-Z]?\s*=|[^=]*$", row) for row in rows)  # not the equations of the question
+    return found[0] if "&" in listed or "matrix" in found[1] or not are_values else listed
 
 
 _DOTS = r"\\[lc]?dots[bcimo]?(?![a-zA-Z])|…"
@@ -220,11 +222,19 @@ def _stated(text: str) -> str | None:
     text = _DISPLAYED.sub(r"\1\2\3", text)
     found = [box] if (box := _last_box(text)) else []
     for form in (_LABELLED, _HEADING, _HASHES, _UNBRACED):
-        lines = {one.start(): one[1] or text[one.end() :].lstrip().partition("\n")[0] for one in form.finditer(text)}
+        lines = {one.start(): _cut(text, one) for one in form.finditer(text)}
         found += [(start, line) for start, line in lines.items() if line.strip()][-1:]
     if found:
         return max(found, key=lambda one: one[0])[1]
-    return next(reversed(_SENTENCE.findall(text)), None)
+    sentences = [*_SENTENCE.finditer(text)]
+    return _cut(text, sentences[-1]) if sentences else None
+
+
+def _cut(text: str, form: re.Match[str]) -> str:
+    stated, start = (
+        (form[1], form.start(1)) if form[1] else (text[form.end() :].lstrip().partition("\n")[0], form.end())
+    )
+    return stated.replace("}", "", 1) if _WITHIN_TEXT.search(text[max(0, start - 99) : start]) else stated
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
@@ -268,8 +278,6 @@ def bare(answer: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and inner and closing not in inner:
                 text = inner.strip()
         text = text.rstrip(".。").rstrip() if not text.endswith("..") else text
-        if text.count("}") > text.count("{"):  # of `\\text{The answer is } 5`
-            text = (text[1:] if text.startswith("}") else text.removesuffix("}")).strip()
     return text
 
 
@@ -380,8 +388,8 @@ def without_lead(latex: str, other: str) -> str:
 def in_order(latex: str, other: str) -> str:
     """What letters stand for, `y=2, x=1`, as the point of these values, (1, 2), where the other answer names none."""
     pairs = [part.split("=") for part in re.split(r",|;|\\text\{\s*and\s*\}|\band\b", latex)]
-    names = {pair[0].strip() for pair in pairs if len(pair) == 2 and re.fullmatch(r"\s*[a-zA-Z]\s*", pair[0])}
-    if "=" in other or not 1 < len(names) == len(pairs):
+    names = {pair[0].strip() for pair in pairs if len(pair) == 2}
+    if "=" in other or not 1 < len(names) == len(pairs) or not (names <= set("xyz") or names <= set("abcd")):
         return latex
     return f"({', '.join(value.strip() for _, value in sorted(pairs, key=lambda pair: pair[0].strip()))})"
 

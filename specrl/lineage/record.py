@@ -145,7 +145,7 @@ def is_copy(run_dir: Path) -> bool:
     if not record.get("id") or not isinstance(settings, dict):
         return False
     began = Path(str(settings.get("runs_dir")), str(settings.get("name")))
-    if readable_record(began).get("id") != record["id"]:
+    if began == run_dir.absolute() or readable_record(began).get("id") != record["id"]:
         return False
     own, other = ((folder / RUN_FILE).stat() for folder in (run_dir, began))
     return (own.st_ino, own.st_mtime_ns) != (other.st_ino, other.st_mtime_ns)  # two mounts may differ in st_dev

@@ -43,10 +43,11 @@ def git_tags(root: Path) -> dict[str, str]:
     commit, folder = git("rev-parse", "HEAD"), git("rev-parse", "--show-toplevel")
     if not commit or not folder or Path(folder).resolve() != root.resolve():
         return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
+    changed = git("status", "--porcelain", "--untracked-files=no")
     return {
         "mlflow.source.git.commit": commit,
         "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD") or "",
-        "specrl.code.changed": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+        "specrl.code.changed": "unknown" if changed is None else str(bool(changed)).lower(),
     }
 
 

@@ -319,6 +319,8 @@ def test_a_preamble_before_the_question_is_no_answer() -> None:
         ("x=1, y=2", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
         ("y=2, x=1", r"\boxed{(1,2)}", r"\boxed{2, 1}"),
         ("x_1=1, x_2=2", r"\boxed{2, 1}", r"\boxed{2, 2}"),
+        ("(10,3)", r"\boxed{n=10, k=3}", r"\boxed{n=3, k=10}"),  # no order of the alphabet
+        (r"(3,1)", r"\boxed{x=3, y=1}", r"\boxed{\begin{cases}x+y=4\\x-y=2\end{cases}}"),  # the question's equations
         (r"\begin{cases}x=1\\y=2\end{cases}", r"\boxed{x=1, y=2}", r"\boxed{2}"),
         (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
         (r"\left(\begin{array}{r}-1\\2\end{array}\right)", r"\boxed{\begin{pmatrix}-1\\2\end{pmatrix}}", r"\boxed{2}"),
@@ -344,26 +346,12 @@ def test_math_verify_reads_what_responses_write(reference: str, right: str, wron
     assert earned("math_verify", reference, wrong) == 0
 
 
+UNREAD = r"\tg 2;3+\tg 2;\operatorname{tg} 2;\operatorname{cis} 2;\sqrt[3] 2;2\sqrt[3] 2;"
+UNREAD += r"\oint 2;x \not= 2;x \mid 2;2\#2;3 \foo 2"
+
+
 @pytest.mark.parametrize(
-    "stated",
-    [
-        *(
-            r"\tg 2",
-            r"3+\tg 2",
-            r"\operatorname{tg} 2",
-            r"\operatorname{cis} 2",
-            r"\sqrt[3] 2",
-            r"2\sqrt[3] 2",
-            r"\oint 2",
-        ),
-        *(
-            r"x \not= 2",
-            r"x \mid 2",
-            r"2\#2",
-            r"3 \foo 2",
-            r"\begin{cases}1 & n \text{ odd}\\2 & n \text{ even}\end{cases}",
-        ),
-    ],
+    "stated", [*UNREAD.split(";"), r"\begin{cases}1 & n \text{ odd}\\2 & n \text{ even}\end{cases}"]
 )
 def test_what_cannot_be_read_as_a_whole_is_not_the_last_number_in_it(stated: str) -> None:
     assert earned("math_verify", "2", rf"\boxed{{{stated}}}") == earned("math_verify", stated, r"\boxed{2}") == 0
@@ -641,3 +629,9 @@ def test_a_reference_may_name_its_answer_and_a_response_states_what_it_says(
     reward: str, reference: str, stated: str, right: bool
 ) -> None:
     assert earned(reward, reference, f"Answer: {stated}") == right
+
+
+@pytest.mark.parametrize(("stated", "reference"), [("}", "]"), ("] }", "]"), ("end}", "end"), (r"[1,2\}", "[1,2")])
+def test_a_bracket_is_part_of_an_answer(stated: str, reference: str) -> None:
+    assert earned("exact_match", stated, f"Answer: {stated}") == 1
+    assert earned("exact_match", reference, f"Answer: {stated}") == 0

@@ -134,6 +134,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
             "cluster.backend = 'pbs': allowed: local, slurm, or ",
         ),
         (["run", "run.toml", "--dry-run", "--cluster", "no:Where"], 'cluster.backend = "no:Where" cannot be imported'),
+        (["run", "run.toml", "--dry-run", "--cluster", "uuid:UUID"], 'cluster.backend = "uuid:UUID" cannot be made: '),
         (["resume", "nobody"], "no run nobody"),
         (["show", "nobody"], "no run nobody"),
     ],
@@ -381,7 +382,14 @@ def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None
     assert config.model.source == str(tmp_path / "model")
     assert config.data.path == (tmp_path / "x.jsonl",)
     (tmp_path / "x.sqsh").touch()
-    for image, bound in (("x.sqsh", str(tmp_path / "x.sqsh")), ("nvcr.io#nvidia/pytorch:26.01-py3",) * 2):
+    (tmp_path / "ubuntu").mkdir()
+    address = "docker://$oauthtoken@nvcr.io#nvidia/pytorch:26.01-py3"
+    for image, bound in (
+        ("x.sqsh", str(tmp_path / "x.sqsh")),
+        ("ubuntu", "ubuntu"),
+        (address, address),
+        ("y" * 300,) * 2,
+    ):
         cluster = {"backend": "slurm", "container": {"kind": "pyxis", "image": image}}
         container = anchor(parse_config({"name": "run", "cluster": cluster})).cluster.container
         assert container is not None and container.image == bound

@@ -56,6 +56,12 @@ def script(config: Config, stage: StageName = "train") -> tuple[set[str], list[s
     return options, shlex.split(command)
 
 
+def exports(config: Config) -> list[str]:
+    context = StageContext(config, "train", "train-0", config.run_dir / "stages", {}, "")
+    request = StageRequest(context, "a.b:main", config.run_dir / "code" / "0123")
+    return list(parameters(request, {"PYTHONPATH": "/code"})["setup"])
+
+
 def test_any_option_of_sbatch_is_passed_through_by_stage(tmp_path: Path) -> None:
     config = configured(
         tmp_path,
@@ -201,8 +207,9 @@ def test_ranks_run_in_a_container(tmp_path: Path) -> None:
     _, command = script(pyxis)
     assert {"--container-image=specrl.sif", f"--container-mounts={mounts}"} <= set(command)
     assert command[-11:-8] == ["python3", "-I", "-c"]
-    assert job_environment(Path("/code"), pyxis)["PYTHONNOUSERSITE"] == "1"  # packages in ~/.local are the host's
-    assert "PYTHONNOUSERSITE" not in job_environment(Path("/code"), configured(tmp_path))
+    assert "export PYTHONNOUSERSITE=1" in exports(pyxis)  # packages in ~/.local are the host's
+    assert "export PYTHONNOUSERSITE=1" not in exports(configured(tmp_path))
+    assert "PYTHONNOUSERSITE" not in job_environment(Path("/code"), pyxis)  # which local jobs of such a run have, too
     apptainer = {"container": {"kind": "apptainer", **container}, "python": "/opt/venv/bin/python"}
     _, command = script(configured(tmp_path, cluster=apptainer, resources=GPUS))
     start = command.index("apptainer")

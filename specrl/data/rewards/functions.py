@@ -285,8 +285,9 @@ def _read(latex: str, other: str, seconds: int | None) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=seconds)
-    found = read(f"\\boxed{{{in_order(latex, other)}}}")
-    return found if len(found) > 1 else read(f"\\boxed{{{without_lead(latex, other)}}}")
+    first, second = in_order(latex, other), without_lead(latex, other)
+    found = read(f"\\boxed{{{first}}}")
+    return found if len(found) > 1 or first == second else read(f"\\boxed{{{second}}}")
 
 
 def _is_inexact(parsed: Sequence[Any]) -> bool:
