@@ -53,8 +53,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
 
     Acceptance is synthetic, but all work of verification is done. The engines take turns. Times cover decoding alone:
     the time of a run with one token per request is subtracted. Rates are medians, with the slowest and the fastest;
-    `of_plain` and `of_eagle3` are fractions of stock vLLM's rates. `projected_ms` is the simulator's time per
-    iteration.
+    `of_plain` and `of_eagle3` are relative to stock vLLM. `projected_ms` is the simulator's time per iteration.
     """
     max_length = PROMPT_TOKENS + 2 * scale.new_tokens
     policy = write_config(scale.served, max_length + 2 * K + 1, folder / "served")

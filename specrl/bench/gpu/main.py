@@ -20,8 +20,7 @@ from specrl.bench.pages import table, titled, write_results
 
 
 def measure_of(section: str) -> Any:
-    """The function that measures a section; only its module is imported, so that a broken one costs no other
-    section."""
+    """The function that measures a section; only its module is imported, so that others may be broken."""
     module = import_module(f"specrl.bench.gpu.{'exactness' if section == 'invariance' else section}")
     return module.measure_invariance if section == "invariance" else module.measure
 

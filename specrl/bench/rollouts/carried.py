@@ -28,9 +28,8 @@ first difference. As long as both agree, the log-probs of the sampled tokens dif
 
 Responses agree for a median of {median:.0f} tokens; individually: {agree}.
 
-*the same* is the share of responses that agree up to the end of the row's part; *followed* is the share of tokens that
-were accepted drafts; *accepted* is the accepted share of drafted tokens; *tokens an iteration* counts the tokens of
-one request.
+*the same* is the share of responses that agree up to the end of the row's part, *followed* the share of tokens that
+were accepted drafts, *accepted* that of the drafted tokens; *tokens an iteration* counts those of one request.
 """
 COLUMNS = {"tokens": "part", "the same": "same", **titled("followed", "accepted")}
 COLUMNS |= {"tokens an iteration": "tokens_per_iteration"}

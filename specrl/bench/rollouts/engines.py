@@ -36,8 +36,7 @@ class Engines:
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
         """Start an engine for each draft method and k.
 
-        Methods with replay draft from `stored` responses, given by prompt, and use only the `adaptive` k if it is
-        requested.
+        Methods with replay draft from `stored` responses (by prompt), only with the `adaptive` k if it is requested.
         """
         for method in self.methods:
             engine, ks = self._engine(method), self.options.ks

@@ -25,14 +25,13 @@ from specrl.rollout.engine import Request
 
 POOL_SIZE = 64
 HOW = """
-Run `{run}`. The requests are held-out prompts whose responses reach {max_tokens} tokens (or else the longest ones).
-Responses are cut there, so that the batch size stays constant. Every round uses different prompts; below batch size 8
-it has eight of them, in consecutive batches. Times include prefill. Plain decoding has its own engine without a
-drafter. *over stock* is the ratio to stock vLLM in its own process, with its own sampler, scheduler and limits, with
-asynchronous scheduling and CUDA graphs on a GPU, and with the same number of tokens after each prompt; for plain
-decoding (k = 0) it compares the two baselines. k is the draft length; with `adaptive` the engine chooses it, after
-uncounted runs that measure its iteration times. Replay drafts from one stored response per prompt, sampled from the
-same policy with other seeds.
+Run `{run}`. The requests are held-out prompts whose responses reach {max_tokens} tokens (or else the longest ones) and
+are cut there, so that the batch size stays constant. Every round uses different prompts; below batch size 8 it has
+eight of them, in consecutive batches. Times include prefill. Plain decoding has its own engine without a drafter.
+*over stock* is the ratio to stock vLLM in its own process, with its own sampler, scheduler and limits, asynchronous
+scheduling and CUDA graphs (on a GPU), and as many tokens per prompt; for plain decoding (k = 0) it compares the two
+baselines. k is the draft length; with `adaptive` the engine chooses it, after uncounted runs that measure its
+iteration times. Replay drafts from one stored response per prompt, sampled from the same policy with other seeds.
 """
 COLUMNS = titled("batch", "method", "k") | RATE | {"over stock": "speedup_over_stock"} | ACCEPTANCE
 COLUMNS |= {"steps": "decode_steps"}

@@ -43,15 +43,13 @@ padding, and *passes* of the drafter; then the accepted share of the tokens draf
 text. From these counts, the speedup of a step of Qwen3-8B on H100 GPUs over plain decoding is projected, epoch by
 epoch. Response lengths are sampled, and responses end one after the other. A row *length by batch* stands for cells
 that differ only in `speculation.k` and `speculation.replay_k`: the engine drafts as one of them does, or not at all,
-whichever generates the most tokens per second for the running requests. Cells that draft from text generated in idle
-time are not projected, because the amount of this text depends on the idle time of the ranks measured here. These are
-projections, not measurements; `specrl project` prints the assumptions.
+whichever generates the most tokens per second. Cells that draft from text generated in idle time are not projected,
+because its amount depends on the idle time of the ranks measured here. `specrl project` prints the assumptions.
 """
 IDLE = """
-The same steps when idle time is used, as simulated for that many engines rather than measured on the ranks above:
-engines that have finished generate text for the next step, with its seeds. How long a response *agrees* with this text
-after the update is an assumption; `specrl bench rollouts --after-update` measures it. The text is processed like a
-prompt, many tokens per pass.
+The same steps with idle time used, simulated for that many engines: engines that have finished generate text for the
+next step, with its seeds. How long a response *agrees* with this text after the update is an assumption; `specrl bench
+rollouts --after-update` measures it. The text is processed like a prompt, many tokens per pass.
 """
 AGREES = {"100 tokens": 100.0, "1000 tokens": 1000.0, "to its end": float("inf")}
 LEARNED = {
