@@ -103,7 +103,7 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     return [
         f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
         f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, extrapolated beyond",
-        f"idle time is simulated with the best k up to {MEASURED_K}: for longer drafts, the simulator predicts more than "
+        f"idle time is simulated with the best k up to {MEASURED_K}: for longer drafts, it predicts more than "
         "was measured (--published)",
         "each drafted position takes one pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
