@@ -65,6 +65,9 @@ def options(
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as under some daemons: the next file would be opened in its place
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(invoke(sys.argv[1:]))

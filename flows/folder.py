@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,12 @@ from specrl.artifacts import read_file, read_json, read_object, write_text
 from specrl.config import ClusterConfig, Config, ConfigError, dump_config, parse_config
 from specrl.config.base import Section
 from specrl.data.formats.places import absolute_place
+from specrl.lineage.record import is_copy, own_copy
 from specrl.processes import is_locked
 from specrl.report.results import CONFIG_FILE, is_run, readable_config
-from specrl.tracking.store import uri_of_environment
+from specrl.tracking.log import FOLDER as TRACKING
+from specrl.tracking.runs import stage_folders
+from specrl.tracking.store import RUN_ID_FILE, uri_of_environment
 
 LOCK_FILE = ".flow.lock"
 LOCK_SECONDS = 1  # `specrl watch` and `specrl ls` hold the lock for an instant when they look
@@ -35,6 +40,10 @@ def anchor(config: Config) -> Config:
         source = getattr(anchored, name).source
         if source is not None and (folder := Path(source)).is_dir():
             anchored = anchored.updated(**{name: {"source": str(folder.absolute())}})
+    container = anchored.cluster.container
+    if container is not None and Path(container.image).exists():  # pyxis takes what has no / for an address
+        container = container.model_copy(update={"image": str(Path(container.image).absolute())})
+        anchored = anchored.updated(cluster={"container": container})
     if anchored.tracking.uri is None:  # for jobs, and for commands in other shells
         anchored = anchored.updated(tracking={"uri": uri_of_environment()})
     parse_config(anchored.settings)  # the present folder, too, may have a name that no setting may have
@@ -115,7 +124,17 @@ def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[N
         raise ConfigError(f"run {run_dir.name} is already being worked on by {who}; end that first") from None
     with lock:
         write_text(holder, f"process {os.getpid()} on {os.uname().nodename}")
+        if is_copy(run_dir):
+            _part_from_original(run_dir)
         yield
+
+
+def _part_from_original(run_dir: Path) -> None:
+    for folder in (run_dir, *stage_folders(run_dir)):
+        shutil.rmtree(folder / TRACKING, ignore_errors=True)  # which the other run sends
+        (folder / RUN_ID_FILE).unlink(missing_ok=True)
+    own_copy(run_dir)
+    print(f"note: {run_dir} is a copy: a run of its own from now on, in MLflow, too", file=sys.stderr)
 
 
 def holder_of(run_dir: Path) -> int | None:

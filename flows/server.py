@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
@@ -18,7 +20,7 @@ from filelock import FileLock
 
 from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
-from specrl.processes import end_helper, end_with_parent, free_port, reach_loopback, start_helper
+from specrl.processes import end_helper, end_with_parent, free_port, last_line, reach_loopback, start_helper
 
 START_SECONDS = 600  # how long it may take to answer: under heavy load, or from a slow disk, imports take minutes
 PATIENCE_SECONDS = 20  # until it is said what is waited for
@@ -34,6 +36,8 @@ QUIET = {
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
 """The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
+OWN_URL = "PREFECT_API_URL is the address of a server's API, which mostly ends in /api"
+OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # how the variables of servers begin
 
 
 class ServerError(RuntimeError):
@@ -58,7 +62,7 @@ class PrefectServer:
 
     def __init__(self, runs_dir: Path) -> None:
         quieten()
-        self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir))))
+        self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir)))).expanduser().absolute()
         self.log = self.home / "server.log"
         # Two servers that create the same database at the same time would break it.
         self._lock = FileLock(self.home / "start.lock")
@@ -74,7 +78,9 @@ class PrefectServer:
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
         # Other users of this machine can reach the loopback interface, too, but they do not know the password.
         password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
-        environment = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", PASSWORD)}
+        # What the user has set for another server, such as its database, is not for this one.
+        environment = QUIET | {key: value for key, value in os.environ.items() if not key.startswith(OF_SERVERS)}
+        environment["PREFECT_HOME"] = str(self.home)
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
         with self.log.open("a") as log:
             self.process, _ = start_helper("flows.server", environment, log, send=[port])
@@ -87,7 +93,8 @@ class PrefectServer:
         started, is_said = time.monotonic(), False
         while not _answers(f"{self.url}/health"):
             if (code := self.process.poll()) is not None:
-                raise ServerError(f"Prefect's server did not start: it ended with exit code {code}; see {self.log}")
+                ended = f"it ended with exit code {code} ({last_line(self.log)})"
+                raise ServerError(f"Prefect's server did not start: {ended}; see {self.log}")
             seconds = time.monotonic() - started
             if seconds > START_SECONDS:
                 raise ServerError(
@@ -111,11 +118,23 @@ class PrefectServer:
 
         if isinstance(error, HTTPError):
             fails = "does not answer any more" if isinstance(error, TransportError) else "refuses what it is asked"
-            own = "" if self.process else "; without PREFECT_API_URL, specrl starts a server of its own"
+            own = "" if self.process else f"; {OWN_URL}; without it, specrl starts a server of its own"
             raise ServerError(
                 f"Prefect's server at {self.url} {fails} ({str(error).partition(chr(10))[0]}); what was submitted goes "
                 f"on, and specrl resume RUN finds it{own}"
             ) from error
+
+
+@contextlib.contextmanager
+def no_page() -> Iterator[None]:
+    """Turn the error of a client that was answered with a page into a ServerError."""
+    from prefect.settings import PREFECT_API_URL
+
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        url = PREFECT_API_URL.value()
+        raise ServerError(f"PREFECT_API_URL = {url}: what answers there is no API of Prefect; {OWN_URL}") from error
 
 
 def mark_crashed_flows(run_dir: Path) -> None:
@@ -132,7 +151,7 @@ def mark_crashed_flows(run_dir: Path) -> None:
     flows = filters.FlowRunFilter.model_validate({"name": {"any_": [str(run_dir)]}, **running})
     tasks = filters.TaskRunFilter.model_validate(running)
     crashed: State[None] = Crashed(message="its process was killed")
-    with get_client(sync_client=True) as client:
+    with no_page(), get_client(sync_client=True) as client:
         for task in client.read_task_runs(flow_run_filter=flows, task_run_filter=tasks):
             client.set_task_run_state(task.id, crashed, force=True)
         for flow in client.read_flow_runs(flow_run_filter=flows):
@@ -146,6 +165,7 @@ def main(command: Connection) -> None:
     end_with_parent(command.recv(), signal.SIGTERM)
     os.umask(PRIVATE)  # its database has the configurations of all runs, whoever may read this one
     port = command.recv()
+    os.chdir(os.environ["PREFECT_HOME"])  # the user's folder may have a prefect.toml, or a .env, for another server
     application = "prefect.server.api.server:create_app"
     uvicorn.run(application, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 

@@ -83,7 +83,10 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
     """
     own = str(Path.cwd()) if config is not None and config.import_paths else ""
     places = [str(code), os.environ.get("PYTHONPATH", ""), own]
+    # A container sees the user's home: what pip has installed there, for another Python, is not for the image's.
+    alone = {"PYTHONNOUSERSITE": "1"} if config is not None and config.cluster.container is not None else {}
     return {
+        **alone,
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
         "PYTHONSAFEPATH": "1",  # else Python puts the folder of the submission first
         "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy: its digest is checked

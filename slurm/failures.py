@@ -18,12 +18,20 @@ from specrl.checks.file_systems import lack_of_room
 from specrl.config.sbatch import MEMORY_OPTIONS
 from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
-from specrl.processes import last_line
+from specrl.processes import end_of, last_line
 
 MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
 ROOM_BYTES = 2**20  # what a disk must take that is not called full
-OF_ENDS = r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
+OF_ENDS = (
+    r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
+    "|Try .srun --help"
+)
 """What srun writes after the words that say why a rank ended."""
+OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
+"""What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
+QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in a log of a job that Slurm has then begun anew
+LOG_BYTES = 2**20  # of the end of a job's log, where Slurm's words about its ranks stand
+OF_RANK = re.compile(r"^\[rank\d+\]: ")  # torch begins the lines of a traceback with it where ranks have met
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 
 
@@ -50,6 +58,11 @@ def is_of_connection(error: BaseException) -> bool:
 def is_of_port(error: BaseException) -> bool:
     """Whether an error says that another process listens on the port of this job's ranks."""
     return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
+
+
+def lacked_memory(log: Path) -> bool:
+    """Whether the log of a first rank says that the kernel has ended a rank of this attempt for want of memory."""
+    return OUT_OF_MEMORY.search(end_of(log, LOG_BYTES).rpartition(QUEUED_AGAIN)[2]) is not None
 
 
 def has_cause(folder: Path, ranks: int) -> bool:
@@ -113,7 +126,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 def last_error(trace: str) -> str:
     """The exception of a traceback, which follows its last indented line, in one line."""
-    lines = trace.rstrip().splitlines()
+    lines = [OF_RANK.sub("", line) for line in trace.rstrip().splitlines()]
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
 

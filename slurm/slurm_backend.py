@@ -29,7 +29,7 @@ from slurm.commands import (
     sbatch_options,
 )
 from slurm.environment import LOOPBACK, inherited, log_path
-from slurm.failures import first_error
+from slurm.failures import LOG_BYTES, first_error, lacked_memory
 from slurm.supervisor import ATTEMPT, KILLING
 from specrl.artifacts import write_text
 from specrl.config import ClusterConfig, Config, StageName
@@ -56,6 +56,7 @@ FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
 NEVER = {
     "DependencyNeverSatisfied": "a job that it depends on has not ended as asked",
     r"(?:Assoc|QOS)Max\w+Per(?:Job|Node)(?:Limit)?": "it asks for more than a job of its account or QOS may have",
+    r"QOSMin\w+": "it asks for less than a job of its QOS must have",
     "PartitionTimeLimit": "resources.minutes is more than its partition allows",
 }
 """The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
@@ -89,6 +90,7 @@ TRANSIENT = (
     "Unable to connect to database",
     "Slurm backup controller in standby mode",
     "Slurm temporarily unable to accept job",
+    "I/O error writing script/environment to file",
     f"took more than {SUBMIT_SECONDS} s",
     WORDLESS,
 )
@@ -101,12 +103,10 @@ NAMED |= dict.fromkeys(MEMORY, r"\bmem(ory)?\b|node config")
 NAMED |= dict.fromkeys(("ntasks-per-node", "cpus-per-task"), r"processor|\bcpus?\b|node config")
 NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b|\bgpus?\b|node config"}
 NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
+NAMED |= {"licenses": "license", "nodelist": "node name", "tmp": "temporary disk"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
 OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
-LOG_BYTES = 2**20  # of the end of a job's log, where srun's words about its ranks stand
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
-"""What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
 KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
 SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
 """What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
@@ -139,7 +139,7 @@ class SlurmJob:
             return State("running", word, suspended=word == "SUSPENDED", is_leaving=leaving, in_time=not leaving)
         if word not in SUCCEEDED | FAILED:
             raise SilentSchedulerError(f"{word} is no state of a job that specrl knows")
-        if word == "FAILED" and OUT_OF_MEMORY.search(self._text()):
+        if word == "FAILED" and lacked_memory(self.log(0)):
             return State("ended", word, failed=True, reason="out of memory")
         return State("ended", word, failed=word not in SUCCEEDED, reason=REASONS.get(word))
 
@@ -159,13 +159,10 @@ class SlurmJob:
         return first_error(self.folder, ranks) or self._srun_error()
 
     def _srun_error(self) -> Failure:
-        found = SRUN_ERROR.search(self._text())
+        found = SRUN_ERROR.search(end_of(self.log(0), LOG_BYTES))
         if found is None:
             return Failure(0)
         return Failure(int(found[1]), detail=f"rank {found[1]}: {found[2]}", killed=found[2] in KILLED)
-
-    def _text(self) -> str:
-        return end_of(self.log(0), LOG_BYTES)
 
     def _why_never(self, reason: str) -> str:
         if reason == "PartitionTimeLimit" and "," in ask("squeue", "-h", "-j", self.job_id, "-o", "%P"):

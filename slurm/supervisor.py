@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurm.backend import Backend, JobPlace, StageRequest, stop_asked
-from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, write_error
+from slurm.environment import log_path
+from slurm.failures import clear_error, has_cause, is_of_connection, is_of_port, lacked_memory, write_error
 from specrl import lifetime, logs
 from specrl.artifacts import is_passing
 from specrl.checks import Check
@@ -41,6 +42,7 @@ from specrl.lifetime.segments import (
     begin_segment,
     end_segment,
     last_recorded_step,
+    progress_mark,
     read_segments,
 )
 
@@ -113,6 +115,9 @@ class Supervisor:
         if is_of_connection(error) or is_passing(error):
             time.sleep(CAUSE_SECONDS if self.rank == 0 else 3 * CAUSE_SECONDS)
             if self.rank < 2 and not has_cause(folder, self.world_size):
+                if self._lacked_memory():
+                    self._end("out of memory")
+                    return 1
                 text = str(error) if is_passing(error) else "the connection to another rank was lost"
                 if is_of_port(error):
                     text = f"port {os.environ['MASTER_PORT']} is taken; the next job has another one"
@@ -120,6 +125,15 @@ class Supervisor:
         if self.rank == 0:
             self._end("failed")
         return 1
+
+    def _lacked_memory(self) -> bool:
+        """Whether a rank was ended for want of memory before the stage got any further: another job would end so, too.
+
+        srun says so in the log while the others still wait."""
+        last = next(reversed(read_segments(self.stage_dir)), None)
+        if last is None or last.mark != progress_mark(self.stage_dir):
+            return False
+        return lacked_memory(log_path(self.request.key.folder, last.job_id, 0))
 
     def _begin(self) -> None:
         place = self.backend.place(self.request)

@@ -48,6 +48,8 @@ OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """The variables of a job's rank, which another job that is started from it must not take for its own."""
 TAIL_BYTES = 4096  # how many bytes are read from the end of a log to find its last line
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+OF_IPV6 = re.compile(r":.*:.*/|\]")
+"""What a network of IPv6, such as fe80::/10, and an address with a port, such as [::1]:80, look like without `[`."""
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
 
@@ -192,15 +194,19 @@ def slurm_environment() -> dict[str, str]:
 def reach_loopback() -> None:
     """Let this process and its children talk to servers on this machine directly, whatever proxy is for the others.
 
-    A SOCKS proxy is left out where no client could use it: httpx would fail even for addresses that need no proxy.
+    What httpx could not even begin with is left out: a SOCKS proxy without its package, a file of certificates that
+    cannot be read, and, of the hosts without a proxy, those networks and ports that no client in Python understands.
     """
     if importlib.util.find_spec("socksio") is None:
         for name in [name for name in os.environ if name.lower() in PROXIES]:
             if os.environ[name].startswith("socks"):
                 del os.environ[name]
+    if not os.access(os.environ.get("SSL_CERT_FILE", ""), os.R_OK):
+        os.environ.pop("SSL_CERT_FILE", None)
     given = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
     for name, own in zip(("no_proxy", "NO_PROXY"), given, strict=True):
-        hosts = [host.strip() for host in (own or next(filter(None, given), "")).split(",") if host.strip()]
+        hosts = [host.strip().removeprefix("[").removesuffix("]") for host in (own or "".join(given)).split(",")]
+        hosts = [host for host in hosts if host and not OF_IPV6.search(host)]
         if "*" not in hosts:  # which counts only where it stands alone
             os.environ[name] = ",".join(dict.fromkeys([*hosts, LOOPBACK, "localhost", "::1"]))
 

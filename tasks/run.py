@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from specrl.config import Config, StageName
 from specrl.context import StageContext
 from specrl.keys import INPUTS, code_digest, named_files, run_keys
 from specrl.lifetime.segments import end_segment, last_recorded_step, read_segments
-from specrl.lineage.record import Continuation, RunRecord, read_record, write_record
+from specrl.lineage.record import Continuation, RunRecord, new_run_id, read_record, write_record
 from specrl.projection.plan import device_bytes
 from specrl.report.results import job_id_of, read_config, readable_config, seconds_of
 from specrl.tracking.store import run_id_of
@@ -47,7 +46,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
     """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
     code = snapshot_code(config.run_dir)
     record = RunRecord(
-        id=secrets.token_hex(4),
+        id=new_run_id(),
         settings=config.settings,
         code=code.name,
         files=named_files(config),

@@ -19,6 +19,7 @@ from flows.commands.options import AsJson, Port, RunName, RunsDir, option, print
 from flows.commands.watch import Watcher
 from flows.folder import find_run_to_read, is_worked_on, list_runs, list_unreadable
 from slurm.backend import FLOW_KEY
+from slurm.environment import ROOT, job_environment
 from specrl.artifacts import RESULT_FILE
 from specrl.config import STAGES, Config, ConfigError
 from specrl.lineage.record import CODE_DIR
@@ -191,7 +192,7 @@ def ui(runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:
     config = Config(name="ui", runs_dir=runs_dir)
     table = table_address(config) if (runs_dir / "mlflow.db").is_file() else ""
     token = secrets.token_urlsafe()
-    private = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true", TOKEN: token}
+    private = {**job_environment(ROOT), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", TOKEN: token}
     command = [sys.executable, "-m", "mlflow", "ui", "--host", LOOPBACK, "--port", str(chosen)]
     command += ["--app-name", "specrl", "--backend-store-uri", tracking_uri(config)]
     print(f"MLflow is at http://{LOOPBACK}:{chosen}/?token={token}{table} ; Ctrl-C ends it", flush=True)

@@ -23,6 +23,7 @@ from flows.preflight import check
 from flows.server import PrefectServer, ServerError, quieten
 from slurm.access import restrict
 from slurm.backend import Job, JobError, JobKey, SilentSchedulerError
+from slurm.environment import ROOT, job_environment
 from slurm.submit import find_now
 from specrl.config import Config, ConfigError
 from specrl.processes import end_with_parent, start_helper
@@ -50,7 +51,8 @@ def serve(
         noted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: noted.append(number))
-        runner, _ = start_helper(__name__, os.environ, send=[(config.name, cron, zone, config.settings)])
+        environment = {**os.environ, **job_environment(ROOT, config)}
+        runner, _ = start_helper(__name__, environment, send=[(config.name, cron, zone, config.settings)])
         try:
             while not noted:
                 if runner.poll() is not None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from specrl.config.base import PositiveFloat, PositiveInt, Section
 from specrl.config.sbatch import SbatchOptions
-from specrl.config.text import PlainPath, SetupLine, SlurmName, Word, expanded, redacted, shown
+from specrl.config.text import PlainPath, SetupLine, SlurmName, UserPlace, UserWord, Word, expanded, redacted, shown
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -29,9 +29,9 @@ class ContainerConfig(Section):
     kind: Literal["pyxis", "apptainer"]
     """`pyxis` uses `srun --container-image`, for which Slurm needs the plugin of that name; `apptainer` starts each
     rank with `apptainer exec`."""
-    image: Word
+    image: UserWord
     """The image, as the runtime names it: a file on a shared file system, or an address such as `docker://...`."""
-    mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = ()
+    mounts: tuple[Annotated[UserPlace, AfterValidator(_mount)], ...] = ()
     """Folders of the node that the ranks see, as `/SOURCE:/TARGET`. The runs folder and the folder from which specrl is
     called are always mounted, under their own names."""
 
@@ -109,7 +109,7 @@ class ClusterConfig(Section):
     """A file of `NAME=VALUE` lines with secret variables of the ranks, such as `HF_TOKEN` or `MLFLOW_TRACKING_TOKEN`.
     Each rank reads it when it starts; its contents are not stored, and no shell evaluates them. Only you may read or
     write it (`chmod 600`), and the nodes must see it."""
-    python: Word | None = None
+    python: UserWord | None = None
     """The Python interpreter of a Slurm job's ranks; by default that of the flow, and `python3` in a container."""
     container: ContainerConfig | None = None
     """The container in which a Slurm job's ranks run; none by default."""

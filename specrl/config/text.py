@@ -178,17 +178,19 @@ Places = Annotated[
 """One or several paths, patterns such as `*.jsonl`, or data sets of the hub; a single one needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
 """A path or a hub id."""
+UserWord = Annotated[Word, BeforeValidator(expanded)]
+"""A word of a command, which may also be an address or the name of a program."""
 
 
 def _plain_path(path: Path) -> Path:
-    wrong = next((character for character in str(path) if character in ":,\\"), None)
+    wrong = next((character for character in str(path) if character in ":,?\\"), None)
     if wrong is not None:
-        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without colons, commas, and backslashes")
+        raise ValueError(f"{shown(str(path))} has {wrong!r}; allowed: a path without : , ? and backslashes")
     return path
 
 
 PlainPath = Annotated[UserPath, AfterValidator(_plain_path)]
-"""A path for use in a list of import paths or mounts, or in the pattern of a log's name."""
+"""A path for use in a list of import paths or mounts, in the pattern of a log's name, or in an address."""
 
 
 def _setup_line(line: str) -> str:

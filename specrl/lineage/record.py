@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from specrl.artifacts import Artifact, read_file, read_object, write_text
+from specrl.artifacts import Artifact, read_file, read_object, write_json, write_text
 from specrl.config import STAGES, ConfigError, StageName
 
 RUN_FILE = "run.json"
@@ -133,8 +134,32 @@ def code_of(run_dir: Path) -> str | None:
 
 
 def run_id(run_dir: Path) -> str:
-    """A run's random digits; empty if there are none, as in a folder without a flow."""
-    return str(readable_record(run_dir).get("id") or "")
+    """A run's own random digits; empty if no flow has started the run, or this copy of it."""
+    return "" if is_copy(run_dir) else str(readable_record(run_dir).get("id") or "")
+
+
+def is_copy(run_dir: Path) -> bool:
+    """Whether a folder is a copy of a run whose original still exists, not the original moved or by another path."""
+    record = readable_record(run_dir)
+    settings = record.get("settings")
+    if not record.get("id") or not isinstance(settings, dict):
+        return False
+    began = Path(str(settings.get("runs_dir")), str(settings.get("name")))
+    if readable_record(began).get("id") != record["id"]:
+        return False
+    own, other = ((folder / RUN_FILE).stat() for folder in (run_dir, began))
+    return (own.st_ino, own.st_mtime_ns) != (other.st_ino, other.st_mtime_ns)  # two mounts may differ in st_dev
+
+
+def own_copy(run_dir: Path) -> None:
+    """Turn a copy into a run of its own, with its own jobs."""
+    record = readable_record(run_dir)
+    settings = {**record["settings"], "name": run_dir.name, "runs_dir": str(run_dir.absolute().parent)}
+    write_json(run_dir / RUN_FILE, {**record, "id": new_run_id(), "settings": settings})
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(4)
 
 
 def readable_keys(run_dir: Path) -> dict[StageName, str] | None:

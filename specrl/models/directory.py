@@ -11,6 +11,7 @@ from specrl.config import ConfigError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"  # if there is one file
 INDEX_FILE = "model.safetensors.index.json"  # its `weight_map` says which of several files has a tensor
+EMBEDDINGS, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # outside the layers
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # all but the weights
 LFS_POINTER = "version https://git-lfs"  # how a file begins that Git has not fetched
 

@@ -9,7 +9,7 @@ from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GgufConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specrl.models.directory import WEIGHTS_FILE
+from specrl.models.directory import HEAD, WEIGHTS_FILE
 from specrl.models.hf_io import write_tensors
 
 
@@ -22,7 +22,7 @@ def write_gguf_model(path: Path, dtype: str, directory: Path) -> None:
     config = model.config
     config.architectures = ["LlamaForCausalLM"]
     config.rms_norm_eps = round(config.rms_norm_eps, 8)  # stored as float32
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = {HEAD} if config.tie_word_embeddings else set()
     write_tensors(
         directory / WEIGHTS_FILE, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     )

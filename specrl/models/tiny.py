@@ -10,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
 from specrl.config import ModelConfig
-from specrl.models.directory import WEIGHTS_FILE
+from specrl.models.directory import HEAD, WEIGHTS_FILE
 from specrl.models.families import tiny_config, tiny_family
 from specrl.models.hf_io import write_tensors
 from specrl.models.mtp_modules import MTP_LAYERS
@@ -39,37 +40,19 @@ def write_tiny_model(config: ModelConfig, seed: int, directory: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        weights = one_by_one(model_class(hf_config).state_dict())
+        model = model_class(hf_config)
+        weights = revert_weight_conversion(model, model.state_dict())  # each expert's matrices by themselves
         if family.mtp is not None:
             for layer in range(tiny.mtp_layers):
                 found = _mtp_layer(model_class, hf_config, has_final_norm=family.mtp.final_norm is not None)
                 weights |= {family.mtp.name_on_disk(name, layer): weight for name, weight in found.items()}
             hf_config.update({MTP_LAYERS: tiny.mtp_layers})
     if hf_config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+        del weights[HEAD]
     dtype = getattr(torch, config.dtype)
     write_tensors(directory / WEIGHTS_FILE, {name: weight.to(dtype) for name, weight in weights.items()})
     hf_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def one_by_one(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model with each expert's matrices by themselves, as checkpoints have them.
-
-    In memory transformers stacks the experts of a layer: gates above up projections [experts, 2 x width, hidden], and
-    down projections [experts, hidden, width].
-    """
-    named = dict[str, Tensor]()
-    for name, tensor in weights.items():
-        parent, _, own = name.rpartition(".")
-        if not parent.endswith(".experts"):
-            named[name] = tensor
-            continue
-        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
-        for expert, stacked in enumerate(tensor):
-            for part, matrix in zip(parts, stacked.chunk(len(parts)), strict=True):
-                named[f"{parent}.{expert}.{part}.weight"] = matrix
-    return named
 
 
 def _mtp_layer(model_class: Any, hf_config: Any, *, has_final_norm: bool) -> dict[str, Tensor]:

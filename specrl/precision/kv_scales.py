@@ -22,7 +22,6 @@ PERCENTILE = 0.999  # the share of tokens whose maximum does not saturate
 MARGIN = 1.05
 BINS_PER_OCTAVE, LOWEST_OCTAVE, NUM_OCTAVES = 32, -20, 48
 """The upper edge of a bin is at most 2.2 % above the maxima in it."""
-QUERY, KEY, VALUE = range(3)
 
 
 class KvObserver:
@@ -62,8 +61,7 @@ class KvObserver:
         self._counts.zero_()
         if not bool(counts.sum(-1).all()):
             return None
-        q, k, v = (kv_scale(counts[which]).tolist() for which in (QUERY, KEY, VALUE))
-        return KvScales(q, k, v)
+        return KvScales(*(kv_scale(part).tolist() for part in counts))  # of queries, keys and values
 
     @torch.no_grad()
     def _observe(self, layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:

@@ -10,7 +10,7 @@ and not in another, whatever leads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 FLOOR = 4e-6
@@ -38,22 +38,14 @@ Trace = Mapping[int, Pick]
 """The picks of one response, by position in its sequence, prompt included."""
 
 
-@dataclass(frozen=True)
-class Noise:
-    """How far two batch shapes disagree where both picked the same token after the same tokens."""
+def limit_of(noise: float) -> float:
+    """The largest distance of a near-tie, in nats, where two batch shapes move leads by so much."""
+    return ALLOWANCE * max(noise, FLOOR)
 
-    lead: float
-    """The largest movement of a lead, in nats."""
-    num_tokens: int
 
-    @property
-    def limit(self) -> float:
-        """The largest distance of a near-tie, in nats."""
-        return ALLOWANCE * max(self.lead, FLOOR)
-
-    def or_rounding(self, dtype: str) -> Noise:
-        """Noise of at least one rounding step of a logit in `dtype`."""
-        return replace(self, lead=max(self.lead, BF16_FLOOR)) if dtype == "bfloat16" else self
+def rounding_of(dtype: str) -> float:
+    """How far a lead may move because logits are rounded to a type, in nats; `FLOOR` has that of float32."""
+    return BF16_FLOOR if dtype == "bfloat16" else 0.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +62,9 @@ class Divergence:
         """How far a lead must have moved if both picks are right, in nats."""
         return self.left.lead + self.right.lead
 
-    def explained(self, noise: Noise) -> bool:
+    def explained(self, noise: float) -> bool:
         """Whether this is a near-tie: both tokens lead, and the distance is within the limit."""
-        return self.distance <= noise.limit and _leads(self.left) and _leads(self.right)
+        return self.distance <= limit_of(noise) and _leads(self.left) and _leads(self.right)
 
 
 def _leads(pick: Pick) -> bool:
@@ -91,29 +83,25 @@ class Comparison:
     """Divergences that are no near-ties, and tokens anywhere that do not lead in their own distribution."""
 
 
-def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> Noise:
-    """Measure the noise between two plain generations of the same requests in batches of different shapes.
+def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> float:
+    """The largest movement of a lead, in nats, between plain generations of the same requests in two batch shapes.
+
+    It is that of tokens which both picked after the same tokens.
 
     Raises:
         ValueError: One response is a proper beginning of the other.
     """
-    lead, num_tokens = 0.0, 0
+    moved = [0.0]
     for a, b in zip(left, right, strict=True):
         for position in _agreement(a, b)[0]:
             one, other = a[position], b[position]
             if one.rival == other.rival and isfinite(one.lead) and isfinite(other.lead):
-                lead = max(lead, abs(one.lead - other.lead))
-            num_tokens += 1
-    return Noise(lead, num_tokens)
+                moved.append(abs(one.lead - other.lead))
+    return max(moved)
 
 
-def worst(first: Noise, second: Noise) -> Noise:
-    """The larger noise of two measurements, with the tokens of both."""
-    return Noise(max(first.lead, second.lead), first.num_tokens + second.num_tokens)
-
-
-def compare(left: Sequence[Trace], right: Sequence[Trace], noise: Noise) -> Comparison:
-    """Find the first difference of every pair of responses to the same request, and judge it by `noise`.
+def compare(left: Sequence[Trace], right: Sequence[Trace], noise: float) -> Comparison:
+    """Find the first difference of every pair of responses to the same request, and judge it by `noise`, in nats.
 
     Raises:
         ValueError: One response is a proper beginning of the other.

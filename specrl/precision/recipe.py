@@ -7,7 +7,7 @@ writes it with the newest KV-cache scales beside the trained policy.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -56,10 +56,6 @@ class Recipe:
     @property
     def engine_layers(self) -> list[str]:
         return [engine_name(self.family, name) for name in self.fp8_layers]
-
-    def with_kv_scales(self, scales: KvScales | None) -> Recipe:
-        """This recipe with new scales of the KV cache, or with its own where there are no new ones."""
-        return replace(self, kv_scales=scales or self.kv_scales)
 
 
 def layer_names(family: Family, num_layers: int) -> list[str]:

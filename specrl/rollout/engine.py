@@ -194,13 +194,8 @@ class Engine(VllmEngine):
         """Draft up to `k` tokens in every iteration; None gives the choice to the cost model, 0 switches drafts off.
 
         Text beside a drafter keeps its own length, `replay_k`.
-
-        Raises:
-            ValueError: `k` is negative or above `longest_k`.
         """
-        limit = self.longest_k
-        if k is not None and not 0 <= k <= limit:
-            raise ValueError(f"k = {k} is outside 0 to {limit}, the longest draft that this engine was started for")
+        assert k is None or 0 <= k <= self.longest_k, f"k = {k} is outside 0 to {self.longest_k}"
         k = 0 if self._stopped else k
         self.k = k
         if self.drafting is not None:
@@ -216,13 +211,8 @@ class Engine(VllmEngine):
         Args:
             texts: The tokens of responses, by the tokens of their prompt; at a tie the earlier response is followed.
             seeds: Their seeds in the same order, where known. A request with such a seed reads that text ahead.
-
-        Raises:
-            ValueError: `speculation.method` has no replay.
         """
-        if not self.replays:
-            raise ValueError(f'speculation.method = "{self.config.speculation.method}" replays no stored text')
-        assert self.drafting is not None
+        assert self.replays and self.drafting is not None, "an engine that replays no stored text"
         self.drafting.texts.store(texts, seeds)
 
     def set_recent(self, generations: Sequence[Sequence[Sequence[int]]]) -> None:

@@ -27,6 +27,7 @@ VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
 SERVER_SECONDS = 10.0  # within which a server must answer before anything starts
+REFUSAL_CHARACTERS = 160  # of what it says where it refuses everything
 CREATE_SECONDS = 300  # within which another process must have created the database
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
@@ -156,6 +157,11 @@ def check_server(config: Config) -> None:
             f"{key} = {uri}: no MLflow server answers ({reason}); start it, or unset {key} to record in a sqlite file "
             "in the runs folder"
         )
+    if (said := why_refused(uri, SERVER_SECONDS)) is not None:
+        raise ConfigError(
+            f"{key} = {uri}: MLflow refuses what it is asked ({said}); credentials are given in the environment: "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        )
 
 
 def lack_of_store(uri: str) -> str | None:
@@ -222,21 +228,38 @@ def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | Non
     """Why a server, MLflow's or another, seems not to be there, asked as MLflow's client asks; None where it is."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
 
-    ask = partial(http_request, get_default_host_creds(uri.rstrip("/")), method="GET", timeout=seconds, max_retries=0)
     try:
-        answer = ask("/health")
+        answer = _ask(uri, "/health", seconds)
         if is_mlflow and (answer.ok or answer.status_code == 404) and answer.text.strip() not in ("", "OK"):
-            answer = ask("/api/2.0/mlflow/experiments/get?experiment_id=0")  # another one's page, or a proxy's
+            # It may be the page of another server, or of a proxy.
+            answer = _ask(uri, "/api/2.0/mlflow/experiments/get?experiment_id=0", seconds)
             if answer.status_code not in (401, 403) and not re.search('"(experiment|error_code)"', answer.text):
                 return "what answers there is no MLflow"
     except (MlflowException, OSError, ValueError) as error:
         return " ".join(str(error.__cause__ or error).split())
-    if answer.ok or answer.status_code in (401, 403, 404):  # it is there; whether it takes credentials is for MLflow
+    return None if answer.ok or answer.status_code in (401, 403, 404) else f"it answers with {answer.status_code}"
+
+
+def why_refused(uri: str, seconds: float) -> str | None:
+    """What an MLflow server says to somebody from whom it takes nothing, or under a name by which it is not known."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # which every user may
+    except (MlflowException, OSError, ValueError):  # it is busy; what is logged waits
         return None
-    return f"it answers with {answer.status_code}"
+    if answer.status_code not in (401, 403):
+        return None
+    words = " ".join(re.sub(r"<[^>]*>", " ", answer.text).split())
+    return f"{answer.status_code} {words[:REFUSAL_CHARACTERS]}".rstrip()
+
+
+def _ask(uri: str, path: str, seconds: float) -> Any:
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    return http_request(get_default_host_creds(uri.rstrip("/")), path, "GET", timeout=seconds, max_retries=0)
 
 
 def experiment_id(client: Any, config: Config) -> str:

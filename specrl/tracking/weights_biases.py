@@ -57,7 +57,7 @@ class WandbSending:
         folder = config.run_dir / FOLDER
         settings = {
             "mode": config.tracking.wandb,
-            "project": config.tracking.experiment.rpartition("/")[2],
+            "project": project_of(config),
             "run_group": config.name,
             "run_job_type": "run" if log.owner == config.run_dir else log.owner.name.rpartition("-")[0],
         }
@@ -95,11 +95,21 @@ def send_to_wandb(config: Config, folders: Sequence[Path]) -> list[str]:
     return [f"W&B lacks what {name} logged: {reason}" for name, reason in found if reason is not None]
 
 
+def project_of(config: Config) -> str:
+    return config.tracking.experiment.rpartition("/")[2]
+
+
 def check_wandb(config: Config, variables: Mapping[str, str]) -> None:
     """Raise a `ConfigError` where W&B is asked for and missing, or has no key in these variables or in this process."""
     mode, known = config.tracking.wandb, {**os.environ, **variables}
     if mode != "off" and find_spec("wandb") is None:
         raise ConfigError(f'tracking.wandb = "{mode}": there is no package wandb here: make env, or pip install wandb')
+    project = project_of(config)
+    if mode != "off" and (len(project) > 128 or not set(project).isdisjoint("\\#?%:")):
+        raise ConfigError(
+            f"tracking.experiment = {config.tracking.experiment!r}: W&B takes projects of at most 128 characters, "
+            "without \\ # ? % and :"
+        )
     host = urlsplit(known.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     if mode == "online" and not any(known.get(name) for name in CREDENTIALS) and not _netrc_has(host):
         raise ConfigError(

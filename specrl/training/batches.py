@@ -38,11 +38,7 @@ class TokenSequence:
         return cls([*prompt, *response], len(prompt), index)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt_length <= len(self.tokens):
-            raise ValueError(
-                f"sequence {self.index}: prompt_length = {self.prompt_length} must lie in 1..{len(self.tokens)}, "
-                "the number of tokens"
-            )
+        assert 1 <= self.prompt_length <= len(self.tokens), (self.index, self.prompt_length, len(self.tokens))
 
     @property
     def response_length(self) -> int:
@@ -132,10 +128,6 @@ def pack(
     longest come first, so that memory peaks at the beginning. With `counts_repeated` a shared prompt counts for each of
     its responses: a drafter makes an optimizer step on a micro-batch, which sharing must not make larger.
     """
-    if tokens_per_micro_batch < 1 or pad_multiple < 1:
-        raise ValueError(
-            f"tokens_per_micro_batch = {tokens_per_micro_batch} and pad_multiple = {pad_multiple} must be at least 1"
-        )
     room = tokens_per_micro_batch - tokens_per_micro_batch % pad_multiple
 
     def size(group: list[TokenSequence]) -> int:

@@ -20,8 +20,8 @@ class FeatureSpec:
     """Layer indices. Index i means the residual stream that enters layer i, as in vLLM and SGLang; in a policy of n
     layers, index n means the one that leaves the last layer."""
     draft_tokens: Tensor
-    """int64 `[draft_vocab]`, sorted: the target ids of the draft vocabulary. It is empty for a drafter that has the
-    policy's head, and so can compute the policy's logits itself."""
+    """int64 `[draft_vocab]`, sorted, on the policy's device: the target ids of the draft vocabulary. It is empty for a
+    drafter that has the policy's head, and so can compute the policy's logits itself."""
     as_hidden: bool = False
     """Whether the targets are the policy's last hidden states and the rows of its head, and not its logits."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,13 @@ class RolloutBatch:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.prompt_lengths + self.response_lengths + self.environment_lengths
+
+    def groups(self, numbers: Iterable[int]) -> list[list[int]]:
+        """These rollouts, by number, with those to the same prompt together."""
+        found: dict[int, list[int]] = {}
+        for number in numbers:
+            found.setdefault(int(self.prompt_ids[number]), []).append(number)
+        return list(found.values())
 
     def own(self, ranks: Ranks) -> list[Rollout]:
         return list(self.held.values()) if ranks.rank % self.engine_size == 0 else []

@@ -121,14 +121,12 @@ def deal_groups(
     Groups stay whole if no finer division makes the largest share smaller. `homes` is the share that each is in
     already.
     """
-    groups: dict[int, list[int]] = {}
-    for number in numbers:
-        groups.setdefault(int(rollouts.prompt_ids[number]), []).append(number)
+    groups = rollouts.groups(numbers)
     best: list[list[int]] = [[] for _ in range(num_shares)]
     least = float("inf")
     pieces = 1
-    while pieces < 2 * max(map(len, groups.values()), default=0):
-        units = [unit for group in groups.values() for place in range(pieces) if (unit := group[place::pieces])]
+    while pieces < 2 * max(map(len, groups), default=0):
+        units = [unit for group in groups for place in range(pieces) if (unit := group[place::pieces])]
         sizes = [_tokens_to_compute(rollouts, unit) for unit in units]
         nearest = [Counter(homes[unit].tolist()).most_common(1)[0][0] for unit in units]
         shares = [[n for item in share for n in units[item]] for share in deal_near_home(sizes, nearest, num_shares)]

@@ -256,11 +256,9 @@ def learning_rate(config: Config, step: int, update: int) -> float:
 
 def _split_by_group(rollouts: RolloutBatch, chosen: list[int], parts: int) -> list[list[int]]:
     """Deal the chosen rollouts in parts whose numbers of groups differ by at most one; none is empty."""
-    groups: dict[int, list[int]] = {}
-    for number in chosen:
-        groups.setdefault(int(rollouts.prompt_ids[number]), []).append(number)
-    dealt = [list(groups)[part::parts] for part in range(min(parts, len(groups)))]
-    return [[number for group in part for number in groups[group]] for part in dealt]
+    groups = rollouts.groups(chosen)
+    dealt = (groups[part::parts] for part in range(min(parts, len(groups))))
+    return [[number for group in part for number in group] for part in dealt]
 
 
 def _micro_batches(

@@ -8,8 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from specrl import logs
 from specrl.artifacts import Acceptance, SetScore
 from specrl.config import Config, ValidationSetConfig
@@ -17,7 +15,7 @@ from specrl.data.held_out import config_of_set
 from specrl.data.problems import Prompt, derive_seed
 from specrl.data.prompts import PromptSource
 from specrl.data.rewards.pool import FailureTally, RewardPool, refuse_failure
-from specrl.distributed import Ranks, gather_columns
+from specrl.distributed import Ranks
 from specrl.rollout.bubbles.pregeneration import store_texts
 from specrl.rollout.bubbles.texts import PregeneratedText, read_texts, write_texts
 from specrl.rollout.collect import Origin, collect, make_request
@@ -25,6 +23,7 @@ from specrl.rollout.conversations import open_conversations
 from specrl.rollout.drafts.acceptance import SpeculationStats, VerifiedDraft
 from specrl.rollout.engine import Engine
 from specrl.schemas import Rollout
+from specrl.training.rollouts import RolloutBatch
 from specrl.validation.scores import SetResponses, score_set
 
 SHORTEST = 16  # tokens: the upper end of the first range of lengths; each further range is as long as all before it
@@ -70,7 +69,11 @@ def answer(
         rollouts, scores = unscored.scored()
     if last is not None:
         last.keep(chosen.name, rollouts)
-    responses = _gathered(ranks, rollouts if ranks.rank % size == 0 else [], samples, ranks.world_size // size)
+    places = {prompt.id: place for place, prompt in enumerate(chosen.prompts)}
+    everyone = RolloutBatch.gather(ranks, rollouts, engine_size=size, prompt_places=places)
+    shape = len(places), samples
+    lengths, truncated = everyone.response_lengths.reshape(shape), everyone.truncated.reshape(shape)
+    responses = SetResponses(everyone.rewards.reshape(shape), lengths, truncated)
     engines = ranks.gather((unscored.generation.stats, FailureTally.of(scores.failures)))[::size]
     failures = FailureTally.merge(failures for _, failures in engines)
     refuse_failure(failures, responses.rewards.size, chosen.config.data, chosen.config.environment.name)
@@ -80,19 +83,6 @@ def answer(
     saved = stats.num_accepted_tokens / responses.lengths.sum()
     sizes = chosen.settings.pass_sizes
     return score_set(step, chosen.name, responses, sizes, correct_reward, seconds, 1 - saved), stats
-
-
-def _gathered(ranks: Ranks, rollouts: list[Rollout], samples: int, num_engines: int) -> SetResponses:
-    """Prompts were dealt to the engines in turn; responses come back in the order of the set (collective)."""
-    own = {
-        "rewards": np.array([rollout.reward for rollout in rollouts], np.float64),
-        "lengths": np.array([rollout.num_sampled for rollout in rollouts], np.int64),
-        "truncated": np.array([rollout.finish_reason == "length" for rollout in rollouts], np.bool_),
-    }
-    columns, _ = gather_columns(ranks, own)
-    count = len(columns["rewards"]) // samples
-    order = np.argsort(np.concatenate([np.arange(i, count, num_engines) for i in range(num_engines)]))
-    return SetResponses(**{name: column.reshape(count, samples)[order] for name, column in columns.items()})
 
 
 def measure_acceptance(

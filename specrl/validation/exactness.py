@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specrl.artifacts import ExactnessResult, ParityCounts
-from specrl.precision.near_ties import Comparison, Noise, Trace, compare, measure_noise, worst
+from specrl.precision.near_ties import Comparison, Trace, compare, limit_of, measure_noise, rounding_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.rollout.engine import Engine, Request
 from specrl.rollout.sampling.recorder import Recorder
 
 SMALL_BATCH, NOISE_REQUESTS = 4, 8  # batch and requests by which the noise of plain decoding is measured
-NO_NOISE = Noise(0.0, 0)
 Tokens = tuple[int, ...]
 
 
@@ -54,14 +53,14 @@ def measure_exactness(engine: Engine, requests: list[Request], k: int) -> Exactn
     speculative, drafts = zip(*(recorded(engine, way, len(way), k) for way in ways), strict=True)
     if engine.replays:
         engine.set_replay({})
-    noise = NO_NOISE
+    noise = 0.0
     if any(compare(*pair, noise).divergences for pair in zip(plain, speculative, strict=True)):
         noise = noise_of_shapes(engine, requests, plain[0], k)
     sampled, greedy = (compare(*pair, noise) for pair in zip(plain, speculative, strict=True))
     return exactness_of(sampled, greedy, noise, SpeculationStats.merge(drafts))
 
 
-def exactness_of(sampled: Comparison, greedy: Comparison, noise: Noise, drafts: SpeculationStats) -> ExactnessResult:
+def exactness_of(sampled: Comparison, greedy: Comparison, noise: float, drafts: SpeculationStats) -> ExactnessResult:
     """Sum up two comparisons, which say much where some drafts were accepted and some rejected."""
     return ExactnessResult(
         num_draft_tokens=drafts.num_draft_tokens,
@@ -71,19 +70,19 @@ def exactness_of(sampled: Comparison, greedy: Comparison, noise: Noise, drafts: 
     )
 
 
-def _counts(found: Comparison, noise: Noise) -> ParityCounts:
+def _counts(found: Comparison, noise: float) -> ParityCounts:
     return ParityCounts(
         num_responses=found.num_responses,
         num_tokens=found.num_tokens,
         num_differences=len(found.divergences),
         num_unexplained=found.num_unexplained,
-        lead_noise=noise.lead,
-        limit=noise.limit,
+        lead_noise=noise,
+        limit=limit_of(noise),
         largest_distance=max((item.distance for item in found.divergences), default=0.0),
     )
 
 
-def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> Noise:
+def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace], k: int) -> float:
     """Measure how far `plain` decoding differs between batch sizes, up to one with as many rows as verification, and
     from passes over the same text."""
     few = requests[:NOISE_REQUESTS]
@@ -94,13 +93,13 @@ def noise_of_shapes(engine: Engine, requests: list[Request], plain: list[Trace],
         for i in range(max(0, rows - len(few)))
     ]
     large = measure_noise(plain[: len(few)], traces(engine, [*few, *others], rows, 0)[: len(few)])
-    noise = worst(small, large)
+    noise = max(small, large, rounding_of(engine.config.model.dtype))
     if engine.replays:
         texts = {tuple(asked.prompt_tokens): [_tokens(trace)] for asked, trace in zip(few, plain, strict=False)}
         engine.set_replay(texts, {tuple(asked.prompt_tokens): [asked.seed] for asked in few})
-        noise = worst(noise, measure_noise(plain[: len(few)], traces(engine, few, len(few), k)))
+        noise = max(noise, measure_noise(plain[: len(few)], traces(engine, few, len(few), k)))
         engine.set_replay({})
-    return noise.or_rounding(engine.config.model.dtype)
+    return noise
 
 
 def texts_to_replay(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from specrl.config import Config, DrafterConfig
 from specrl.distributed import Ranks
+from specrl.models.directory import EMBEDDINGS, HEAD
 from specrl.rollout.engine import Engine, Request, response_seed
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError, RefitError
-from specrl.rollout.vllm.weights.load import EMBEDDINGS, HEAD, read_weights
+from specrl.rollout.vllm.weights.load import read_weights
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 from tests.exactness.engines import in_batches, mixed_requests, running, verify_policy

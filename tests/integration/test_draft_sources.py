@@ -306,7 +306,7 @@ def test_other_sources_give_the_same_tokens(root: Path, plain: list[Response], t
         if method == "replay":
             engine.set_replay(texts)
         else:
-            with pytest.raises(ValueError, match="replays no stored text"):
+            with pytest.raises(AssertionError, match="replays no stored text"):
                 engine.set_replay(texts)
         generation = engine.generate(REQUESTS)
         assert tokens(generation.responses) == tokens(plain)

@@ -186,7 +186,7 @@ def test_logits_that_are_not_finite_are_an_error_with_the_request(engine: Engine
 
 @pytest.mark.engine
 def test_k_outside_of_what_the_engine_was_started_with_is_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="outside 0 to 3"):
+    with pytest.raises(AssertionError, match="outside 0 to 3"):
         engine.set_k(4)
 
 

@@ -42,7 +42,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_silent_failure_is_noticed(fault: Fault, run_dir: Path, tmp_path: Path) -> None:
     found = inject(fault, run_dir, tmp_path)
-    print(f"\n| {fault.name} | {fault.reported or '-'} | {found['where']} | {found['after_steps']} | {found['message']} |")
+    reported, where, steps = fault.reported or "-", found["where"], found["after_steps"]
+    print(f"\n| {fault.name} | {reported} | {where} | {steps} | {found['message']} |")
     assert found["noticed"] == (fault.name != CONTROL), found
     assert WORDS.get(fault.name, "") in found["message"]
 

@@ -15,7 +15,7 @@ from specrl.artifacts import write_scores
 from specrl.bench.cells import Cell, config_of, parse_cells, speedups
 from specrl.bench.job import BenchJob
 from specrl.bench.options import RunOptions
-from specrl.bench.run.main import check_memory
+from specrl.bench.run.main import check_memory, fitting
 from specrl.bench.run.page import by_batch, with_idle_time, write_run_page
 from specrl.bench.run.results import Results
 from specrl.bench.run.trainings import CONTEXT_FILE, Training
@@ -258,6 +258,14 @@ def test_trainings_that_do_not_fit_into_memory_together_are_refused() -> None:
     large = parse_config({"name": "large", "model": {"source": "Qwen/Qwen3-235B-A22B"}})
     with pytest.raises(ConfigError, match=r"2 trainings at once need [\d.]+ GiB of memory, and this machine has "):
         check_memory([small, large])
+
+
+@pytest.mark.parametrize(("gib", "number"), [(0.01, 1), (1000.0, 3)])
+def test_as_many_drafters_are_trained_at_once_as_fit_into_memory(
+    gib: float, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specrl.bench.run.main.machine_gib", lambda: gib)
+    assert fitting(parse_config({"name": "small", "model": {"source": "tiny"}}), most=3) == number
 
 
 def test_nothing_starts_for_a_run_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

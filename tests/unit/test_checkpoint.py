@@ -41,7 +41,7 @@ ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 def test_pieces_are_the_elements_of_a_range_of_what_a_rank_holds(
     hf: LlamaConfig | Qwen2Config | Qwen3Config, size: int, data: st.DataObject
 ) -> None:
-    weights = make_map(hf, size, 1)
+    weights = make_map(hf, 1)
     shapes = tensor_shapes(weights)
     parameter = data.draw(st.sampled_from(weights.parameters))
     rank = data.draw(st.integers(0, size - 1))

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -379,6 +380,11 @@ def test_paths_are_bound_to_the_folder_of_the_submission(tmp_path: Path) -> None
     assert config.runs_dir == tmp_path / "runs"
     assert config.model.source == str(tmp_path / "model")
     assert config.data.path == (tmp_path / "x.jsonl",)
+    (tmp_path / "x.sqsh").touch()
+    for image, bound in (("x.sqsh", str(tmp_path / "x.sqsh")), ("nvcr.io#nvidia/pytorch:26.01-py3",) * 2):
+        cluster = {"backend": "slurm", "container": {"kind": "pyxis", "image": image}}
+        container = anchor(parse_config({"name": "run", "cluster": cluster})).cluster.container
+        assert container is not None and container.image == bound
     drafting = {"method": "draft_model", "draft_model": "small"}
     sets = {"aime": {"path": "aime.jsonl", "reward": "exact_match"}, "held-out": {}}
     config = anchor(parse_config({"name": "run", "speculation": drafting, "validate": {"sets": sets}}))
@@ -427,12 +433,13 @@ def write_model(directory: Path, vocabulary: list[str], num_layers: int, **chang
     save_file(weights, directory / "model.safetensors")
 
 
-def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path) -> None:
+def test_a_server_that_answers_is_accepted_and_one_that_refuses_or_fails_is_not(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Healthy)
     Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://127.0.0.1:{server.server_port}"
-    for path in ("", "/locked"):
-        assert check_tracking(parse_config({"name": "run", "tracking": {"uri": uri + path}})) == []
+    assert check_tracking(parse_config({"name": "run", "tracking": {"uri": uri}})) == []
+    [found] = check_tracking(parse_config({"name": "run", "tracking": {"uri": f"{uri}/locked"}}))
+    assert found.startswith(f"tracking.uri = {uri}/locked: MLflow refuses what it is asked (401)")
     [found] = check_tracking(parse_config({"name": "run", "tracking": {"uri": f"{uri}/broken"}}))
     assert found.startswith(f"tracking.uri = {uri}/broken: no MLflow server answers") and "500" in found
     server.shutdown()
@@ -441,7 +448,7 @@ def test_a_server_that_answers_or_asks_for_a_password_is_accepted(tmp_path: Path
 
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response({"/health": 200, "/locked/health": 401}.get(self.path, 500))
+        self.send_response({"/health": 200}.get(self.path, 401 if self.path.startswith("/locked/") else 500))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -485,6 +492,18 @@ def test_the_last_error_of_a_traceback_is_one_line() -> None:
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: first\nsecond\n'
     assert last_error(trace) == "ValueError: first second"
     assert last_error("Killed") == "Killed"
+    assert last_error("".join(f"[rank0]: {line}" for line in trace.splitlines(keepends=True))) == last_error(trace)
+
+
+def test_modules_of_the_user_that_are_called_as_ours_are_not_imported(tmp_path: Path) -> None:
+    for name in ("flows", "tasks", "slurm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user's')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-P", "-c", "import specrl; specrl.main()", "--version"]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert said.stdout.startswith("specrl ") and said.stderr == ""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"specrl": "specrl:main"}
 
 
 def test_importing_the_flows_imports_neither_torch_nor_vllm() -> None:
@@ -709,6 +728,13 @@ def test_a_prefect_server_that_ends_under_a_flow_is_one_line(tmp_path: Path, mon
     monkeypatch.setenv("PREFECT_API_URL", url)
     with pytest.raises(ServerError, match=r"does not answer any more .*specrl resume"), PrefectServer(tmp_path):
         httpx.get(url)
+
+
+def test_a_standard_stream_that_is_closed_hides_no_exit_code(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m flows.cli show nope --runs-dir {tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for closed in ("2>&-", "<&- >&- 2>&-"):
+        assert subprocess.run(f"{command} {closed}", shell=True, env=environment, check=False).returncode == 2
 
 
 def test_a_terminal_without_a_width_and_a_folder_that_is_gone_are_no_silence(tmp_path: Path) -> None:

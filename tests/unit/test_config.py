@@ -35,6 +35,7 @@ def mistake(tmp_path: Path, *overrides: str, text: str = 'name = "run"\n') -> st
     [
         (["train.num_step=3"], ["train.num_step", "unknown key", "num_steps", "; perhaps num_steps"]),
         (["runs_dir=''"], ["runs_dir: an empty path is none"]),
+        (["runs_dir='what?'"], ["runs_dir: 'what?' has '?'; allowed: a path without : , ? and backslashes"]),
         (["runs_dir=~nobody_of_that_name/x"], ["runs_dir: '~nobody_of_that_name/x': there is no such user"]),
         (["tracking.uri=''"], ["tracking.uri: '': allowed: http://HOST:PORT"]),
         (["tracking.experiment=''"], ["tracking.experiment = ''", "at least 1 character"]),

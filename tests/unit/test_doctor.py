@@ -177,9 +177,10 @@ def test_an_mlflow_server_that_answers_is_ok() -> None:
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
-    thread = threading.Thread(target=server.handle_request)
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     answered = services.check_mlflow(Path("runs"), f"http://127.0.0.1:{server.server_address[1]}")
+    server.shutdown()
     thread.join()
     server.server_close()
     assert answered.status == "ok"

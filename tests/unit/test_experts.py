@@ -109,7 +109,7 @@ def test_the_plan_counts_the_parameters_that_transformers_makes(policy_dir: Path
 
 
 def names_of(expert_parallel: int, *, transformer_engine: bool) -> WeightMap:
-    sizes = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": expert_parallel}
+    sizes = {"pipeline_parallel": 2, "expert_parallel": expert_parallel}
     return weight_map(moe_config(), **sizes, transformer_engine=transformer_engine)
 
 
@@ -120,7 +120,7 @@ def test_each_expert_has_one_rank_of_each_group() -> None:
     assert {parameter.expert_rank for parameter in experts} == {0, 1, 2, 3}
     [fifth] = [parameter for parameter in experts if parameter.hf == ("model.layers.3.mlp.experts.5.down_proj.weight",)]
     assert (fifth.name, fifth.stage) == ("decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight", 1)
-    assert (fifth.expert_rank, fifth.shape) == (2, (64, 96))
+    assert (fifth.expert_rank, fifth.shapes) == (2, ((64, 96),))
 
 
 def test_transformer_engine_has_one_module_for_the_experts_of_a_rank() -> None:

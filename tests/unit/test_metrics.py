@@ -127,7 +127,7 @@ def test_the_bulk_of_the_tokens_is_without_the_largest_thousandth_and_one_at_lea
 
 
 def test_tokens_that_do_not_pair_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="same length"):
+    with pytest.raises(AssertionError, match="of the same tokens"):
         MismatchSums.of(torch.zeros(3), torch.zeros(4))
     assert MismatchSums.of(torch.zeros(0), torch.zeros(0)).metrics() == {}
 

@@ -7,6 +7,7 @@ import http.server
 import logging
 import math
 import os
+import re
 import shutil
 import sqlite3
 import ssl
@@ -209,7 +210,6 @@ def test_a_certificate_is_taken_as_mlflows_client_takes_it(
         (404, "<h1>Not Found</h1>", True),
         (404, '{"detail": "Not Found"}', True),
         (404, '{"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "No Experiment with id=0 exists"}', False),
-        (401, "<h1>Who are you?</h1>", False),
     ],
 )
 def test_a_page_that_is_no_mlflow_is_refused_before_anything_starts(
@@ -227,6 +227,31 @@ def test_a_page_that_is_no_mlflow_is_refused_before_anything_starts(
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         config = config_of(tmp_path, uri=f"http://127.0.0.1:{listening.server_port}")
         with pytest.raises(ConfigError, match="what answers there is no MLflow") if refused else nullcontext():
+            check_server(config)
+        listening.shutdown()
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize(
+    ("status", "body"), [(401, "<h1>Who are you?</h1>"), (403, "Invalid Host header - possible DNS rebinding attack")]
+)
+def test_a_server_that_takes_nothing_from_this_user_is_refused_before_anything_starts(
+    status: int, body: str, healthy: bool, tmp_path: Path
+) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_fine = healthy and self.path == "/health"
+            self.send_response(200 if is_fine else status)
+            self.end_headers()
+            self.wfile.write(b"OK" if is_fine else body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        config = config_of(tmp_path, uri=f"http://127.0.0.1:{listening.server_port}")
+        said = f"{status} {body.removeprefix('<h1>').removesuffix('</h1>')}"
+        with pytest.raises(ConfigError, match=rf"MLflow refuses what it is asked \({re.escape(said)}\); .*_TOKEN$"):
             check_server(config)
         listening.shutdown()
 
@@ -446,11 +471,11 @@ def test_a_store_that_takes_no_run_is_one_line_at_the_start_and_nothing_is_logge
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for uri, words in (
-            (f"http://127.0.0.1:{server.server_port}", "401 .*You are not authenticated"),
-            (f"sqlite:///{tmp_path}/x.db", "Can't locate revision identified by 'x9'"),
+            (f"http://127.0.0.1:{server.server_port}", r"MLflow refuses .*\(401 You are not authenticated"),
+            (f"sqlite:///{tmp_path}/x.db", "MLflow takes no run of one: .*Can't locate revision identified by 'x9'"),
         ):
             config = config_of(tmp_path, uri=uri)
-            with pytest.raises(ConfigError, match=rf"^tracking\.uri = {uri}: MLflow takes no run of one: .*{words}"):
+            with pytest.raises(ConfigError, match=rf"^tracking\.uri = {uri}: {words}"):
                 start_parent_run(config)
             assert not config.run_dir.exists() and caplog.records == []
         server.shutdown()

@@ -18,8 +18,8 @@ from specrl.config import Config, ConfigError, ModelConfig, PolicyConfig
 from specrl.distributed import join, leave
 from specrl.models.checks.config import rope_of
 from specrl.models.checks.folder import check_model_folder
-from specrl.models.checks.headers import HEAD, read_headers, tensor_shapes
-from specrl.models.directory import read_model_config
+from specrl.models.checks.headers import read_headers, tensor_shapes
+from specrl.models.directory import HEAD, read_model_config
 from specrl.models.families import FAMILIES
 from specrl.models.shapes import model_shape
 from specrl.models.sources import materialise_model

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from specrl.precision.near_ties import Noise, Pick, compare, measure_noise, worst
+from specrl.precision.near_ties import FLOOR, Pick, compare, limit_of, measure_noise, rounding_of
 from specrl.rollout.drafts.acceptance import SpeculationStats
 from specrl.validation.exactness import ExactnessError, check, exactness_metrics, exactness_of
 
-NOISE = Noise(lead=1e-3, num_tokens=100)
+NOISE = 1e-3
 LEFT = Pick(token=3, lead=4e-4)
 RIGHT = Pick(token=4, lead=5e-4)
 DRAFTS = SpeculationStats()
@@ -47,20 +47,18 @@ def test_a_token_that_its_own_distribution_does_not_give_is_found_without_a_diff
 @pytest.mark.parametrize(("lead", "unexplained"), [(0.05, 0), (0.09, 0), (0.15, 1)])
 def test_greedy_differences_are_explained_by_the_distance_of_the_two_best(lead: float, unexplained: int) -> None:
     left, right = (Pick(token, lead) for token in (3, 4))
-    assert compare([{6: left}], [{6: right}], Noise(0.1, 100)).num_unexplained == unexplained
+    assert compare([{6: left}], [{6: right}], 0.1).num_unexplained == unexplained
 
 
 def test_noise_is_the_largest_movement_over_common_tokens() -> None:
     moved = replace(SAME, lead=1.3)
-    noise = measure_noise([{5: SAME, 6: LEFT}], [{5: moved, 6: RIGHT}])
-    assert noise.lead == pytest.approx(0.3)
-    assert noise.num_tokens == 1
+    assert measure_noise([{5: SAME, 6: LEFT}], [{5: moved, 6: RIGHT}]) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("moved", [replace(SAME, lead=9.0, rival=3), replace(SAME, lead=float("inf"))])
 def test_a_lead_over_another_token_or_over_none_is_no_noise(moved: Pick) -> None:
     """Where top-p keeps a token in one shape alone, leads jump."""
-    assert measure_noise([{5: SAME}], [{5: moved}]).lead == 0
+    assert measure_noise([{5: SAME}], [{5: moved}]) == 0
 
 
 def test_a_response_that_only_goes_on_is_an_error() -> None:
@@ -80,7 +78,5 @@ def test_a_failed_gate_is_an_error_with_its_figures(broken: str, message: str) -
 
 
 def test_noise_is_never_assumed_below_one_rounding_of_a_logit() -> None:
-    measured = Noise(lead=0.0, num_tokens=10)
-    assert measured.or_rounding("float32") == measured
-    assert measured.or_rounding("bfloat16") == Noise(lead=2**-3, num_tokens=10)
-    assert worst(measured, NOISE) == Noise(lead=1e-3, num_tokens=110)
+    assert limit_of(0.0) == limit_of(rounding_of("float32")) == 2 * FLOOR
+    assert limit_of(rounding_of("bfloat16")) == 2 * 2**-3

@@ -17,7 +17,7 @@ from flows.cli import invoke
 from flows.preflight import check_cluster, check_sbatch
 from slurm.backend import JobKey, StageRequest, State
 from slurm.commands import describe, parameters, python_command, sbatch_options
-from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables
+from slurm.environment import CACHES, arithmetic_variables, cache_folders, device_variables, job_environment
 from slurm.failures import explain
 from slurm.local import visible_devices
 from slurm.slurm_backend import ONE_HOST, SlurmJob, interface_towards
@@ -201,6 +201,8 @@ def test_ranks_run_in_a_container(tmp_path: Path) -> None:
     _, command = script(pyxis)
     assert {"--container-image=specrl.sif", f"--container-mounts={mounts}"} <= set(command)
     assert command[-11:-8] == ["python3", "-I", "-c"]
+    assert job_environment(Path("/code"), pyxis)["PYTHONNOUSERSITE"] == "1"  # packages in ~/.local are the host's
+    assert "PYTHONNOUSERSITE" not in job_environment(Path("/code"), configured(tmp_path))
     apptainer = {"container": {"kind": "apptainer", **container}, "python": "/opt/venv/bin/python"}
     _, command = script(configured(tmp_path, cluster=apptainer, resources=GPUS))
     start = command.index("apptainer")

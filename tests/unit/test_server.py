@@ -45,8 +45,9 @@ def test_a_server_that_does_not_answer_is_waited_for_and_given_up_in_one_line(
 
 
 def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.log").write_text("Traceback ...\nOperationalError: no such database\n")
     said = waited_for("raise SystemExit(7)", tmp_path, monkeypatch)
-    assert "did not start: it ended with exit code 7; see " in said
+    assert "did not start: it ended with exit code 7 (OperationalError: no such database); see " in said
 
 
 def test_a_server_of_the_user_that_refuses_requests_is_one_line(
@@ -55,7 +56,7 @@ def test_a_server_of_the_user_that_refuses_requests_is_one_line(
     url = "http://127.0.0.1:9/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
     refusal = httpx.Response(401, request=httpx.Request("GET", url))
-    words = r"refuses .* \(Client error '401 .* without PREFECT_API_URL, "
+    words = r"refuses .* \(Client error '401 .* without it, "
     with pytest.raises(ServerError, match=words) as raised, PrefectServer(tmp_path):
         refusal.raise_for_status()
     assert "\n" not in str(raised.value)
@@ -68,6 +69,33 @@ def test_the_own_server_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as healthy:
         threading.Thread(target=healthy.handle_request).start()
         assert server._answers(f"http://127.0.0.1:{healthy.server_port}/api/health")
+
+
+def test_a_page_in_place_of_prefects_api_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{pages.server_port}"
+        program = (
+            f"from pathlib import Path; from flows import server; server.mark_crashed_flows(Path({str(tmp_path)!r}))"
+        )
+        environment = {**os.environ, "PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path)}  # Prefect reads it once
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        pages.shutdown()
+    assert f"ServerError: PREFECT_API_URL = {url}: what answers there is no API of Prefect; " in done.stderr
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>Prefect</title>")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -94,10 +122,14 @@ def test_a_server_may_write_what_it_has_queued_before_it_is_killed(
         assert found.process.returncode == status
 
 
-def test_the_server_makes_private_files_whatever_the_umask_of_the_command(
+def test_the_server_makes_private_files_of_its_own_whatever_the_command_was_called_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "prefect.toml").write_text('[server.database]\nconnection_url = "sqlite:////none/of.db"\n')
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://team@127.0.0.1:9/prefect")
     for name in ("PREFECT_API_URL", server.PASSWORD):
         monkeypatch.delenv(name, raising=False)
     os.umask(0o022)

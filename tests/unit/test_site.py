@@ -8,6 +8,7 @@ import http.server
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from flows.cli import invoke
+from flows.folder import only_flow, write_config
 from flows.server import PrefectServer
 from slurm import commands, slurm_backend, submit
 from slurm.backend import JobError, JobKey, Record, SilentSchedulerError, State, StoppedError
@@ -35,6 +37,8 @@ from specrl.context import StageContext
 from specrl.events import read_events
 from specrl.lifetime.segments import Reason, add_to_segment, begin_segment
 from specrl.processes import PORTS, node_folder, port_of, reach_loopback, start_helper
+from specrl.report.results import read_config
+from specrl.tracking.store import RUN_ID_FILE
 from tasks.run import begin
 
 TIMEOUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -378,6 +382,7 @@ def test_a_refusal_for_memory_repeats_the_option_that_was_sent(
         'echo "sbatch: error: Batch job submission failed: Unable to connect to database" >&2; exit 1',
         'echo "sbatch: error: Batch job submission failed: Unexpected message received" >&2; exit 1',
         'echo "sbatch: error: Batch job submission failed: Protocol authentication error" >&2; exit 1',
+        'echo "sbatch: error: Batch job submission failed: I/O error writing script/environment to file" >&2; exit 1',
         "kill -9 $$",
     ],
 )
@@ -415,6 +420,9 @@ def test_a_full_queue_is_waited_for_until_the_run_is_stopped(
     program(programs, "sbatch", 'echo "sbatch: error: Requested node configuration is not available" >&2; exit 1')
     with pytest.raises(JobError, match=r"is not available; .*--cpus-per-task=2; --nodes=1$"):
         attach_or_submit(context_of(config), "m:f", Path("/code"))
+    program(programs, "sbatch", 'echo "sbatch: error: Invalid node name specified" >&2; exit 1')
+    with pytest.raises(JobError, match=r"refuses the job: Invalid node name specified; --nodelist=n7$"):
+        attach_or_submit(context_of(configured(tmp_path, sbatch={"nodelist": "n7"})), "m:f", Path("/code"))
 
 
 def test_one_squeue_is_for_all_jobs_of_a_user_and_all_flows_on_a_host(
@@ -528,7 +536,22 @@ PROXIES: list[dict[str, str]] = [
     {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"},
     {"http_proxy": "http://127.0.0.1:9", "no_proxy": "*"},
     {"ALL_PROXY": "socks5://127.0.0.1:9", "http_proxy": "socks5h://127.0.0.1:9"},
+    {"http_proxy": "http://127.0.0.1:9", "SSL_CERT_FILE": "/of/another/machine.pem"},
 ]
+
+
+@pytest.mark.parametrize("host", ["fe80::/10", "::1/128", "fd07:b51a:cc66:f0::/64", "[::1]", "[fe80::1]:80"])
+def test_a_host_without_a_proxy_that_httpx_cannot_read_stops_nothing(
+    host: str, healthy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, f"{host},.cluster.example")
+    reach_loopback()
+    assert httpx.get(healthy).status_code == 200
+    assert os.environ["no_proxy"].removeprefix("::1,").startswith(".cluster.example,")
 
 
 @pytest.mark.parametrize("proxies", PROXIES, ids=str)
@@ -578,7 +601,11 @@ def test_variables_and_the_home_folder_stand_for_their_values_in_every_path(
             },
             "drafter": {"data": "$SCRATCH/chats.jsonl"},
             "validate": {"sets": {"hard": {"path": "$SCRATCH/hard.jsonl", "reward": "exact_match"}}},
-            "cluster": {"environment_file": "~/secrets"},
+            "cluster": {
+                "environment_file": "~/secrets",
+                "python": "~/venv/bin/python",
+                "container": {"kind": "pyxis", "image": "$SCRATCH/x.sqsh", "mounts": ["$SCRATCH:/data"]},
+            },
         }
     )
     scratch, home = tmp_path / "scratch", tmp_path / "home"
@@ -589,6 +616,9 @@ def test_variables_and_the_home_folder_stand_for_their_values_in_every_path(
     assert str(scratch / "chats.jsonl") in str(config.drafter.data)
     assert str(scratch / "hard.jsonl") in str(config.validate_.sets["hard"].path)
     assert config.cluster.environment_file == home / "secrets"
+    container = config.cluster.container
+    assert container is not None and container.image == str(scratch / "x.sqsh") and config.cluster.python is not None
+    assert container.mounts == (f"{scratch}:/data",) and config.cluster.python == str(home / "venv/bin/python")
     with pytest.raises(ConfigError, match=r"runs_dir.*the variable \$NO_SUCH is not set"):
         parse_config({"name": "x", "runs_dir": "$NO_SUCH/runs"})
 
@@ -601,3 +631,21 @@ def test_a_run_that_is_moved_or_seen_under_another_path_finds_its_job(programs: 
     assert JobKey(configured(tmp_path, "moved"), "train-abc").job_name == name
     begin(config)  # another run in the same place
     assert JobKey(config, "train-abc").job_name != name
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path)
+    begin(config)
+    write_config(config)
+    (config.run_dir / RUN_ID_FILE).write_text("0123\n")
+    name, copy = JobKey(config, "train-abc").job_name, configured(tmp_path, "copies")
+    shutil.copytree(config.run_dir, copy.run_dir)
+    assert JobKey(copy, "train-abc").job_name != name  # what ends the jobs of a copy leaves those of the run alone
+    with only_flow(copy.run_dir):
+        assert "is a copy: a run of its own from now on" in capsys.readouterr().err
+    own = JobKey(copy, "train-abc").job_name
+    shutil.rmtree(config.run_dir)
+    with only_flow(copy.run_dir):
+        assert capsys.readouterr().err == ""
+    assert JobKey(copy, "train-abc").job_name == own != name
+    assert not (copy.run_dir / RUN_ID_FILE).exists() and read_config(copy.run_dir) == copy

@@ -134,3 +134,20 @@ def test_a_file_system_that_fails_has_the_stage_go_on_in_another_job_until_it_ge
     assert gave_up.endswith("the last time: [Errno 116] Stale file handle: '/scratch/model.safetensors'")
     failed = first_error(first.request.key.folder, 2)
     assert failed is not None and failed.killed
+
+
+def test_a_rank_that_memory_ran_out_for_ends_the_stage_where_it_got_no_further(job: Job) -> None:
+    job.patch.setattr("slurm.supervisor.CAUSE_SECONDS", 0)
+    lost, log = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "7_0_log.out"
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+    requeued = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-27T17:15:53 DUE TO JOB REQUEUE ***\n"
+    attempts = ((killed, "made", AGAIN_CODE), (killed + requeued, "", AGAIN_CODE), (requeued + killed, "", 1))
+    for attempt, (text, made, code) in enumerate(attempts):
+        first = job.rank(0, "7", attempt)
+        first.request.key.folder.mkdir(parents=True, exist_ok=True)
+        first._begin()
+        (first.request.key.folder / log).write_text(text)
+        if made:
+            (job.stage_dir / made).touch()
+        assert first._raised(lost) == code
+    assert [reason for _, _, reason in job.ended()] == ["killed", "killed", "out of memory"]

@@ -152,6 +152,7 @@ class Waiting(LongJob):
             (reason, r"can never start \(PENDING, \w+: it asks for more than a job of its account or QOS may have\)")
             for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerNode")
         ),
+        ("QOSMinCpuNotSatisfied", r"can never start \(PENDING, \w+: it asks for less than a job of its QOS must have"),
         ("PartitionTimeLimit", r"can never start \(.*: resources\.minutes is more than its partition allows\)"),
         ("PartitionTimeLimit,short", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
         ("AssocGrpCpuLimit", r"waited in the queue for longer than cluster\.queue_minutes = 3"),
@@ -188,6 +189,8 @@ def test_a_failed_job_is_explained_by_what_came_before_the_last_words_of_srun(co
     )
     said = explain(job, stage, ended)
     assert "ends: slurmstepd-n1: error: execve(): /opt/python3: No such file or directory; log: " in said
+    job.log(0).write_text("srun: unrecognized option '--container-image=x'\nTry \"srun --help\" for more information\n")
+    assert "ends: srun: unrecognized option '--container-image=x'; log: " in explain(job, stage, ended)
 
 
 class Leaving(LongJob):

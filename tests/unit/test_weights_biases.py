@@ -196,6 +196,10 @@ def test_a_key_is_asked_for_before_a_run_begins(config: Config, monkeypatch: pyt
     ):
         check_wandb(online, {})
     check_wandb(online, {"WANDB_API_KEY": "0" * 40})
+    for name in ("lab: rl", "100%", "x" * 129):
+        odd = online.model_copy(update={"tracking": online.tracking.model_copy(update={"experiment": name})})
+        with pytest.raises(ConfigError, match=r"^tracking\.experiment = .*: W&B takes projects of at most 128"):
+            check_wandb(odd, {"WANDB_API_KEY": "0" * 40})
     netrc = Path(os.environ["HOME"]) / ".netrc"
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)

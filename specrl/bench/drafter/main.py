@@ -42,9 +42,11 @@ def main(job: BenchJob, options: DrafterOptions) -> None:
         measure_file(job, options)
         leave()
     else:
-        drafters = make_drafters(job.subject, options, ranks, job.folder / "initial")
+        subject = job.subject
+        drafters = make_drafters(subject, options, ranks, job.folder / "initial")
         leave()
-        run.main(job, RunOptions(cells_of(drafters), options.steps, 1, 3, 0))
+        together = run.fitting(subject.config, most=3)
+        run.main(job, RunOptions(cells_of(drafters), options.steps, 1, together, 0))
 
 
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:

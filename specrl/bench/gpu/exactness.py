@@ -60,7 +60,7 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                     "of_drafter": drafts.by_source.get(DRAFTER, SourceCounts()).num_accepted_tokens,
                     "near_ties": len(comparison.divergences) - comparison.num_unexplained,
                     "unexplained": comparison.num_unexplained,
-                    "noise": noise.lead,
+                    "noise": noise,
                 }
 
 

@@ -43,13 +43,19 @@ def main(job: BenchJob, options: RunOptions) -> None:
 
 def check_memory(configs: Sequence[Config]) -> None:
     """Check that this machine has enough memory for trainings that run at the same time."""
-    needed, present = 0.0, machine_gib()
-    for config in configs:
-        budgets = stage_budgets(rank_of(config, "train", model_shape(config.model)))
-        own = sum(budget.needed_gib for budget in budgets if budget.place == "host")
-        needed += config.resources_of("train").ranks * own
+    needed, present = sum(map(_needed_gib, configs)), machine_gib()
     if needed > present:
         raise ConfigError(
             f"{len(configs)} trainings at once need {needed:.1f} GiB of memory, and this machine has {present:.1f}: "
             "choose fewer with --together, fewer ranks, or a smaller engine.kv_cache_gib"
         )
+
+
+def fitting(config: Config, most: int) -> int:
+    """The number of such trainings that this machine has the memory for at once; one is always tried."""
+    return max(1, min(most, int(machine_gib() / _needed_gib(config))))
+
+
+def _needed_gib(config: Config) -> float:
+    budgets = stage_budgets(rank_of(config, "train", model_shape(config.model)))
+    return config.resources_of("train").ranks * sum(own.needed_gib for own in budgets if own.place == "host")

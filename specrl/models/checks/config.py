@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from specrl.config import ConfigError
@@ -62,9 +63,8 @@ ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_fact
 def check_config(config: Mapping[str, Any]) -> Family:
     """The family of a model; refuses a `config.json` that trainer, engine or exporter would not compute alike."""
     family = family_of(config)
-    for problems in (_size_problems, _setting_problems, rope_problems):
-        for problem in problems(config, family):
-            raise ConfigError(problem)
+    for problem in chain(_size_problems(config, family), _setting_problems(config, family), rope_problems(config)):
+        raise ConfigError(problem)
     expert_shape(config)  # refuses layers without experts among those with
     return family
 
@@ -178,7 +178,7 @@ def _rope_key(config: Mapping[str, Any]) -> str:
     return f"{key} with rope_type = {_json(rope_keys(config).get('rope_type') or 'default')}"
 
 
-def rope_problems(config: Mapping[str, Any], _: Family | None = None) -> Iterator[str]:
+def rope_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key of rotary embeddings that trainer and engine would not compute alike."""
     found, where = rope_keys(config), _rope_key(config)
     kind = found.pop("rope_type", None) or "default"

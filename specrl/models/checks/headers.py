@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from specrl.config import ConfigError
-from specrl.models.directory import CONFIG_FILE, INDEX_FILE, LFS_POINTER, WEIGHTS_FILE, read_object, weight_files
+from specrl.models.directory import (
+    CONFIG_FILE,
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    INDEX_FILE,
+    LFS_POINTER,
+    WEIGHTS_FILE,
+    read_object,
+    weight_files,
+)
 from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # those that trainer and engine read alike, and their bytes
 LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
 COMPARED = 2**26  # bytes of two tensors that are compared at once
@@ -116,7 +125,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a checkpoint has, by name, given the contents of its `config.json`."""
     hidden, vocabulary = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDINGS: vocabulary, "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDINGS: vocabulary, FINAL_NORM: (hidden,)}
     if not config.get("tie_word_embeddings"):
         shapes[HEAD] = vocabulary
     layer = _layer_shapes(config)

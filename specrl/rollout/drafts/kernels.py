@@ -143,49 +143,30 @@ def find_drafts(
     request = tl.program_id(0)
     slot = tl.load(slots + request).to(tl.int64)
     facts, drafter = facts + slot * FACTS, drafter + request * drafter_stride
-    prompt = tl.load(facts)
     length, first = tl.load(lengths + slot).to(tl.int64), tl.load(facts + START)
-    back = tl.arange(0, LONGEST)
-    in_response = length - 1 - back >= first
-    last = tl.load(all_tokens + slot * stride + length - 1 - back, mask=in_response, other=END).to(tl.int64)
-    none = num_tokens - 1
-
-    candidate = tl.arange(0, ROWS)
-    is_candidate, is_text = candidate < CANDIDATES, candidate < CANDIDATES - 1
-    owner, first_kind = tl.where(candidate == 0, prompt, ANY_PROMPT), tl.where(candidate == 0, STORED, RECENT_TEXT)
+    response, none = all_tokens + slot * stride, num_tokens - 1
     searched = keys, places, num_keys, key_steps, hashing, last_of_size
-    found, kind = _by_last(*searched, last, owner, first_kind, none)
-    asked = drafter, passes, draft_length, all_tokens + slot * stride, length, first
+    written, made = (response, length, first), (drafter, passes, draft_length)
     behind = worth_behind + (draft_length * (k + 1) + passes) * KINDS
-    after, worth_after = _continuing(searched, owner, first_kind, *asked, behind, none)
+    found, kind, worth_after = _candidates(searched, tl.load(facts), written, made, behind, none)
 
-    is_drafters = candidate == CANDIDATES - 1
-    found = tl.where(is_text, found, tl.where(is_drafters, after - passes, none))
-    kind = tl.where(is_text, kind, DRAFTERS)
-    column = tl.arange(0, columns)
-    ahead = tl.maximum(tl.minimum(found[:, None] + column[None, :], none), 0)
-    tokens = tl.load(text + ahead).to(tl.int64)
-    from_drafter = tl.load(drafter + column, mask=column < passes, other=END)
-    tokens = tl.where(is_drafters[:, None] & (column < passes)[None, :], from_drafter[None, :], tokens)
     # Verification adds a token after a draft, and that one must fit. A response may be computed for one more
     # iteration before vLLM learns that it has ended: nothing is predicted for it.
-    latest = tl.load(all_tokens + slot * stride + length - 1).to(tl.int64)
+    latest = tl.load(response + length - 1).to(tl.int64)
     has_ended = _is_stop(latest, stop_tokens, num_stops, all_stops) & (length > first)
     room = tl.where(has_ended, 0, tl.minimum(tl.load(facts + LIMIT) - length - 1, k))
-    ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
-    ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
-    tokens = tl.where(column[None, :] < ends[:, None], tokens, END)
-    kind = tl.where(is_drafters & (ends > passes), CONTINUED, kind)
+    tokens, ends = _drafts_at(found, text, drafter, passes, room, none, columns)
+    candidate, column = tl.arange(0, ROWS), tl.arange(0, columns)
+    kind = tl.where((candidate == CANDIDATES - 1) & (ends > passes), CONTINUED, kind)
     kind = tl.where(ends == 0, NOTHING, kind).to(tl.int64)
     worth = tl.where(kind == CONTINUED, worth_after, tl.load(expected + draft_length * KINDS + kind))
-    chosen = tl.argmax(worth, 0)
+    is_chosen = candidate == tl.argmax(worth, 0)
 
     tl.store(made_at + 2 * slot, tl.load(facts + NUMBER))
     tl.store(made_at + 2 * slot + 1, length)
-    noted = slot * CANDIDATES + candidate
+    is_candidate, noted = candidate < CANDIDATES, slot * CANDIDATES + candidate
     tl.store(predictions + noted[:, None] * k + column, tokens, mask=is_candidate[:, None] & (column < k))
     tl.store(kinds + noted, kind, mask=is_candidate)
-    is_chosen = candidate == chosen
     of_kind = tl.sum(tl.where(is_chosen, kind, 0))
     tl.atomic_add(offered + of_kind, tl.full((), 1, tl.int64), mask=(offers != 0) & (room > 0))
     source = (of_kind >= RECENT_TEXT).to(tl.int32) + (of_kind >= DRAFTERS).to(tl.int32)
@@ -193,6 +174,36 @@ def find_drafts(
     tl.store(draft_lengths + slot, tl.sum(tl.where(is_chosen, ends, 0)).to(tl.int32))
     draft = tl.sum(tl.where(is_chosen[:, None], tokens, 0), 0)
     tl.store(drafts + request * k + column, tl.where(draft == END, latest, draft), mask=column < k)
+
+
+@triton.jit
+def _candidates(searched, prompt, written, made, worth_behind, none):
+    """Where in the text each candidate goes on, its kind, and what the drafter's is worth with text behind it."""
+    response, length, first = written
+    _, passes, _ = made
+    candidate, back = tl.arange(0, ROWS), tl.arange(0, LONGEST)
+    is_text, is_drafters = candidate < CANDIDATES - 1, candidate == CANDIDATES - 1
+    owner, first_kind = tl.where(candidate == 0, prompt, ANY_PROMPT), tl.where(candidate == 0, STORED, RECENT_TEXT)
+    in_response = length - 1 - back >= first
+    last = tl.load(response + length - 1 - back, mask=in_response, other=END).to(tl.int64)
+    found, kind = _by_last(*searched, last, owner, first_kind, none)
+    after, worth_after = _continuing(searched, owner, first_kind, *made, *written, worth_behind, none)
+    found = tl.where(is_text, found, tl.where(is_drafters, after - passes, none))
+    return found, tl.where(is_text, kind, DRAFTERS), worth_after
+
+
+@triton.jit
+def _drafts_at(found, text, drafter, passes, room, none, columns: tl.constexpr):
+    """The tokens of each candidate, `END` behind their end and beyond the room, and how many they are."""
+    candidate, column = tl.arange(0, ROWS), tl.arange(0, columns)
+    ahead = tl.maximum(tl.minimum(found[:, None] + column[None, :], none), 0)
+    tokens = tl.load(text + ahead).to(tl.int64)
+    from_drafter = tl.load(drafter + column, mask=column < passes, other=END)
+    is_drafters = (candidate == CANDIDATES - 1)[:, None] & (column < passes)[None, :]
+    tokens = tl.where(is_drafters, from_drafter[None, :], tokens)
+    ends = tl.min(tl.where(tokens == END, column[None, :], columns), 1)
+    ends = tl.maximum(tl.minimum(ends.to(tl.int64), room), 0)
+    return tl.where(column[None, :] < ends[:, None], tokens, END), ends
 
 
 @triton.jit

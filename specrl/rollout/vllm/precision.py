@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,11 @@ class EnginePrecision:
         self._has_fp8_kv_cache = recipe is not None and config.kv_cache == "fp8"
         if self._has_fp8_linears and torch.cuda.is_available():
             native.check_device("precision.generation")
-        if self._has_fp8_kv_cache:
-            _check_kv_cache()
+        if self._has_fp8_kv_cache and not has_fp8_kv_cache():
+            raise ValueError(
+                'precision.kv_cache = "fp8": this device has no FP8 KV cache (vLLM needs AVX-512 or AMX, or a GPU of '
+                'compute capability 8.9); use "bf16"'
+            )
 
     @property
     def _linears(self) -> Recipe | None:
@@ -84,7 +88,7 @@ class EnginePrecision:
     def restore(self, kv_scales: KvScales | None) -> None:
         """Take the KV scales of a resumed run, which the next weights put in place; None keeps the calibration's."""
         if self.recipe is not None:
-            self.recipe = self.recipe.with_kv_scales(kv_scales)
+            self.recipe = replace(self.recipe, kv_scales=kv_scales or self.recipe.kv_scales)
 
     def mode(self, model: nn.Module) -> Mode:
         """How the policy's module computes FP8; "off" if no layer does."""
@@ -198,11 +202,3 @@ def has_fp8_kv_cache() -> bool:
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= FIRST_FP8_CAPABILITY
     return bool(torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _check_kv_cache() -> None:
-    if not has_fp8_kv_cache():
-        raise ValueError(
-            'precision.kv_cache = "fp8": this device has no FP8 KV cache (vLLM needs AVX-512 or AMX, or a GPU of '
-            'compute capability 8.9); use "bf16"'
-        )

@@ -73,7 +73,6 @@ class TextSpeculator:
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self.texts = requests.texts
         """The texts to draft from; what changes there counts from the next `begin` on."""
-        speculator.text, speculator.propose = self, self.propose
 
     def begin(self, stop_tokens: Sequence[int]) -> None:
         """Begin a generation whose responses end with any of these tokens, with all counters at zero."""
@@ -140,5 +139,6 @@ def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: K
     """Make vLLM's speculator, with a `TextSpeculator` in the place of its `propose`."""
     speculator = spec_decode.init_speculator(vllm_config, device, req_states)
     drafter_k = vllm_config.additional_config.get("drafter_k", speculator.num_speculative_steps)
-    TextSpeculator(speculator, req_states, drafter_k, device)
+    speculator.text = TextSpeculator(speculator, req_states, drafter_k, device)
+    speculator.propose = speculator.text.propose
     return speculator

@@ -137,22 +137,16 @@ def _own_damage(folder: Path, ranks: Ranks) -> str | None:
     except CheckpointError as error:
         return str(error)
     for file in manifest.files[ranks.rank :: ranks.world_size]:
+        path = folder / file.name
         try:
-            damage = _damage_of(folder / file.name, file)
+            if (size := path.stat().st_size) != file.size:
+                return f"{file.name} has {size} bytes instead of {file.size}"
+            if (found := checksum_of(path)) != file.crc32:
+                return f"{file.name} has the wrong checksum {found:08x}"
         except FileNotFoundError:
-            damage = f"{file.name} is missing"
+            return f"{file.name} is missing"
         except OSError as error:  # of a disk or a file system that fails
-            damage = f"{file.name} cannot be read ({error.strerror or error})"
-        if damage is not None:
-            return damage
-    return None
-
-
-def _damage_of(path: Path, file: StoredFile) -> str | None:
-    if (size := path.stat().st_size) != file.size:
-        return f"{file.name} has {size} bytes instead of {file.size}"
-    if (found := checksum_of(path)) != file.crc32:
-        return f"{file.name} has the wrong checksum {found:08x}"
+            return f"{file.name} cannot be read ({error.strerror or error})"
     return None
 
 

@@ -22,14 +22,15 @@ from transformers import AutoConfig
 from specrl.config import DrafterConfig
 from specrl.config.algorithms import DRAFT_LOSSES
 from specrl.distributed import Ranks
+from specrl.models.directory import EMBEDDINGS, HEAD
 from specrl.models.drafters import LOSS_KEY
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import TensorReader
 from specrl.training.drafter.chains import ChainBatch, pack_chains
 from specrl.training.drafter.io import config_dict, read_drafter, vocabulary_tensors, write_drafter
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
-from specrl.training.drafter.kinds.layers import EMBEDDINGS, DraftModule
-from specrl.training.drafter.kinds.mtp import HEAD, Mtp, mtp_shape
+from specrl.training.drafter.kinds.layers import DraftModule
+from specrl.training.drafter.kinds.mtp import Mtp, mtp_shape
 from specrl.training.drafter.resume import TrainingCheckpoints, TrainingProgress
 from specrl.training.drafter.ttt import Objective, Tally, metrics_from_sums, train_chains
 from specrl.training.features import Features, FeatureSpec
@@ -203,9 +204,6 @@ class Drafter:
             return FeatureSpec(self.shape.feature_layers, self.draft_tokens[:0])
         as_hidden = self.config.keeps_hidden_states(self.shape.hidden_size)
         return FeatureSpec(self.shape.feature_layers, self.draft_tokens, as_hidden)
-
-    def share(self, name: str, tensor: Tensor) -> None:
-        self.model.share(name, tensor)
 
     def update(
         self,

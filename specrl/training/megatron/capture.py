@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specrl.training.batches import MicroBatch
 from specrl.training.features import NOT_SAMPLED, Features, FeatureSpec, Window
-from specrl.training.megatron.model import HeadOutput, PolicyModel
+from specrl.training.megatron.model import DraftTargets, PolicyModel
 from specrl.training.megatron.parallel import from_stage
 
 
@@ -116,7 +116,7 @@ def assemble(
     spec: FeatureSpec,
     kept: KeptRows,
     inputs: dict[int, Tensor],
-    head: HeadOutput | None,
+    drafted: DraftTargets | None,
     hf: Any,
     model_rank: int,
     head_rows: Tensor | None,
@@ -138,10 +138,9 @@ def assemble(
     ]
     size = hidden_size if spec.as_hidden else len(spec.draft_tokens)
     targets = top1 = None
-    if head is not None:
-        assert head.targets is not None and head.top1 is not None
-        targets = head.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, head.targets)
-        top1 = (kept.mask.flatten().long() * NOT_SAMPLED).index_copy_(0, kept.with_targets, head.top1)
+    if drafted is not None:
+        targets = drafted.targets.new_zeros(rows * width, size).index_copy_(0, kept.with_targets, drafted.targets)
+        top1 = (kept.mask.flatten().long() * NOT_SAMPLED).index_copy_(0, kept.with_targets, drafted.top1)
         targets, top1 = targets.view(rows, width, size), top1.view(rows, width)
     features = Features(
         tokens=kept.tokens,

@@ -149,8 +149,7 @@ def install() -> None:
     """Make megatron-core importable and usable on the CPU; do nothing where there is CUDA, or when called again."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before specrl.training.megatron.cpu_shim: import that first")
+    assert "megatron.core" not in sys.modules, "specrl.training.megatron.cpu_shim must be imported first"
     # Megatron tells each time that neither Apex nor Transformer Engine is here: that is what this module is for.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor`")

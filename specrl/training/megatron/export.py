@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from specrl.models.checks.headers import EMBEDDINGS, HEAD
+from specrl.models.directory import EMBEDDINGS, HEAD
 from specrl.training.megatron.parallel import from_stage
 from specrl.training.megatron.weights import Parameter, WeightMap, join
 
@@ -33,7 +33,7 @@ def export(model: torch.nn.Module, weights: WeightMap) -> Iterator[tuple[str, Te
     for alike in _by_place(weights):
         parameter = alike[0]
         _, size = parameter.place
-        shapes = weights.part_shapes(parameter, size)
+        shapes = parameter.part_shapes(size)
         held: Sequence[Tensor | None] = [None] * len(shapes)
         if parameter.stage == own_stage:
             # An attribute is asked for, and not a parameter: that of a layer with adapters is their sum.

@@ -179,13 +179,10 @@ class LinearPrecision:
         return "emulated" if self.linears else "off"
 
     def attach(self, model: Any) -> None:
-        """Take over the linear layers of a `PolicyModel`.
-
-        Raises ValueError for names that the model does not have, and for layers that cannot be emulated.
-        """
+        """Take over the linear layers of a `PolicyModel`."""
         assert self._expected is None, "a LinearPrecision belongs to one policy"
-        if unknown := sorted(self.bf16_layers - set(layer_names(model.family, model.config.num_layers))):
-            raise ValueError(f"layers to keep in BF16 that the model does not have: {', '.join(unknown)}")
+        unknown = sorted(self.bf16_layers - {*layer_names(model.family, model.config.num_layers)})
+        assert not unknown, f"layers of another model: {unknown}"
         layers = linear_layers(model)
         kept = frozenset(name for name in layers if layer_of(name) in self.bf16_layers)
         self._expected = frozenset(layers) - kept
@@ -196,11 +193,8 @@ class LinearPrecision:
         for name, (linear, module) in layers.items():
             if name in kept:
                 continue
-            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                raise ValueError(
-                    f"FP8 cannot be emulated in {name}, a {type(module).__name__}: only in Megatron's local linear "
-                    'layers; set precision.training = "bf16"'
-                )
+            is_local = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            assert is_local, f"FP8 cannot be emulated in {name}, a {type(module).__name__}"
             rows = fused_rows(linear.layout, module.weight.shape[0], model.config)
             module._forward_impl = self.linears[name] = EmulatedLinear(name, module, *rows)
 

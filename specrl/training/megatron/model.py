@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,23 +31,12 @@ from specrl.models.layout import trainer_problems
 from specrl.models.rope import rope_frequencies
 from specrl.models.shapes import shape_of
 from specrl.training.batches import rows_of
+from specrl.training.features import FeatureSpec
 from specrl.training.megatron.attention import PackedAttention, row_layout
 from specrl.training.megatron.scores import OutputLayer, columns_of, most_likely, token_scores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # each model would warn that HybridModel is to follow
-
-
-@dataclass(frozen=True)
-class TargetInput:
-    """The targets of the drafter that are wanted, and of which positions."""
-
-    draft_tokens: Tensor
-    as_hidden: bool
-    """Whether the targets are hidden states, and not logits on the draft vocabulary."""
-    own: Tensor | None = None
-    """[own] int64: those of the positions at which the output layer is evaluated whose targets this rank keeps; None
-    for all."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +47,20 @@ class HeadInput:
     """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
     targets: Tensor
     temperature: float
-    wanted: TargetInput | None = None
-    """The positions of which the drafter's targets are returned too."""
+    features: FeatureSpec | None = None
+    """The drafter's targets that are returned too."""
+    kept: Tensor | None = None
+    """[kept] int64: those of the positions whose drafter's targets this rank keeps; None for all."""
+
+
+class DraftTargets(NamedTuple):
+    """What a drafter is to predict at the positions that this rank keeps."""
+
+    targets: Tensor
+    """[kept, draft_vocab], logits at temperature 1, or [kept, hidden], what the output layer computes them from; in the
+    compute type, detached."""
+    top1: Tensor
+    """[kept] int64: the most likely token of the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,7 @@ class HeadOutput:
     """[n] float32, differentiable."""
     entropy: Tensor
     """[n] float32, nats, differentiable."""
-    targets: Tensor | None = None
-    """[own, draft_vocab], logits at temperature 1, or [own, hidden], what the output layer computes them from; in the
-    compute type, detached."""
-    top1: Tensor | None = None
-    """[own] int64: the most likely token of the whole vocabulary."""
+    drafted: DraftTargets | None = None
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -119,38 +117,26 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         chosen, layer = rows_of(hidden[:, 0], head.places), self.output()
-        targets = None if head.wanted is None else _Targets(head.wanted, layer)
-        logprobs, entropy = token_scores(chosen, head.targets, layer, temperature=head.temperature, on_logits=targets)
-        if targets is None:
-            return HeadOutput(logprobs, entropy)
-        return HeadOutput(logprobs, entropy, *targets.of(chosen.detach()))
+        scored = partial(token_scores, chosen, head.targets, layer, temperature=head.temperature)
+        if (spec := head.features) is None:
+            return HeadOutput(*scored())
+        top1, logits = list[Tensor](), list[Tensor]()
+
+        def keep_targets(part: Tensor) -> None:
+            top1.append(most_likely(part, layer.first, layer.group))
+            if not spec.as_hidden:
+                logits.append(columns_of(part, spec.draft_tokens, layer.first, layer.group))
+
+        scores = scored(on_logits=keep_targets)
+        kept = slice(None) if head.kept is None else head.kept
+        targets = chosen.detach() if spec.as_hidden else torch.cat(logits)
+        return HeadOutput(*scores, DraftTargets(targets[kept], torch.cat(top1)[kept]))
 
     @torch.no_grad()
     def head_rows(self, tokens: Tensor) -> Tensor:
         """The output layer's rows of some vocabulary ids, [m, hidden]; the last stage's ranks call it together."""
         layer = self.output()
         return columns_of(layer.weight.t(), tokens, layer.first, layer.group).t().contiguous()
-
-
-class _Targets:
-    """Collects the drafter's targets and the most likely tokens; the tensor-parallel ranks call it together."""
-
-    def __init__(self, wanted: TargetInput, layer: OutputLayer) -> None:
-        self._wanted, self._layer = wanted, layer
-        self._top1: list[Tensor] = []
-        self._logits: list[Tensor] = []
-
-    def __call__(self, logits: Tensor) -> None:
-        first, group = self._layer.first, self._layer.group
-        self._top1.append(most_likely(logits, first, group))
-        if not self._wanted.as_hidden:
-            self._logits.append(columns_of(logits, self._wanted.draft_tokens, first, group))
-
-    def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the wanted positions, given the output layer's input."""
-        targets, own = hidden if self._wanted.as_hidden else torch.cat(self._logits), self._wanted.own
-        top1 = torch.cat(self._top1)
-        return (targets, top1) if own is None else (targets[own], top1[own])
 
 
 def check_supported(hf: Any, policy: PolicyConfig) -> None:

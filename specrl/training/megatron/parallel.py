@@ -18,7 +18,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
     """Split the ranks into tensor x pipeline x data parallel groups, unless that is done already (collective).
 
     Tensor parallelism does not split experts: the tensor x data parallel ranks of a pipeline stage are split into
-    groups that have all experts among them. Raises ValueError where this process has other groups already.
+    groups that have all experts among them.
     """
     if parallel_state.model_parallel_is_initialized():
         current = (
@@ -26,11 +26,7 @@ def set_up(tensor: int, pipeline: int, expert: int, seed: int) -> None:
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
-        if current != (tensor, pipeline, expert):
-            raise ValueError(
-                f"this process trains with tensor x pipeline x expert parallel = {' x '.join(map(str, current))}; "
-                f"{tensor} x {pipeline} x {expert} needs a process of its own"
-            )
+        assert current == (tensor, pipeline, expert), f"another layout, {current}, needs a process of its own"
         return
     with _one_group_for_equal_ranks():
         parallel_state.initialize_model_parallel(

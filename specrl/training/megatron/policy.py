@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from specrl.config import PolicyConfig
 from specrl.distributed import Ranks
+from specrl.models.directory import HEAD
 from specrl.models.families import family_of_model
 from specrl.models.hf_io import mtp_layers, write_model
 from specrl.precision.kv_scales import KvObserver
@@ -39,10 +40,10 @@ from specrl.training.megatron.export import export
 from specrl.training.megatron.fp8 import LinearPrecision
 from specrl.training.megatron.model import (
     DTYPES,
+    DraftTargets,
     HeadInput,
     HeadOutput,
     PolicyModel,
-    TargetInput,
     build_model,
     check_supported,
     transformer_config,
@@ -67,7 +68,8 @@ FP8_TOKENS = 16
 class _Outcome:
     logprobs: Tensor
     """[sequences, longest response] float32, detached."""
-    head: HeadOutput
+    num_tokens: int
+    drafted: DraftTargets | None
     sums: dict[str, Tensor]
     """`loss` and the loss function's metrics, which nothing waits for before the pass is over."""
 
@@ -147,7 +149,6 @@ class Policy:
         model = build_model(self.hf_config, megatron, cuda=cuda)
         names = weights.weight_map(
             self.hf_config,
-            tensor_parallel=self.config.tensor_parallel,
             pipeline_parallel=self.config.pipeline_parallel,
             expert_parallel=self.config.expert_parallel,
             transformer_engine=cuda,
@@ -240,7 +241,7 @@ class Policy:
 
     def save_pretrained(self, directory: Path, mtp_layer: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Write a Hugging Face directory, with a trained multi-token-prediction layer (collective); rank 0 writes."""
-        trained, left_out = dict(mtp_layer), "lm_head.weight" if self._weights.tied else None
+        trained, left_out = dict(mtp_layer), HEAD if self._weights.tied else None
         own = ((name, tensor) for name, tensor in self.hf_weights() if name != left_out)
         others = ((name, trained.get(name, tensor).to(self.dtype)) for name, tensor in mtp_layers(self.model_dir))
         write_model(directory, self.model_dir, chain(own, others), self.dtype, writes=self.ranks.is_first)
@@ -288,8 +289,7 @@ class Policy:
         windows: Mapping[int, Window] | None = None,
     ) -> tuple[list[_Outcome], list[Features]]:
         """Run forward and, with a loss, backward passes (collective); only the last stage has outcomes."""
-        device = self.ranks.device
-        batches = [batch.to(device) for batch in self.evenly_many(micro_batches or [self._empty])]
+        batches = [batch.to(self.ranks.device) for batch in self.evenly_many(micro_batches or [self._empty])]
         inputs = LayerInputs(self.model, spec.layers if spec else ())
         kept = [self._kept(batch, windows) if spec is not None else None for batch in batches]
         items = list(zip(batches, kept, strict=True))
@@ -298,10 +298,8 @@ class Policy:
             iterator: Iterator[tuple[MicroBatch, KeptRows | None]], model: Any
         ) -> tuple[Any, Callable[[HeadOutput], Any]]:
             batch, rows = next(iterator)
-            wanted = None
-            if spec is not None and rows is not None:
-                wanted = TargetInput(spec.draft_tokens.to(device), spec.as_hidden, rows.outputs)
-            head = HeadInput(batch.predictors, batch.targets, temperature, wanted)
+            features = (spec, rows.outputs) if rows is not None else ()
+            head = HeadInput(batch.predictors, batch.targets, temperature, *features)
             recording = inputs.micro_batch(rows) if rows is not None else nullcontext()
             with self._observed(batch, trains=loss is not None), recording:
                 output = model(batch.tokens, batch.segments, head)
@@ -355,26 +353,25 @@ class Policy:
     def _features(
         self, spec: FeatureSpec, kept: list[KeptRows | None], inputs: LayerInputs, outcomes: list[_Outcome]
     ) -> list[Features]:
-        heads: list[HeadOutput | None] = [outcome.head for outcome in outcomes]
-        heads = heads or [None] * len(kept)
-        chosen = [(rows, head) for rows, head in zip(kept, heads, strict=True) if rows is not None]
+        drafted = [outcome.drafted for outcome in outcomes] or [None] * len(kept)
+        chosen = [(rows, own) for rows, own in zip(kept, drafted, strict=True) if rows is not None]
         head_rows = self._head_rows(spec) if spec.as_hidden and chosen else None
         # What was recorded goes as it is taken over: both at once would be twice the features.
         own, dtype = self.model_rank, self.dtype
         found = [
-            assemble(spec, rows, inputs.recorded.pop(0), head, self.hf_config, own, head_rows, dtype)
-            for rows, head in chosen
+            assemble(spec, rows, inputs.recorded.pop(0), targets, self.hf_config, own, head_rows, dtype)
+            for rows, targets in chosen
         ]
         return [features for features in found if features is not None]
 
     def _head_rows(self, spec: FeatureSpec) -> Tensor:
-        last, tokens = self.pp_size - 1, spec.draft_tokens.to(self.ranks.device)
+        last, tokens = self.pp_size - 1, spec.draft_tokens
         rows = self.model.head_rows(tokens) if self.pp_rank == last else None
         return parallel.from_stage(last, rows, (len(tokens), self.hf_config.hidden_size), self.dtype)
 
     def _sum(self, outcomes: list[_Outcome]) -> dict[str, float]:
         chosen = outcomes if self.tp_rank == 0 else []
-        own = {"num_tokens": torch.tensor(sum(len(item.head.logprobs) for item in chosen), dtype=torch.float64)}
+        own = {"num_tokens": torch.tensor(sum(item.num_tokens for item in chosen), dtype=torch.float64)}
         for item in chosen:
             for name, value in item.sums.items():
                 own[name] = own.get(name, 0.0) + value.double()
@@ -392,9 +389,8 @@ def _outcome(batch: MicroBatch, loss: LossFn | None, head: HeadOutput) -> tuple[
     if loss is not None and batch.indices:
         own, metrics = loss(logprobs, entropy, batch)
         value = value + own
-    detached = HeadOutput(head.logprobs.detach(), head.entropy.detach(), head.targets, head.top1)
     sums = {name: tensor.detach().float() for name, tensor in {**metrics, "loss": value}.items()}
-    kept = _Outcome(logprobs.detach(), detached, sums)
+    kept = _Outcome(logprobs.detach(), len(head.logprobs), head.drafted, sums)
     return value, torch.ones((), dtype=torch.int, device=value.device), kept
 
 

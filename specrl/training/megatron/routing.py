@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class RoutingReplay:
         """For each layer the micro-batches for which a backward pass will compute it again, in that order."""
         self._compared: list[_Compared] = []
         for place, layer in enumerate(model.decoder.layers):
-            layer.mlp.router.router_replay = _Chooser(partial(self._choose, place))
+            # What Megatron's router asks for experts, instead of its own `RouterReplay`.
+            layer.mlp.router.router_replay = SimpleNamespace(get_replay_topk=partial(self._topk, place))
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, *, trains: bool) -> Iterator[None]:
@@ -140,6 +142,14 @@ class RoutingReplay:
         )
         return _Recorded(torch.from_numpy(experts[own]).to(device), own, compared)
 
+    def _topk(
+        self, place: int, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The scores and the numbers of the experts of each token, [tokens, topk] each."""
+        values, own = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self._choose(place, own)
+        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)
+
     def _choose(self, place: int, own: Tensor) -> Tensor:
         """The experts of the tokens that a router sees, [tokens, experts per token], given its own choice."""
         if not self._inside:  # a layer is computed again
@@ -167,18 +177,3 @@ class RoutingReplay:
         known = recorded.compared.known[recorded.own]
         differs = (engine.sort(-1).values != own.sort(-1).values).any(-1) & known
         return (torch.where(differs[:, None], engine, own) if self._replays else own), differs
-
-
-class _Chooser:
-    """What Megatron's router asks for experts; the interface is that of its own `RouterReplay`."""
-
-    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
-        self._choose = choose
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable[..., Any]
-    ) -> tuple[Tensor, Tensor]:
-        """The scores and the numbers of the experts of each token, [tokens, topk] each."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = self._choose(own)
-        return (values, own) if chosen is own else (scores.gather(1, chosen), chosen)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +23,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from specrl.config.training import LoraConfig
 from specrl.models.checks import headers
-from specrl.models.checks.headers import EMBEDDINGS, HEAD, check_weights
-from specrl.models.directory import read_model_config
+from specrl.models.checks.headers import check_weights
+from specrl.models.directory import EMBEDDINGS, FINAL_NORM, HEAD, read_model_config
 from specrl.models.families import Family, Layout, expert_shape_of_model, family_of_model, head_dim
 from specrl.models.hf_io import TensorReader
 from specrl.training.lora import DOWN, UP, LowRankUpdate, initial
@@ -43,8 +45,8 @@ class Parameter:
     split: Split
     hf: tuple[str, ...]
     """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
-    shape: tuple[int, ...]
-    """Its shape when merged over the tensor-parallel ranks."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shape of each of them."""
     expert_rank: int | None = None
     """The expert-parallel rank that holds it; None where all of them do. It is whole there: tensor parallelism does not
     split experts."""
@@ -76,6 +78,14 @@ class Parameter:
             return parallel_state.get_expert_data_parallel_group()
         return parallel_state.get_data_parallel_group()
 
+    def part_shapes(self, size: int) -> list[tuple[int, ...]]:
+        """What one of `size` tensor-parallel ranks holds of each tensor; a vocabulary's part has its padding."""
+        if self.split == "none":
+            return list(self.shapes)
+        if self.split == "columns":
+            return [(rows, columns // size) for rows, columns in self.shapes]
+        return [(-(-rows // size), *rest) for rows, *rest in self.shapes]
+
 
 @dataclass(frozen=True)
 class WeightMap:
@@ -97,15 +107,17 @@ class WeightMap:
             tensors = self._reordered(tensors, halves=False)
             return torch.cat([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)
         if parameter.split == "vocabulary":
-            padding = parameter.shape[0] // size - len(tensors[0])
-            return torch.cat((tensors[0], tensors[0].new_zeros(padding, parameter.shape[1])))
+            merged = tensors[0].new_zeros(*parameter.part_shapes(size)[0])
+            merged[: len(tensors[0])] = tensors[0]
+            return merged
         return torch.cat(list(tensors))
 
     def unmerge(self, parameter: Parameter, merged: Tensor, size: int = 1) -> list[Tensor]:
         """A rank's part of each Hugging Face tensor: the inverse of `merge`; a vocabulary keeps its padding."""
         if parameter.split == "qkv":
             groups = merged.reshape(self.num_groups // size, -1, *merged.shape[1:])
-            parts = [part.flatten(0, 1) for part in torch.split(groups, self._group_rows(parameter), 1)]
+            heights = [shape[0] // self.num_groups for shape in parameter.shapes]
+            parts = [part.flatten(0, 1) for part in torch.split(groups, heights, 1)]
             return [part.contiguous() for part in self._reordered(parts, halves=True)]
         return list(merged.chunk(len(parameter.hf)))
 
@@ -120,28 +132,13 @@ class WeightMap:
         )
         return [queries, keys, tensors[2]]
 
-    def part_shapes(self, parameter: Parameter, size: int) -> list[tuple[int, ...]]:
-        """The shapes of what `unmerge` returns for a rank of `size` tensor-parallel ranks."""
-        rows, rest = parameter.shape[0], parameter.shape[1:]
-        if parameter.split == "none":
-            return [parameter.shape]
-        if parameter.split == "columns":
-            return [(rows, rest[0] // size)]
-        if parameter.split == "qkv":
-            return [(self.num_groups // size * height, *rest) for height in self._group_rows(parameter)]
-        return [(rows // len(parameter.hf) // size, *rest)] * len(parameter.hf)
-
-    def _group_rows(self, parameter: Parameter) -> list[int]:
-        return [parameter.shape[0] // self.num_groups - 2 * self.head_dim, self.head_dim, self.head_dim]
-
 
 def part_of(parameter: Parameter, shape: Sequence[int], rank: int, size: int) -> tuple[int, int, int]:
     """What a rank holds of one of a parameter's tensors: the dimension that is split, start and stop."""
     if parameter.split == "none":
         return 0, 0, shape[0]
     dim = 1 if parameter.split == "columns" else 0
-    whole = parameter.shape[0] if parameter.split == "vocabulary" else shape[dim]  # the vocabulary's rows are padded
-    step = whole // size
+    step = -(-shape[dim] // size)  # that of a vocabulary may not divide it: the last ranks' rows are padded
     return dim, min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
 
 
@@ -156,9 +153,7 @@ def join(weights: WeightMap, parameter: Parameter, parts: Tensor) -> Tensor:
     return whole[: weights.vocab_size] if parameter.split == "vocabulary" else whole
 
 
-def weight_map(
-    hf: Any, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, transformer_engine: bool
-) -> WeightMap:
+def weight_map(hf: Any, *, pipeline_parallel: int, expert_parallel: int, transformer_engine: bool) -> WeightMap:
     """The parameters of the model with transformers' configuration `hf`.
 
     Transformer Engine has norms inside the linear layers that follow them, and one module for all experts of a rank.
@@ -167,28 +162,29 @@ def weight_map(
     shapes = headers.tensor_shapes({**hf.to_dict(), "architectures": [family.architecture]})
     per_stage = hf.num_hidden_layers // pipeline_parallel
     last = pipeline_parallel - 1
-    vocabulary = (-(-hf.vocab_size // tensor_parallel) * tensor_parallel, hf.hidden_size)
-    parameters = [Parameter("embedding.word_embeddings.weight", 0, "vocabulary", (EMBEDDINGS,), vocabulary)]
+
+    def outside(name: str, stage: int, split: Split, hf_name: str, *, is_copy: bool = False) -> Parameter:
+        return Parameter(name, stage, split, (hf_name,), (shapes[hf_name],), is_copy=is_copy)
+
+    parameters = [outside("embedding.word_embeddings.weight", 0, "vocabulary", EMBEDDINGS)]
     for layer in range(hf.num_hidden_layers):
         stage, local = divmod(layer, per_stage)
         place = _Place(layer, stage, local, transformer_engine, shapes)
         parameters += _layer_parameters(family, place)
         if experts is not None:
             parameters += _expert_parameters(family, experts.num_experts, expert_parallel, place)
-    parameters.append(
-        Parameter("decoder.final_layernorm.weight", last, "none", ("model.norm.weight",), (hf.hidden_size,))
-    )
+    parameters.append(outside("decoder.final_layernorm.weight", last, "none", FINAL_NORM))
     if not hf.tie_word_embeddings:
-        parameters.append(Parameter("output_layer.weight", last, "vocabulary", (HEAD,), vocabulary))
+        parameters.append(outside("output_layer.weight", last, "vocabulary", HEAD))
     elif last > 0:
-        parameters.append(Parameter("output_layer.weight", last, "vocabulary", (EMBEDDINGS,), vocabulary, is_copy=True))
+        parameters.append(outside("output_layer.weight", last, "vocabulary", EMBEDDINGS, is_copy=True))
     return WeightMap(
         tuple(parameters),
         hf.num_key_value_heads,
         head_dim(hf),
         hf.vocab_size,
         hf.tie_word_embeddings,
-        family_of_model(hf).rotary_interleaved,
+        family.rotary_interleaved,
     )
 
 
@@ -205,9 +201,8 @@ class _Place:
         self, name: str, split: Split, hf_names: Sequence[str], *, expert_rank: int | None = None
     ) -> Parameter:
         names = tuple(f"model.layers.{self.layer}.{hf_name}" for hf_name in hf_names)
-        parts = [self.shapes[hf_name] for hf_name in names]
-        shape = (sum(part[0] for part in parts), *parts[0][1:])
-        return Parameter(f"decoder.layers.{self.local}.{name}", self.stage, split, names, shape, expert_rank)
+        shapes = tuple(self.shapes[hf_name] for hf_name in names)
+        return Parameter(f"decoder.layers.{self.local}.{name}", self.stage, split, names, shapes, expert_rank)
 
 
 def _layer_parameters(family: Family, place: _Place) -> list[Parameter]:
@@ -275,8 +270,8 @@ def _mark(target: torch.nn.Parameter, parameter: Parameter) -> None:
 def _own_part(weights: WeightMap, parameter: Parameter, reader: TensorReader) -> Tensor:
     rank, size = parameter.place
     parts = []
-    for name in parameter.hf:
-        dim, start, stop = part_of(parameter, reader.shape(name), rank, size)
+    for name, shape in zip(parameter.hf, parameter.shapes, strict=True):
+        dim, start, stop = part_of(parameter, shape, rank, size)
         parts.append(reader.read_slice(name, start, stop, dim=dim))
     return weights.merge(parameter, parts, size)
 
@@ -288,9 +283,9 @@ def add_adapters(model: torch.nn.Module, weights: WeightMap, config: LoraConfig,
     for weight in weights.parameters:
         if weight.expert_rank is not None:
             raise ValueError("policy.lora: the model has experts, which have no adapters here; leave policy.lora out")
-        if len(weight.shape) < 2 or weight.split in ("none", "vocabulary"):
+        if len(weight.shapes[0]) < 2 or weight.split in ("none", "vocabulary"):
             continue
-        pairs = [_adapters(weight, index, shape, config) for index, shape in enumerate(weights.part_shapes(weight, 1))]
+        pairs = [_adapters(weight, index, shape, config) for index, shape in enumerate(weight.shapes)]
         found += [adapter for pair in pairs for adapter in pair]
         if weight.is_here:
             layer = model.get_submodule(weight.name.removesuffix(".weight"))
@@ -311,15 +306,16 @@ def _adapters(weight: Parameter, index: int, shape: tuple[int, ...], config: Lor
     splits: tuple[Split, Split] = ("columns", "none") if weight.split == "columns" else ("none", "rows")
     place = f"{name}parametrizations.weight.0"
     return (
-        Parameter(f"{place}.down.{index}", weight.stage, splits[0], (module + DOWN,), (config.rank, shape[1])),
-        Parameter(f"{place}.up.{index}", weight.stage, splits[1], (module + UP,), (shape[0], config.rank)),
+        Parameter(f"{place}.down.{index}", weight.stage, splits[0], (module + DOWN,), ((config.rank, shape[1]),)),
+        Parameter(f"{place}.up.{index}", weight.stage, splits[1], (module + UP,), ((shape[0], config.rank),)),
     )
 
 
 def _made(adapter: Parameter, like: Tensor, seed: int) -> torch.nn.Parameter:
     """This rank's part of an adapter before training."""
-    dim, start, stop = part_of(adapter, adapter.shape, *adapter.place)
-    part = initial(adapter.hf[0], adapter.shape, seed).narrow(dim, start, stop - start)
+    (shape,) = adapter.shapes
+    dim, start, stop = part_of(adapter, shape, *adapter.place)
+    part = initial(adapter.hf[0], shape, seed).narrow(dim, start, stop - start)
     made = torch.nn.Parameter(part.to(like, copy=True, memory_format=torch.contiguous_format))
     _mark(made, adapter)
     # Each tensor-parallel rank has a part of the gradient of what they all hold, as of norms.
@@ -328,34 +324,21 @@ def _made(adapter: Parameter, like: Tensor, seed: int) -> torch.nn.Parameter:
 
 
 def tensor_shapes(weights: WeightMap) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for parameter in weights.parameters:
-        for band in bands(weights, parameter, 0, 1):
-            name, rows = band.piece.tensor, band.piece.rows[1]
-            shapes[name] = (rows, *parameter.shape[1:])  # a tensor's last band has its last row
-    return shapes
+    pairs = (zip(parameter.hf, parameter.shapes, strict=True) for parameter in weights.parameters)
+    return dict(chain.from_iterable(pairs))
 
 
 def bands(weights: WeightMap, parameter: Parameter, rank: int, size: int) -> list[Band]:
     """Which rows of the parameter's Hugging Face tensors the rows of a tensor-parallel rank's matrix are."""
-    rows, width = parameter.shape[0], parameter.shape[1] if len(parameter.shape) > 1 else 1
-    if parameter.split == "none":
-        return [Band(0, Piece(parameter.hf[0], (0, rows), (0, width)))]
-    if parameter.split == "columns":
-        step = width // size
-        return [Band(0, Piece(parameter.hf[0], (0, rows), (rank * step, (rank + 1) * step)))]
-    if parameter.split == "vocabulary":
-        step = rows // size
-        last = min((rank + 1) * step, weights.vocab_size)
-        return [Band(0, Piece(parameter.hf[0], (rank * step, last), (0, width)))] if rank * step < last else []
-    if parameter.split in ("gate_up", "rows"):
-        groups, heights = 1, [rows // len(parameter.hf) // size] * len(parameter.hf)
-    else:
-        groups = weights.num_groups // size
-        heights = [rows // weights.num_groups - 2 * weights.head_dim, weights.head_dim, weights.head_dim]
+    groups = weights.num_groups // size if parameter.split == "qkv" else 1
     found, first = list[Band](), 0
-    for group in range(rank * groups, (rank + 1) * groups):
-        for name, height in zip(parameter.hf, heights, strict=True):
-            found.append(Band(first, Piece(name, (group * height, (group + 1) * height), (0, width))))
-            first += height
+    for group in range(groups):
+        for name, shape in zip(parameter.hf, parameter.shapes, strict=True):
+            dim, start, stop = part_of(parameter, shape, rank, size)
+            rows, columns = (0, shape[0]), (start, stop)
+            if dim == 0:
+                height = (stop - start) // groups
+                rows, columns = (start + group * height, start + (group + 1) * height), (0, prod(shape[1:]))
+            found.append(Band(first, Piece(name, rows, columns)))
+            first += rows[1] - rows[0]
     return found

@@ -16,20 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from specrl.models.directory import HEAD
 from specrl.precision.native import FIRST_OF_POWERS
 from specrl.processes import importing
 from specrl.rollout.errors import RefitError
 from specrl.rollout.vllm import replacements
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT, FIRST_INVARIANT_CAPABILITY, OF_THE_USER
 from specrl.rollout.vllm.engine.running import RunningRequest
-from specrl.rollout.vllm.weights.load import (
-    HEAD,
-    NOT_LOADED,
-    Weights,
-    check_draft_vocabulary,
-    check_own_head,
-    reload_weights,
-)
+from specrl.rollout.vllm.weights.load import NOT_LOADED, Weights, check_draft_vocabulary, check_own_head, reload_weights
 
 VLLM_VERSION = "0.32.0"
 OFFLOAD = 1

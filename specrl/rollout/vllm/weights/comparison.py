@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specrl.models.directory import HEAD
 from specrl.models.families import LLAMA, Family
 from specrl.rollout.errors import DrafterCollapseError, PolicyParityError
 from specrl.rollout.vllm.precision import NATIVE_METHODS
 from specrl.rollout.vllm.weights.experts import EXPERT, PARTS, expected_output, outputs_of_experts
-from specrl.rollout.vllm.weights.load import HEAD, NOT_LOADED, Weights
+from specrl.rollout.vllm.weights.load import NOT_LOADED, Weights
 
 PROBE_ROWS = 4
 """The number of random inputs on which a matrix is compared. A second one costs next to nothing, because reading the

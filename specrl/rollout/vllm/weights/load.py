@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specrl.models.directory import EMBEDDINGS, HEAD
 from specrl.models.families import FAMILIES
 from specrl.models.hf_io import TensorReader
 from specrl.rollout.errors import RefitError
@@ -16,7 +17,6 @@ from specrl.rollout.vllm.weights.experts import pack_anew
 from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NOT_LOADED = frozenset({"t2d"})
 """The drafter's tensors that the engine derives from others."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)

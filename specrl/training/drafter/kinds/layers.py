@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specrl.models.checks.config import rope_of
+from specrl.models.directory import EMBEDDINGS
 from specrl.models.families import head_dim
 from specrl.models.rope import rope_frequencies
 
-EMBEDDINGS = "model.embed_tokens.weight"
 CONFIG_KEYS = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",

@@ -15,19 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specrl.models.directory import EMBEDDINGS, FINAL_NORM, HEAD
 from specrl.models.families import Family
-from specrl.training.drafter.kinds.layers import (
-    EMBEDDINGS,
-    MLP,
-    Attention,
-    DraftModule,
-    DraftShape,
-    RMSNorm,
-    linear,
-    rms_norm,
-)
-
-NORM, HEAD = "model.norm.weight", "lm_head.weight"
+from specrl.training.drafter.kinds.layers import MLP, Attention, DraftModule, DraftShape, RMSNorm, linear, rms_norm
 
 
 def mtp_shape(hf_config: Any) -> DraftShape:
@@ -38,7 +28,7 @@ def mtp_shape(hf_config: Any) -> DraftShape:
 class Mtp(DraftModule):
     """The layer; embeddings, final norm and head are copies of the policy's."""
 
-    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", NORM: "norm", HEAD: "head"}
+    SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings", FINAL_NORM: "norm", HEAD: "head"}
 
     embeddings: Tensor
     norm: Tensor
