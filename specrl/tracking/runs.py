@@ -63,7 +63,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
     if is_new:
         check_server(config)
     until = time.monotonic() + RESUME_PATIENCE_SECONDS
-    while (reason := _replace_deleted(config)) and is_new:  # of runs that begin at a time, one makes the experiment
+    while (reason := _replace_deleted(config)) and is_new:  # concurrent runs: one creates the experiment
         if time.monotonic() > until:
             raise ConfigError(f"tracking.uri = {tracking_uri(config)}: MLflow takes no run of {config.name}: {reason}")
         time.sleep(0.5)
