@@ -96,7 +96,7 @@ def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process that a job gets: not those of a job that this is, nor Prefect's password."""
+    """The variables that a job inherits: neither those of this process's own job nor Prefect's password."""
     own = {name for name in os.environ if name.startswith(OF_JOBS) or name in OF_RANKS}
     return {name: value for name, value in os.environ.items() if name not in own or name in OF_CLUSTER}
 

@@ -374,7 +374,7 @@ class Heartbeats:
         self._path(self._rank).write_text(f"{self._beats} {node_name()}")
 
     def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
-        """Say in one line which watched rank is silent for too long (`start_seconds` until its first sign), or None."""
+        """Say in one line which watched rank is silent for too long (`start_seconds` at the start), or None."""
         now = self._clock()
         for rank, (text, since) in self._seen.items():
             found = self._read(rank)

@@ -183,7 +183,7 @@ def check_code(code: Path, digest: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Check a copy of the code, by its digest, and the run's folder, and become `python` with the words that follow."""
+    """Check a copy of the code, by its digest, and the run's folder, then become `python` with the other arguments."""
     code, digest, groups, *command = words
     try:
         check_run(Path(code).parents[1])
