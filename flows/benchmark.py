@@ -91,7 +91,7 @@ def _content(text: str) -> Any:
 
 
 def place_of(config: Config) -> dict[str, Any]:
-    """The requested resources that affect speed: neither memory nor minutes."""
+    """The requested resources that affect the speed: neither memory nor minutes."""
     cluster, resources = config.cluster_of("bench"), config.resources_of("bench")
     own = cluster.model_dump(mode="json", include={"backend", "partition", "constraint"})
     gpus = {name: value for name, value in cluster.sbatch.items() if asks_for_gpus(name, value)}

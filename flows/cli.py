@@ -86,7 +86,7 @@ def invoke(arguments: list[str]) -> int:
         if code == EXIT_INTERRUPTED:  # typer's silent exit on an interrupt
             raise KeyboardInterrupt
         return code
-    except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's is such as for a missing argument
+    except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's: a missing argument, for one
         said = getattr(error, "format_message", error.__str__)()
         is_setting = said.startswith("Got unexpected extra argument") and "=" in said and _takes_settings(error)
         _complain(f"{said}; a setting is given as --set KEY=VALUE" if is_setting else said)

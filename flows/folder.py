@@ -41,7 +41,7 @@ def anchor(config: Config) -> Config:
         if source is not None and (folder := Path(source)).is_dir():
             anchored = anchored.updated(**{name: {"source": str(folder.absolute())}})
     container = anchored.cluster.container
-    if container is not None and Path(container.image).exists():  # pyxis takes what has no / for an address
+    if container is not None and Path(container.image).exists():  # pyxis takes a name without / for an address
         container = container.model_copy(update={"image": str(Path(container.image).absolute())})
         anchored = anchored.updated(cluster={"container": container})
     if anchored.tracking.uri is None:  # for jobs, and for commands in other shells
@@ -113,7 +113,7 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
-    """Hold the run until this process ends in any way; a ConfigError if another one does, or others can change it."""
+    """Lock the run until this process ends in any way; a ConfigError if another holds it or others can change it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     check_access(run_dir, cluster or ClusterConfig())
     holder = run_dir / HOLDER_FILE

@@ -37,7 +37,7 @@ QUIET = {
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
 """The variable from which Prefect's clients read user and password, and that user."""
 OWN_URL = "PREFECT_API_URL is the address of a server's API, which mostly ends in /api"
-OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # how the variables of servers begin
+OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # prefixes of the variables of servers
 
 
 class ServerError(RuntimeError):
@@ -78,7 +78,7 @@ class PrefectServer:
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
         # Other users of this machine can reach the loopback interface, but do not know the password.
         password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
-        # What the user has set for another server, such as its database, is not for this one.
+        # Settings for another server, such as its database, must not affect this one.
         environment = QUIET | {key: value for key, value in os.environ.items() if not key.startswith(OF_SERVERS)}
         environment["PREFECT_HOME"] = str(self.home)
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
@@ -127,7 +127,7 @@ class PrefectServer:
 
 @contextlib.contextmanager
 def no_page() -> Iterator[None]:
-    """Turn the error of a client that was answered with a page into a ServerError."""
+    """Turn the error of a client that received a web page into a ServerError."""
     from prefect.settings import PREFECT_API_URL
 
     try:

@@ -55,7 +55,7 @@ def present_code() -> str:
 
 
 def snapshot_code(run_dir: Path) -> Path:
-    """Copy the packages to `run_dir/code/DIGEST`, unless they are there, for the flow that holds the run."""
+    """Copy the packages to `run_dir/code/DIGEST`, unless they exist, for the flow that holds the run."""
     target = run_dir / CODE_DIR / present_code()
     with contextlib.suppress(DistrustError):
         check_code(target, target.name)
@@ -166,8 +166,8 @@ def log_path(folder: Path, job_id: str, rank: int) -> Path:
 def read_environment_file(path: Path | None) -> dict[str, str]:
     """Read the variables in a file of `NAME=VALUE` lines, if there is one.
 
-    Blank lines and those that begin with # set none.
-    A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it. No error shows it.
+    Blank lines and those that begin with # are ignored.
+    A value is the literal rest of its line: nothing is expanded, and quotes belong to it. No error message reveals it.
     """
     variables: dict[str, str] = {}
     if path is None:

@@ -29,7 +29,7 @@ OF_ENDS = (
 """What srun writes after the reason why a rank ended."""
 OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
 """What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
-QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in a log of a job that Slurm has then begun anew
+QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in the log of a job that Slurm restarted
 LOG_BYTES = 2**20  # of the end of a job's log, where Slurm's words about its ranks stand
 OF_RANK = re.compile(r"^\[rank\d+\]: ")  # torch begins the lines of a traceback with it where ranks have met
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")

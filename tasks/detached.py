@@ -65,7 +65,7 @@ def run_flow(context: StageContext, command: Sequence[str]) -> None:
     """
     life = lifetime.current()
     life.begin_steps(0)  # or the job would be left at once
-    append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # a flow that waits gets on, too
+    append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # waiting counts as progress
     variables = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     environment = {name: value for name, _, value in (text.partition("=") for text in variables) if name}
     words = [sys.executable, "-m", "tasks.detached", str(os.getpid()), *command]

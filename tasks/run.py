@@ -96,7 +96,7 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
     return folder
 
 
-_submitting = threading.Lock()  # while a job is looked for or submitted: who cancels all of a run's jobs waits for it
+_submitting = threading.Lock()  # while a job is looked for or submitted: cancelling all of a run's jobs waits for it
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:

@@ -24,7 +24,7 @@ class DraftMethod:
     """The arguments of vLLM's `speculative_config`, except the number of tokens and the model's directory, which follow
     from the configuration. None if vLLM itself proposes nothing."""
     model: Literal["drafter", "policy_layer", "draft_model"] | None = None
-    """The model that drafts inside vLLM: a `drafter` in a directory of its own, trained along with the policy; a
+    """The model that drafts inside vLLM: a `drafter` in its own directory, trained along with the policy; a
     `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, which is trained as well; or the
     `draft_model` of the configuration, which stays as it is. None if vLLM drafts without a model."""
     replays: bool = False

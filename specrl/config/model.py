@@ -161,7 +161,7 @@ class DataConfig(Section):
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
     system_prompt: str | None = None
-    """The system message put before each question that has none of its own, for `template = "chat"`."""
+    """The system message for questions without one, for `template = "chat"`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `enable_thinking = false`."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"

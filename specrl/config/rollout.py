@@ -66,7 +66,7 @@ class SpeculationConfig(Section):
     """The source of drafts, the name of a row in `specrl/config/methods.py`. `mtp` drafts with the
     multi-token-prediction layer of a policy that has one."""
     k: Adjustable[NonNegativeInt] = 3
-    """The longest draft of vLLM's proposer (drafter or n-gram lookup), in tokens per iteration; 0 only with
+    """The longest draft of vLLM's proposer (drafter or n-gram lookup), in tokens per iteration. It is 0 only with
     `method = "none"`. Methods that draft only from text ignore it."""
     adaptive: Adjustable[bool] = True
     """Whether the engine chooses the draft length, from 0 up, for the running requests, from the tokens and seconds
@@ -156,7 +156,7 @@ class BubblesConfig(Section):
 
     use: Adjustable[BubbleUse] = "none"
     """How to use the time: `pregenerate` generates responses to the next step's prompts, which become its drafts;
-    `train_drafter` updates the drafter; `both` updates it once all of these responses are there."""
+    `train_drafter` updates the drafter; `both` updates it once all of these responses exist."""
 
     @property
     def pregenerates(self) -> bool:

@@ -95,8 +95,8 @@ class DrafterConfig(Section):
     """The drafter: the shape of EAGLE-3, pretraining on the policy's own responses, and the online update.
 
     A policy's multi-token-prediction layer (`speculation.method = "mtp"`) is trained in the same way, starting from its
-    own weights; its shape is the policy's. The drafter's loss is never added to the policy's: the drafter has an
-    optimizer of its own, and its learning rates take the place of a loss weight.
+    own weights; its shape is the policy's. The drafter's loss is never added to the policy's: the drafter has its own
+    optimizer, and learning rates replace a loss weight.
     """
 
     source: UserPlace | None = None
@@ -300,7 +300,7 @@ class PrecisionConfig(Section):
     training: Literal["bf16", "fp8"] = "bf16"
     """The precision in which the trainer's linear layers compute."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
+    """The type of the engine's KV cache; the scales of an FP8 cache are measured again in every step."""
     bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
     """How many of the first and of the last transformer layers stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005

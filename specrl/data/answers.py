@@ -23,7 +23,7 @@ _IS = r"(?:(?:is|equals|should be|would be|ist|es|est)(?: therefore)?:?(?=\s)|[�
 _SENTENCE = re.compile(
     rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
 )
-_DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on lines of its own
+_DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on separate lines
 _UNBRACED = re.compile(r"\\boxed +(-?[\d\\][^\s$]*)")  # as MATH has some: `$\boxed 2$`
 _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"

@@ -40,9 +40,9 @@ def serve_arguments(
 ) -> list[str]:
     """The arguments of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 
-    With the configuration of a run without GPUs, the KV cache gets the size that the run's engine had, because vLLM
-    would take nearly all of the machine's memory. If the drafter's directory is the policy's, a layer of the policy
-    drafts.
+    Given the configuration of a run without GPUs, it serves as the run's engine generated, with a KV cache of the same
+    size: vLLM would take nearly all of the machine's memory. If the drafter's directory is the policy's, a layer of the
+    policy drafts.
     """
     speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:

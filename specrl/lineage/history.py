@@ -34,7 +34,7 @@ def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Seque
 
 
 def adopt_history(stage_dir: Path, start: Continuation) -> None:
-    """Link the records and rollouts of the steps before the continuation, unless the stage has a checkpoint of its own.
+    """Link the records and rollouts of the steps before the continuation, unless the stage has its own checkpoint.
 
     The scores of validated policies and the best checkpoint are linked too. The new folder then contains the whole
     history of the run, and the old one stays unchanged.

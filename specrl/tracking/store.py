@@ -27,7 +27,7 @@ VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
 """Opens the run table in that view; by default, MLflow 3.17 shows its GenAI pages."""
 SERVER_SECONDS = 10.0  # for a server to answer before anything starts
-REFUSAL_CHARACTERS = 160  # of what it says where it refuses everything
+REFUSAL_CHARACTERS = 160  # of a server's refusal that are quoted
 CREATE_SECONDS = 300  # for another process to create the database
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
@@ -242,12 +242,12 @@ def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | Non
 
 
 def why_refused(uri: str, seconds: float) -> str | None:
-    """What an MLflow server says to somebody from whom it takes nothing, or under a name by which it is not known."""
+    """The refusal of an MLflow server that accepts nothing from this client, or is not known by this name."""
     from mlflow.exceptions import MlflowException
 
     try:
-        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # which every user may
-    except (MlflowException, OSError, ValueError):  # it is busy; what is logged waits
+        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # allowed for every user
+    except (MlflowException, OSError, ValueError):  # it is busy; logged entries wait
         return None
     if answer.status_code not in (401, 403):
         return None

@@ -81,7 +81,7 @@ class WandbSending:
         try:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            return f"W&B has not taken it within {patience_s:g} s"  # it may yet, and the process then ends by itself
+            return f"W&B has not taken it within {patience_s:g} s"  # it still may; the process then ends by itself
         return f"{last_line(self._log.folder / OUTPUT_FILE)} (status {status})" if status else None
 
 
@@ -98,7 +98,7 @@ def project_of(config: Config) -> str:
 
 
 def check_wandb(config: Config, variables: Mapping[str, str]) -> None:
-    """Raise a `ConfigError` where W&B is asked for and missing, or has no key in these variables or in this process."""
+    """Raise a `ConfigError` if W&B is requested but missing, or has no key in these variables or in this process."""
     mode, known = config.tracking.wandb, {**os.environ, **variables}
     if mode != "off" and find_spec("wandb") is None:
         raise ConfigError(f'tracking.wandb = "{mode}": there is no package wandb here: make env, or pip install wandb')

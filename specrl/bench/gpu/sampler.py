@@ -112,7 +112,7 @@ def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -
 def _drafting(of: type[DeviceDrafts], rows: int, length: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
     """Draft from a synthetic text of `length` tokens for each request; return all drafts, and which are kept.
 
-    Every second request follows text of its own prompt, the others text of any prompt. The timed part compares and
+    Every second request follows text of its prompt, the others text of any prompt. The timed part compares and
     chooses the last drafts again.
     """
     random = np.random.default_rng(rows)

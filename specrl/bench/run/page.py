@@ -15,7 +15,7 @@ from specrl.report.plots import line_chart
 HOW = """
 Every cell starts from the run's policy before RL and trains with its own ranks, engine and optimizer, on the same
 prompts with the same seeds. {order}
-All ratios compare a cell with **{baseline}** at the same seed, per response token; above 1 the cell is faster.
+All ratios are against **{baseline}** with the same seed, per response token; above 1 the cell is faster.
 *generation* and *step* (without validations) are medians over the counted steps, with the lowest and highest ratio of
 any step. *end to end* covers the whole training: the start of its ranks, all steps and their validations, but not the
 pretraining of a drafter. *decoding steps* is the ratio of engine iterations per token, counted on the rank that needed

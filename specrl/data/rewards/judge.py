@@ -47,7 +47,7 @@ class JudgeParameters(Options):
     model: str
     """The model's name there."""
     template: Annotated[str, Field(pattern=r"\{response\}")] = TEMPLATE
-    """What the judge is asked, with `{prompt}`, `{response}` and `{answer}`; its last line is to be `Score: N`."""
+    """The judge's prompt, with `{prompt}`, `{response}` and `{answer}`; its answer's last line must be `Score: N`."""
     top: PositiveFloat = 10.0
     """The score that earns 1; 0 earns 0."""
     key_variable: VariableName | None = None
@@ -81,7 +81,7 @@ def ask_judge(prompt: str, response: str, answer: str, parameters: JudgeParamete
 
 
 def read_score(answer: str, top: float) -> float:
-    """Parse the last line of a judge's answer, which must be exactly `Score: N` or `Score: N/TOP`, or ValueError."""
+    """Parse the last line of a judge's answer, which must be `Score: N` or `Score: N/TOP`, or ValueError."""
     last = answer.strip().rpartition("\n")[2].strip()
     found = _SCORE.fullmatch(last)
     if found is None or float(found[1]) > top or float(found[2] or top) != top:
