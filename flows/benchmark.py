@@ -1,8 +1,7 @@
-"""Benchmarks, in a process of this machine, or as jobs: cells side by side, each measured once.
+"""Benchmarks, in a local process or as jobs: cells run in parallel, each measured once.
 
-The jobs of a run lie in `RUN/bench/cells`, laid out as the stages of a run are. What has finished there is not measured
-again, by whichever command it is asked for: jobs that still run are found, and a cell that fails leaves the others
-alone.
+A run's benchmark jobs lie in `RUN/bench/cells`, laid out like the stages of a run. Finished cells are not measured
+again, whichever command requests them; running jobs are found again, and a failing cell does not affect others.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CellJob:
-    """A measurement that is a job of its own."""
+    """A measurement in its own job."""
 
-    label: str  # what progress lines and MLflow call it
+    label: str  # its name in progress lines and MLflow
     job: BenchJob
     context: StageContext
 
@@ -67,7 +66,7 @@ class CellJob:
 def make_cell(
     label: str, job: BenchJob, folder: Path, config: Config, trainings: Sequence[Resources], overrides: Sequence[str]
 ) -> CellJob:
-    """Make a benchmark a job with a folder of its own; `overrides` are of cluster and resources."""
+    """Make a benchmark a job with its own folder; `overrides` apply to cluster and resources."""
     made = job_config(config, trainings, folder, overrides)
     key = cell_key(job, place_of(made))
     own = folder / "stages" / key
@@ -76,7 +75,7 @@ def make_cell(
 
 
 def cell_key(job: BenchJob, place: Mapping[str, Any]) -> str:
-    """`bench-` and 12 hex digits of the benchmark, its options, what it reads, the code, and where it runs."""
+    """`bench-` and 12 hex digits that depend on the benchmark, its options and inputs, the code, and where it runs."""
     stages = find_stages(job.run_dir) if job.run_dir is not None else {}
     inputs = {name: stages[name].name for name in ("prepare", "pretrain", "calibrate", "train") if name in stages}
     changes = [change for cell in job.options.get("cells", ()) for change in cell["changes"]]
@@ -92,7 +91,7 @@ def _content(text: str) -> Any:
 
 
 def place_of(config: Config) -> dict[str, Any]:
-    """Name what is asked of a job's machine and changes how fast it is: not memory, nor minutes."""
+    """The requested resources that affect the speed: neither memory nor minutes."""
     cluster, resources = config.cluster_of("bench"), config.resources_of("bench")
     own = cluster.model_dump(mode="json", include={"backend", "partition", "constraint"})
     gpus = {name: value for name, value in cluster.sbatch.items() if asks_for_gpus(name, value)}
@@ -100,8 +99,8 @@ def place_of(config: Config) -> dict[str, Any]:
 
 
 def job_config(config: Config, trainings: Sequence[Resources], folder: Path, overrides: Sequence[str]) -> Config:
-    """Make the configuration of a benchmark's job: one task, with room for any two trainings that take turns."""
-    config = change_config(config, list(overrides))  # before the job's own resources are made of the run's
+    """Make the configuration of a benchmark's job: one task, with room for any two alternating trainings."""
+    config = change_config(config, list(overrides))  # before the run's resources become the job's
     rank, ranks = config.resources_of("train"), max(one.ranks for one in trainings)
     gpus = ranks * max(one.gpus_per_rank for one in trainings)
     own: dict[str, Any] = {
@@ -124,7 +123,7 @@ def job_config(config: Config, trainings: Sequence[Resources], folder: Path, ove
 
 
 def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
-    """Run a benchmark in a process with the cores of a rank, or all devices, and wait; a JobError if it failed."""
+    """Run a benchmark in a process with a rank's cores, or all devices, and wait; a JobError if it failed."""
     resources = job.subject.config.resources_of("validate") if job.run_dir is not None else None
     cores, path, log = len(os.sched_getaffinity(0)), job.folder / JOB_FILE, job.folder / f"{label}.log"
     count = os.environ.get("OMP_NUM_THREADS", str(cores))
@@ -147,7 +146,7 @@ def run_here(job: BenchJob, label: str, minutes: int | None = None) -> None:
 
 
 def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dict[str, str]:
-    """Measure every cell in a job, `at_once` at most, and record each in MLflow; return the errors, by label."""
+    """Measure every cell in a job, at most `at_once` in parallel, and record each in MLflow; return errors by label."""
     of_jobs = cells[0].context.config
     backend = backend_of(of_jobs.cluster_of("bench"))
     restrict(of_jobs.cluster)
@@ -167,13 +166,13 @@ def measure_cells(cells: Sequence[CellJob], config: Config, at_once: int) -> dic
                 errors |= {cell.label: error} if error is not None else {}
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
-            end_jobs(of_jobs.run_dir, reporter.note)  # running threads then find that they were asked to stop
+            end_jobs(of_jobs.run_dir, reporter.note)  # running threads then notice the request to stop
             raise
     return errors
 
 
 def _record(config: Config, cell: CellJob, error: str | None) -> None:
-    """Record a cell as a run in an experiment of benchmarks; once, unless it has failed."""
+    """Record a cell as a run in an experiment for benchmarks, once unless it failed."""
     job, log, experiment = cell.job, Log(cell.folder), f"{config.tracking.experiment}{BENCHMARKS}"
     last = last_of(log)
     if last is None or last.values.get("status") != "FINISHED":
@@ -193,7 +192,7 @@ def _record(config: Config, cell: CellJob, error: str | None) -> None:
 
 
 def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
-    """Measure a cell, and return why it failed, if it did. A failure is an outcome, so that the other cells go on."""
+    """Measure a cell; return why it failed, if it did. Failures are returned so that the other cells continue."""
     cached = cell.is_finished
     if not cached:
         cell.job.save(cell.folder / JOB_FILE)
@@ -207,7 +206,7 @@ def _measure(cell: CellJob, code: Path, reporter: Reporter) -> str | None:
 
 
 def join_rows(cells: Sequence[CellJob]) -> list[dict[str, Any]]:
-    """The rows of all cells that have finished; that of a baseline, which several have, once."""
+    """The rows of all finished cells; a baseline that several cells share appears once."""
     found: dict[Any, dict[str, Any]] = {}
     for row in (row for cell in cells if cell.is_finished for row in cell.rows()):
         found.setdefault((row["cell"], row.get("seed")), row)

@@ -1,4 +1,4 @@
-"""Change a run that exists: say what stays, what goes on and what is redone, and write its new record."""
+"""Change an existing run: say what stays, what continues and what is redone, and write its new record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def change_run(
     restart: bool = False,
     dry_run: bool = False,
 ) -> Revision:
-    """Print what a change means for each stage and, unless this is a dry run, write it; a ConfigError refuses it."""
+    """Print what a change means for each stage and, except in a dry run, write it; a ConfigError if it is refused."""
     cluster = read_config(run_dir).cluster
     restrict(cluster)
     with nullcontext() if dry_run else only_flow(run_dir, cluster):
@@ -49,7 +49,7 @@ def change_run(
 
 
 def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = None) -> None:
-    """Raise a ConfigError if a folder holds a run with other settings or code."""
+    """Raise a ConfigError if a folder holds a run with different settings or code."""
     record = read_record(run_dir)
     if record is None:
         return
@@ -69,7 +69,7 @@ def refuse_other(run_dir: Path, config: Config, origin: Continuation | None = No
 
 
 def note_edited_files(config: Config, console: Console) -> None:
-    """Print a line for each of the user's files that has changed since the run was started or last changed."""
+    """Print a line for each of the user's files modified since the run was started or last changed."""
     record = read_record(config.run_dir)
     for change in file_changes(record.files, named_files(config), config) if record is not None else []:
         print_line(
@@ -125,7 +125,7 @@ def _jobs_in_the_way(run_dir: Path, revision: Revision) -> list[str]:
 
 
 def _write(run_dir: Path, revision: Revision) -> None:
-    """Write the new record, after everything that it names."""
+    """Write everything that the new record names, then the record."""
     record = revision.record
     if not record.code_dir(run_dir).is_dir():
         snapshot_code(run_dir)

@@ -41,8 +41,8 @@ for command in (
     app.command()(command)
 app.add_typer(bench.group, name="bench")
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the errors of a disk that is full, or of a user whose share of it is
-RESUMABLE = ("run", "resume")  # the commands whose work `specrl resume` goes on with
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk and of an exhausted quota
+RESUMABLE = ("run", "resume")  # the commands whose work `specrl resume` continues
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -60,40 +60,40 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Give the options of all commands."""
+    """Handle the options of all commands."""
 
 
 def main() -> None:
-    """Run the command line of this process, and exit with its code."""
+    """Run this process's command line and exit with its code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as under some daemons: the next file would be opened in its place
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on standard error
+    if isinstance(sys.stdout, TextIOWrapper):  # escape what the terminal's encoding lacks, as on standard error
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(invoke(sys.argv[1:]))
 
 
 def invoke(arguments: list[str]) -> int:
-    """Run a command line, the words after `specrl`, and return its exit code; without any words, print the help."""
+    """Run a command line (the arguments of `specrl`) and return its exit code; without arguments, print the help."""
     reach_loopback()
     name_user()
     allow_warnings()
-    if os.environ.get("COLUMNS") == "0":  # of a terminal that does not say how wide it is: nothing would be printed
+    if os.environ.get("COLUMNS") == "0":  # for a terminal of unknown width: nothing would be printed
         del os.environ["COLUMNS"]
-    os.umask(PRIVATE)  # whatever the command starts; the jobs of a run open its folder to its group where it says so
+    os.umask(PRIVATE)  # for everything that the command starts; a run's jobs open its folder to its group if configured
     try:
         code = int(app(args=arguments or ["--help"], prog_name="specrl", standalone_mode=False, obj=arguments) or 0)
-        if code == EXIT_INTERRUPTED:  # which typer makes of an interrupt, without a word
+        if code == EXIT_INTERRUPTED:  # typer's silent exit on an interrupt
             raise KeyboardInterrupt
         return code
-    except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's is such as for a missing argument
+    except (ConfigError, DistrustError, typer.TyperException) as error:  # typer's: a missing argument, for one
         said = getattr(error, "format_message", error.__str__)()
         is_setting = said.startswith("Got unexpected extra argument") and "=" in said and _takes_settings(error)
         _complain(f"{said}; a setting is given as --set KEY=VALUE" if is_setting else said)
         return EXIT_USAGE
     except (JobError, SilentSchedulerError, ServerError) as error:
         _complain(str(error))
-    except BrokenPipeError:  # such as of `specrl ls | head`; Python would complain again when it ends
+    except BrokenPipeError:  # as in `specrl ls | head`; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         _complain(_said(error, arguments))
@@ -107,7 +107,7 @@ def invoke(arguments: list[str]) -> int:
 
 
 def _takes_settings(error: Exception) -> bool:
-    """Whether the command has `--set`, in whose place other programs take KEY=VALUE alone."""
+    """Whether the command has `--set`, for which other programs accept bare KEY=VALUE."""
     context = getattr(error, "ctx", None)
     return context is not None and any("--set" in option.opts for option in context.command.params)
 

@@ -1,4 +1,4 @@
-"""Run a configuration: check it, write its folder, run the flow and print the summary; or go on with the run's code."""
+"""Run a configuration: check it, write its folder, run the flow and print the summary, or continue with its code."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from specrl.tracking.runs import Status, finish_parent_run, start_parent_run
 from tasks.detached import IN_JOB, submit_flow
 from tasks.run import begin, forget_stop
 
-GUARD = "SPECRL_RUN_CODE"  # the variable with the digest of the code by which a process was replaced
+GUARD = "SPECRL_RUN_CODE"  # the variable with the digest of the code that replaced this process
 OUTCOMES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
 ERRORS = Console(stderr=True, soft_wrap=True)
-LOG_BYTES = 32 * 2**20  # the size up to which MLflow gets a job's log; larger ones stay in the run's folder alone
+LOG_BYTES = 32 * 2**20  # the largest job log sent to MLflow; larger ones stay only in the run's folder
 
 
 def execute(config: Config, *, origin: Origin | None = None, resumed: bool = False, detached: bool = False) -> None:
     """Run all stages of a configuration, with progress on standard error and the results on standard output.
 
-    Where the run is not `resumed`, the folder must hold none, or one with this configuration and code. `detached`
-    submits a job that does it all.
+    Unless `resumed`, the folder must hold no run, or one with this configuration and code. `detached` submits a job
+    that does all of this.
     """
     restrict(config.cluster)
     for line in check_access(config.run_dir, config.cluster):
@@ -55,8 +55,8 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
     starting: AbstractContextManager[PrefectServer | None]
     starting = nullcontext() if detached else PrefectServer(config.runs_dir)
     with only_flow(config.run_dir, config.cluster), starting as server:
-        if IN_JOB not in os.environ:  # or else the flow has begun when its job was submitted
-            forget_stop(config.run_dir)  # before anything slow: `specrl stop` may be called from now on
+        if IN_JOB not in os.environ:  # otherwise the flow began when its job was submitted
+            forget_stop(config.run_dir)  # before anything slow, because `specrl stop` may be called from now on
         record = _open(config, origin, resumed=resumed)
         if server is None:
             job = submit_flow(config, record.code_dir(config.run_dir))
@@ -64,21 +64,21 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
             return
         print(f"run {config.name} in {config.run_dir}", file=sys.stderr)
         take_wandb_variables(config)
-        # Importing MLflow and creating its database take seconds, during which Prefect's server starts.
+        # Prefect's server starts while MLflow is imported and creates its database, which takes seconds.
         start_parent_run(config, headline(config))
         server.wait()
         try:
-            # Prefect reads its environment once, at import: the server has set it by now.
+            # Prefect reads its environment only at import; the server has set it by now.
             from flows.pipeline import pipeline
 
             mark_crashed_flows(config.run_dir)
             pipeline(str(config.run_dir))
-        except UnseenError:  # the jobs go on, and so does the run in MLflow
+        except UnseenError:  # the jobs continue, and so does the run in MLflow
             raise
         except (KeyboardInterrupt, StoppedError) as error:
             finish(config, "KILLED", error)
             raise
-        except Exception as error:  # A signal that ends the flow is none: the jobs go on, and so does the run.
+        except Exception as error:  # A signal that ends the flow is no failure: the jobs continue, and so does the run.
             finish(config, "KILLED" if stop_asked(config.run_dir) else "FAILED", error)
             raise
         finish(config, "FINISHED")
@@ -86,7 +86,7 @@ def execute(config: Config, *, origin: Origin | None = None, resumed: bool = Fal
 
 
 def _open(config: Config, origin: Origin | None, *, resumed: bool) -> RunRecord:
-    """Begin a run, or go on with the one in the folder, which must be this one."""
+    """Begin a run, or continue the one in the folder, which must be this one."""
     if resumed:
         note_edited_files(config, ERRORS)
     else:
@@ -101,8 +101,8 @@ def _open(config: Config, origin: Origin | None, *, resumed: bool) -> RunRecord:
 
 
 def finish(config: Config, status: Status, error: BaseException | None = None) -> None:
-    """Say how the run ended, and end it in MLflow, with its results, its logs, and its stages' events and segments."""
-    from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, as the flow has by now
+    """Report how the run ended, and end it in MLflow with results, logs, and the stages' events and segments."""
+    from specrl.report.html import REPORT_FILE  # imports NumPy and Arrow, which the flow has loaded by now
     from specrl.report.samples import response_rows
 
     run_dir = config.run_dir
@@ -118,7 +118,7 @@ def finish(config: Config, status: Status, error: BaseException | None = None) -
 
 
 def begin_run(config: Config, origin: Origin | None) -> RunRecord:
-    """Write what a new run starts with, the record last."""
+    """Write the files of a new run, the record last."""
     if origin is not None:
         origin.link(config.run_dir)
     elif (config.run_dir / ORIGIN).exists():
@@ -131,7 +131,7 @@ def begin_run(config: Config, origin: Origin | None) -> RunRecord:
 
 
 def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
-    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless it has that or there is none."""
+    """Replace this process by `specrl ARGUMENTS` with the run's own code, unless that is loaded or does not exist."""
     check_access(run_dir, readable_config(run_dir).cluster)
     code = code_of(run_dir)
     if code is None:
@@ -149,7 +149,7 @@ def continue_with_own_code(run_dir: Path, arguments: Sequence[str]) -> None:
 
 
 def resume_in_process(run_dir: Path) -> None:
-    """Resume a run in a process of its own, which says on standard error why it fails; then this is a JobError."""
+    """Resume a run in a separate process, which reports a failure on standard error; then raise a JobError."""
     code = subprocess.run([sys.executable, "-m", "flows.cli", "resume", str(run_dir)], check=False).returncode
     if code:
         raise JobError(f"specrl resume {run_dir} failed with exit code {code}")

@@ -1,4 +1,4 @@
-"""The folders of runs: where a run is found, which flow holds it, and what is written when it starts."""
+"""The folders of runs: how a run is found, which flow holds it, and what is written when it starts."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from specrl.tracking.runs import stage_folders
 from specrl.tracking.store import RUN_ID_FILE, uri_of_environment
 
 LOCK_FILE = ".flow.lock"
-LOCK_SECONDS = 1  # `specrl watch` and `specrl ls` hold the lock for an instant when they look
-OUTCOME_FILE = "outcome.json"  # how the last flow ended; there is none while one works, or if it was killed
+LOCK_SECONDS = 1  # `specrl watch` and `specrl ls` hold the lock for an instant
+OUTCOME_FILE = "outcome.json"  # how the last flow ended; absent while one runs, or if it was killed
 HOLDER = re.compile(r"process (\d+) on (\S+)")
-HOLDER_FILE = ".flow.holder"  # the process that holds the lock, for the error message of another one
+HOLDER_FILE = ".flow.holder"  # the process that holds the lock, for error messages of others
 
 
 def anchor(config: Config) -> Config:
-    """The configuration with all paths absolute, since jobs and later commands run in other folders."""
+    """Make all paths of a configuration absolute, because jobs and later commands run in other folders."""
     anchored: Config = _anchored(config, config.runs_dir)
     for name in ("model", "drafter"):
         source = getattr(anchored, name).source
         if source is not None and (folder := Path(source)).is_dir():
             anchored = anchored.updated(**{name: {"source": str(folder.absolute())}})
     container = anchored.cluster.container
-    if container is not None and _is_here(container):  # pyxis takes what has no / for an address
+    if container is not None and _is_here(container):  # pyxis takes a name without / for an address
         container = container.model_copy(update={"image": str(Path(container.image).absolute())})
         anchored = anchored.updated(cluster={"container": container})
     if anchored.tracking.uri is None:  # for jobs, and for commands in other shells
         anchored = anchored.updated(tracking={"uri": uri_of_environment()})
-    parse_config(anchored.settings)  # the present folder, too, may have a name that no setting may have
+    parse_config(anchored.settings)  # the current folder may also have a name that is not allowed in settings
     return anchored
 
 
 def _is_here(container: ContainerConfig) -> bool:
     image = Path(container.image)
-    with contextlib.suppress(OSError):  # such as that of a long name
+    with contextlib.suppress(OSError):  # such as for a name that is too long
         return image.exists() if container.kind == "apptainer" else image.is_file()
     return False
 
@@ -72,10 +72,10 @@ def _anchored(value: Any, runs_dir: Path) -> Any:
 
 
 def find_own_run(name: str, runs_dir: Path) -> Path:
-    """The folder of a run that is the user's alone, whose code may run and files may change, or a ConfigError.
+    """Find a run that belongs only to the user, whose code may run and whose files may change, or a ConfigError.
 
-    Every command that takes a run calls this or `find_run_to_read`. What this process writes from now on is as private
-    as the run.
+    Every command that takes a run calls this or `find_run_to_read`. Files that this process writes afterwards are as
+    private as the run.
     """
     run_dir = find_run_to_read(name, runs_dir)
     cluster = readable_config(run_dir).cluster
@@ -85,7 +85,7 @@ def find_own_run(name: str, runs_dir: Path) -> Path:
 
 
 def find_run_to_read(name: str, runs_dir: Path) -> Path:
-    """The folder of a run, whosever it is: nothing in it may be executed, imported, unpickled or written."""
+    """Find anybody's run, in which nothing may be executed, imported, unpickled or written."""
     for folder in (runs_dir / name, Path(name)):
         if is_run(folder):
             return folder.absolute()
@@ -94,7 +94,7 @@ def find_run_to_read(name: str, runs_dir: Path) -> Path:
 
 
 def is_trusted(run_dir: Path) -> bool:
-    """Whether a run is the user's alone, as `find_own_run` wants it."""
+    """Whether a run belongs only to the user, as `find_own_run` requires."""
     try:
         check_access(run_dir, readable_config(run_dir).cluster)
     except ConfigError:
@@ -103,25 +103,25 @@ def is_trusted(run_dir: Path) -> bool:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """The folders of all runs, whosever they are, the one whose configuration was written last first."""
+    """The folders of everybody's runs, those with the most recently written configuration first."""
     runs = [path.parent for path in runs_dir.glob(f"*/{CONFIG_FILE}") if is_run(path.parent)]
     return sorted(runs, key=lambda run_dir: (run_dir / CONFIG_FILE).stat().st_mtime, reverse=True)
 
 
 def list_unreadable(runs_dir: Path) -> list[Path]:
-    """The folders with stages, but no record and no configuration that anybody can read."""
+    """The folders with stages, but without a readable record or configuration."""
     paths = (path for path in runs_dir.glob(f"*/{CONFIG_FILE}") if path.is_file() and (path.parent / "stages").is_dir())
     return sorted(path.parent for path in paths if not is_run(path.parent) and read_json(path) is None)
 
 
 def write_config(config: Config) -> None:
-    """Write the configuration into the run's folder, which is created if need be."""
+    """Write the configuration into the run's folder, which is created if necessary."""
     write_text(config.run_dir / CONFIG_FILE, dump_config(config))
 
 
 @contextmanager
 def only_flow(run_dir: Path, cluster: ClusterConfig | None = None) -> Iterator[None]:
-    """Hold the run until this process ends in any way; a ConfigError if another one does, or others can change it."""
+    """Lock the run until this process ends in any way; a ConfigError if another holds it or others can change it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     check_access(run_dir, cluster or ClusterConfig())
     holder = run_dir / HOLDER_FILE
@@ -146,7 +146,7 @@ def _part_from_original(run_dir: Path) -> None:
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """The process of this host that holds, or last held, the run; None if there was none."""
+    """This host's process that holds or last held the run, or None."""
     try:
         found = HOLDER.fullmatch(read_file(run_dir / HOLDER_FILE).decode())
     except (OSError, ValueError):
@@ -166,7 +166,7 @@ def outcome_of(run_dir: Path) -> dict[str, str]:
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a file, or of all files below a folder, without following links; each file counts once."""
+    """The bytes of a file, or of all distinct files below a folder, without following links."""
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     seen: dict[tuple[int, int], int] = {}

@@ -1,8 +1,8 @@
 """MLflow's server with a token, which `specrl ui` starts through MLflow's own plug-in `mlflow.app`.
 
-The server listens on the loopback interface, which every user of a login node can reach, and it reads and changes the
-results of all runs. A request therefore needs the token: in the address that `specrl ui` prints, from which it moves
-into a cookie, or as `Authorization: Bearer TOKEN`, which MLflow's clients send if `MLFLOW_TRACKING_TOKEN` is set.
+The server listens on the loopback interface, which every user of a login node can reach, and can read and change the
+results of all runs. Requests therefore need the token: in the address that `specrl ui` prints, from which it moves into
+a cookie, or as `Authorization: Bearer TOKEN`, which MLflow's clients send if `MLFLOW_TRACKING_TOKEN` is set.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 TOKEN = "SPECRL_UI_TOKEN"  # the environment variable that passes the token to the server's processes
 COOKIE = "specrl-ui-token"
-UNPROTECTED = frozenset({"/health"})  # the paths that say only that the server is up
+UNPROTECTED = frozenset({"/health"})  # paths that only tell whether the server is up
 
 
 class TokenGuard:
-    """An ASGI application that lets requests with the token through to another application."""
+    """An ASGI application that passes requests with the token to another application."""
 
     def __init__(self, application: Any, token: str) -> None:
         self._application, self._token = application, token
@@ -50,7 +50,7 @@ class TokenGuard:
 
 
 def make_application() -> TokenGuard:
-    """MLflow's application behind the token; MLflow calls this in each of its server's processes."""
+    """Make MLflow's application behind the token; MLflow calls this in each server process."""
     from mlflow.server.fastapi_app import app
 
     return TokenGuard(app, os.environ[TOKEN])

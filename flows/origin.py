@@ -12,20 +12,20 @@ from specrl.lineage.history import link_files
 from specrl.lineage.record import RUN_FILE, Continuation, read_record, saved_steps
 from specrl.report.results import read_config
 
-ORIGIN = Path("origin")  # the folder of a run that holds the checkpoint, the policy and the drafter that it starts from
+ORIGIN = Path("origin")  # a run's folder with the checkpoint, policy and drafter from which it starts
 
 
 @dataclass(frozen=True)
 class Origin:
     """A checkpoint of another run, from which a new run starts."""
 
-    start: Continuation  # the checkpoint, as the new run will have it
-    checkpoint_dir: Path  # where the other run has it
-    policy_dir: Path  # the policy of the other run before RL; a checkpoint has neither tokenizer nor configuration
-    drafter_dir: Path  # the drafter of the other run before RL; it does not exist where the method has none
+    start: Continuation  # the checkpoint's place in the new run
+    checkpoint_dir: Path  # its place in the other run
+    policy_dir: Path  # the other run's policy before RL; a checkpoint contains neither tokenizer nor configuration
+    drafter_dir: Path  # the other run's drafter before RL; absent if its method has none
 
     def link(self, run_dir: Path) -> None:
-        """Link the files into the new run's folder, which then needs the other run no more."""
+        """Link the files into the new run's folder, which then no longer depends on the other run."""
         folder = run_dir / ORIGIN
         places = {
             self.checkpoint_dir: self.start.in_run(run_dir).checkpoint_dir,
@@ -38,7 +38,7 @@ class Origin:
 
 
 def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
-    """A configuration that starts from a run, `RUN@STEP` or a Hugging Face folder; with the checkpoint of a run."""
+    """Make a configuration start from a run, `RUN@STEP` or a Hugging Face folder; also return a run's checkpoint."""
     folder = Path(place).expanduser()
     if (folder / "config.json").is_file() and not (folder / RUN_FILE).exists():
         return _with_source(config, folder.absolute()), None
@@ -51,7 +51,7 @@ def start_from(place: str, config: Config) -> tuple[Config, Origin | None]:
 
 
 def own_source(config: Config) -> Config:
-    """The configuration with the policy that `Origin.link` puts into the run's folder."""
+    """Make the configuration use the policy that `Origin.link` puts into the run's folder."""
     return _with_source(config, config.run_dir / ORIGIN / "policy")
 
 
@@ -60,7 +60,7 @@ def _with_source(config: Config, folder: Path) -> Config:
 
 
 def find_origin(place: str, config: Config) -> Origin:
-    """A checkpoint of a run (`RUN` or `RUN@STEP`, by default the newest), for what starts from it with `config`."""
+    """Find a checkpoint of a run (`RUN@STEP`, or the newest of `RUN`) from which `config` can start."""
     name, _, step = place.partition("@")
     run_dir = find_own_run(name, config.runs_dir)
     record = read_record(run_dir)

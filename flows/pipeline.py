@@ -1,7 +1,7 @@
-"""The pipeline: the stages of a run in their order.
+"""The pipeline: the stages of a run in order.
 
-Each stage is a job, and runs unless its result file exists. Prefect records and shows the run. It neither retries nor
-caches anything: retrying belongs to one layer, which is Slurm, and the files say what is finished.
+Each stage is a job, and runs unless its result file exists. Prefect records and shows the run, but neither retries nor
+caches: only Slurm retries, and files record what is finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pipeline(run_dir: str) -> None:
         is_own_server = os.environ.get(PASSWORD, "").startswith(f"{USER}:")  # which shows no pages
         page = {} if is_own_server else {"specrl.prefect.page": runtime.flow_run.ui_url}
         log_to_run(run.config, {}, {}, {"specrl.prefect.flow_run": runtime.flow_run.id, **page})
-        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may be of another configuration
+        (run.config.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # it may stem from another configuration
         policy = prepare(run)
         drafter = pretrain(run, policy)
         scales = calibrate(run, policy, drafter)

@@ -1,4 +1,4 @@
-"""Look for problems before a run writes or submits anything. Each is one line that says how to fix it."""
+"""Look for problems before a run writes or submits anything; each is one line that says how to fix it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from specrl.report.results import CONFIG_FILE, is_run
 from specrl.tracking.store import RUN_ID_FILE, check_server
 from specrl.tracking.weights_biases import check_wandb
 
-BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # what a run has that was interrupted while it began
-SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # nobody is warned in between: benchmarks/drafter-online.md
+BEGUN = (LOCK_FILE, HOLDER_FILE, CODE_DIR, str(ORIGIN))  # files of a run that was interrupted at its start
+SENSIBLE_ONLINE_LR = 1e-6, 5e-4  # no warning in between: benchmarks/drafter-online.md
 
 
 def check(config: Config, *, dry_run: bool = False) -> None:
-    """Check everything that a run needs, and warn of what is allowed and hardly meant; nothing is written.
+    """Check everything that a run needs, and warn of allowed but doubtful settings; nothing is written.
 
-    A `dry_run` leaves out what only the machine that submits the jobs must have.
+    A `dry_run` skips requirements of the machine that submits the jobs.
     """
     problems = [line for look in (DRY_CHECKS if dry_run else CHECKS) for line in look(config)]
     if problems:
@@ -55,7 +55,7 @@ def check(config: Config, *, dry_run: bool = False) -> None:
 
 
 def doubts(config: Config) -> list[str]:
-    """A line for each setting that is allowed and far from what has been of use."""
+    """A line for each setting that is allowed but far from proven values."""
     rate, (low, high) = config.drafter.online_lr, SENSIBLE_ONLINE_LR
     if not config.speculation.draft_method.has_weights or not rate or low <= rate <= high:
         return []
@@ -91,7 +91,7 @@ def _reward_doubts(config: Config) -> list[str]:
 
 
 def _refusals(*looks: Callable[[], object]) -> list[str]:
-    """The lines of the errors of the user's that looking raises."""
+    """The lines of the user errors that a check raises."""
     lines: list[str] = []
     for look in looks:
         try:
@@ -102,7 +102,7 @@ def _refusals(*looks: Callable[[], object]) -> list[str]:
 
 
 def check_folder(config: Config) -> list[str]:
-    """Check that the run's folder is absent, empty or this run's, and that nobody else can change or replace it."""
+    """Check that the run's folder is absent, empty or this run's, and that others cannot change or replace it."""
     run_dir = config.run_dir
     if lines := _refusals(lambda: check_access(run_dir, config.cluster)):
         return lines
@@ -122,7 +122,7 @@ def check_folder(config: Config) -> list[str]:
 
 
 def check_model(config: Config) -> list[str]:
-    """Check that the model exists and, where its shape is known without the hub, that parallel sizes and memory fit."""
+    """Check that the model exists and, if its shape is known without the hub, that parallel sizes and memory fit."""
     looks: list[Callable[[], object]] = [lambda: check_source(config.model), lambda: check_model_fits_method(config)]
     if _shape_is_known(config):
         looks.append(lambda: plan(config))
@@ -151,7 +151,7 @@ def _chat_problems(config: Config) -> list[str]:
 
 
 def check_draft_model(config: Config) -> list[str]:
-    """Check that `speculation.draft_model` is the directory of a model with the policy's vocabulary."""
+    """Check that `speculation.draft_model` is a model directory with the policy's vocabulary."""
     directory = config.speculation.draft_model
     if directory is None:
         return []
@@ -172,7 +172,7 @@ def check_draft_model(config: Config) -> list[str]:
 
 
 def check_teacher_model(config: Config) -> list[str]:
-    """Check that `train.teacher` can score the policy's tokens, as far as the policy is here."""
+    """Check that `train.teacher` can score the policy's tokens, if the policy is available here."""
     return _refusals(lambda: check_teacher(config, _source_folder(config)))
 
 
@@ -182,12 +182,12 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def check_drafter(config: Config) -> list[str]:
-    """Check that the drafter of `drafter.source`, unless it is on the hub, can be used as far as its config tells."""
+    """Check from its config that the drafter of `drafter.source`, unless it is on the hub, can be used."""
     return _refusals(lambda: check_source_drafter(config, _source_folder(config)))
 
 
 def check_data(config: Config) -> list[str]:
-    """Check that the data files and the reward exist and that they can be used."""
+    """Check that data files and reward exist and can be used."""
     named = {key: places for key, places in data_places(config).items() if not key.startswith("validate.")}
     lines = [
         f"{key} = {place}: {_why_no_data(place)}"
@@ -213,12 +213,12 @@ def _why_no_data(place: Path) -> str:
 
 
 def check_algorithms(config: Config) -> list[str]:
-    """Check that the losses, the advantage estimator and the correction exist and take the options that are given."""
+    """Check that losses, advantage estimator and correction exist and accept the given options."""
     return _refusals(*(partial(registry.function, algorithm) for registry, algorithm in config.algorithms))
 
 
 def check_disk(config: Config) -> list[str]:
-    """Check that the runs folder can be written and has room for the run, or for what is missing of it."""
+    """Check that the runs folder is writable and has room for the run, or for its missing part."""
     folder = existing(config.runs_dir)
     if not os.access(folder, os.W_OK):
         return [f"runs_dir: {folder} cannot be written; --set runs_dir=FOLDER puts runs elsewhere"]
@@ -234,9 +234,9 @@ def check_disk(config: Config) -> list[str]:
 
 
 def check_tracking(config: Config) -> list[str]:
-    """Check that an MLflow server answers, that the file with the jobs' secrets can be read, and that W&B has a key.
+    """Check that an MLflow server answers, that the jobs' file of secrets is readable, and that W&B has a key.
 
-    Other stores are left to MLflow. A run that MLflow knows already goes on without it: what it logs waits on disk.
+    Other stores are left to MLflow. A run that MLflow already knows continues without it: its logs wait on disk.
     """
     is_new = not (config.run_dir / RUN_ID_FILE).exists()
     return _refusals(
@@ -246,14 +246,14 @@ def check_tracking(config: Config) -> list[str]:
 
 
 def take_wandb_variables(config: Config) -> None:
-    """Set the variables of W&B that jobs read from their file: the flow sends what the run itself has logged."""
+    """Set the W&B variables that jobs read from their file, because the flow sends the run's own log."""
     if config.tracking.wandb != "off":
         found = read_environment_file(config.cluster.environment_file)
         os.environ.update({name: value for name, value in found.items() if name.startswith("WANDB_")})
 
 
 def check_gpu_packages(config: Config) -> list[str]:
-    """Check that the packages of the stages with GPUs are built for GPUs, where their jobs share this environment."""
+    """Check that packages are built for GPUs, if the jobs of stages with GPUs share this environment."""
     clusters = {stage: config.cluster_of(stage) for stage in STAGES if config.resources_of(stage).gpus_per_rank}
     stages = [stage for stage, cluster in clusters.items() if cluster.container is None and cluster.python is None]
     if not stages or cuda_of_build(torch_for_gpus()) is not None:
@@ -265,12 +265,12 @@ def check_gpu_packages(config: Config) -> list[str]:
 
 
 def check_cluster(config: Config) -> list[str]:
-    """Why the schedulers that are asked for cannot be used from here."""
+    """Why the requested schedulers cannot be used from here."""
     return [line for backend in backends_of(config) for line in backend.problems(config)]
 
 
 def check_sbatch(config: Config) -> list[str]:
-    """Check that sbatch, where it is here, has the options of `cluster.sbatch` with which a stage is submitted."""
+    """Check that sbatch, if installed here, knows the options of `cluster.sbatch` with which a stage is submitted."""
     return unknown_options(config) if _uses_slurm(config) and shutil.which("sbatch") else []
 
 
@@ -314,6 +314,6 @@ def _shape_is_known(config: Config) -> bool:
 
 
 def _source_folder(config: Config) -> Path | None:
-    """The folder of the policy before training, where it is here already."""
+    """The folder of the policy before training, if it is already here."""
     folder = Path(config.model.source).expanduser()
     return folder if folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""The flow behind `specrl serve` and `deploy`, which runs a configuration under a new name at each scheduled time."""
+"""The flow of `specrl serve` and `deploy`, which runs a configuration under a new name at each scheduled time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cancel(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
 def scheduled(config: dict[str, Any], overrides: list[str] | None = None) -> None:
     """Run a configuration, with overrides such as `train.num_steps=10`, under a name with the scheduled time.
 
-    A run that exists under this name, because Prefect runs the flow again, is resumed with its own code.
+    If a run of this name exists, because Prefect runs the flow again, it is resumed with its own code.
     """
     named = config_at(runtime.flow_run.scheduled_start_time, config, overrides)
     if code_of(named.run_dir) is None:
@@ -48,13 +48,13 @@ def scheduled(config: dict[str, Any], overrides: list[str] | None = None) -> Non
 
 
 def config_at(time: datetime, config: dict[str, Any], overrides: list[str] | None = None) -> Config:
-    """The configuration with the name `NAME-YYYYMMDD-HHMM`: under its own it would run only once."""
+    """The configuration with the name `NAME-YYYYMMDD-HHMM`, because it would run only once under its own name."""
     named = parse_config({**config, "name": f"{config['name']}-{time:%Y%m%d-%H%M}"})
     return change_config(named, overrides) if overrides else named
 
 
 def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
-    """Register a schedule under the configuration's name, in place of an earlier one; return the server's address."""
+    """Register a schedule under the configuration's name, replacing an earlier one; return the server's address."""
     url: str | None = PREFECT_API_URL.value()
     if not url:
         raise ConfigError("deploy needs a Prefect server: set PREFECT_API_URL; without one, use specrl serve")
@@ -66,9 +66,9 @@ def register_schedule(config: Config, cron: str, zone: str, pool: str) -> str:
             name=config.name,
             schedule=Cron(cron, timezone=zone),
             parameters={"config": config.settings},
-            concurrency_limit=1,  # one run has the allocation to itself
+            concurrency_limit=1,  # one run at a time in the allocation
             work_pool_name=pool,
-            # A worker imports the flow as this process does; files of the user's own lie in this folder.
+            # A worker imports the flow as this process does; the user's own files are in this folder.
             job_variables={"working_dir": str(Path.cwd())} if found.type == "process" else {},
             entrypoint_type=EntrypointType.MODULE_PATH,
         )

@@ -1,4 +1,4 @@
-"""Run Prefect without login or network, with its state in the runs folder and a server on the loopback interface."""
+"""Runs Prefect without login or network, with its state in the runs folder and a server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from slurm.access import PRIVATE
 from specrl.checks.file_systems import prefect_home
 from specrl.processes import end_helper, end_with_parent, free_port, last_line, reach_loopback, start_helper
 
-START_SECONDS = 600  # how long it may take to answer: under heavy load, or from a slow disk, imports take minutes
-PATIENCE_SECONDS = 20  # until it is said what is waited for
-END_SECONDS = 5  # how long it may take to end, before it is killed
+START_SECONDS = 600  # for an answer: under heavy load, or from a slow disk, imports take minutes
+PATIENCE_SECONDS = 20  # until the wait is explained
+END_SECONDS = 5  # to end, before it is killed
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_ENABLED": "false",
@@ -35,9 +35,9 @@ QUIET = {
 }
 """Defaults that silence Prefect, since `specrl` prints errors itself. PREFECT_LOGGING_LEVEL turns it up."""
 PASSWORD, USER = "PREFECT_API_AUTH_STRING", "specrl"
-"""The variable from which Prefect's clients read the user and password that the server asks for, and that user."""
+"""The variable from which Prefect's clients read user and password, and that user."""
 OWN_URL = "PREFECT_API_URL is the address of a server's API, which mostly ends in /api"
-OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # how the variables of servers begin
+OF_SERVERS = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_MESSAGING_")  # prefixes of the variables of servers
 
 
 class ServerError(RuntimeError):
@@ -52,7 +52,7 @@ def quieten() -> None:
 
 
 class PrefectServer:
-    """A server for the flows of one command, while it is entered; with `PREFECT_API_URL`, the user's own is taken.
+    """A context manager for a command's Prefect server; with `PREFECT_API_URL`, the user's own is used.
 
     Starting takes 6 s, and 20 s the first time, when the database is created: enter early, and `wait` late. Clients
     need the password of this start, which lies in the environment, where only processes of the same user can read it.
@@ -64,7 +64,7 @@ class PrefectServer:
         quieten()
         self.home = Path(os.environ.setdefault("PREFECT_HOME", str(prefect_home(runs_dir)))).expanduser().absolute()
         self.log = self.home / "server.log"
-        # Two servers that create the same database at the same time would break it.
+        # Two servers that create the same database at once would break it.
         self._lock = FileLock(self.home / "start.lock")
         self.process: subprocess.Popen[bytes] | None = None
         self.url = os.environ.get("PREFECT_API_URL", "")
@@ -76,9 +76,9 @@ class PrefectServer:
         self._lock.acquire()
         port = free_port()
         self.url = os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-        # Other users of this machine can reach the loopback interface, too, but they do not know the password.
+        # Other users of this machine can reach the loopback interface, but do not know the password.
         password = os.environ[PASSWORD] = f"{USER}:{secrets.token_urlsafe()}"
-        # What the user has set for another server, such as its database, is not for this one.
+        # Settings for another server, such as its database, must not affect this one.
         environment = QUIET | {key: value for key, value in os.environ.items() if not key.startswith(OF_SERVERS)}
         environment["PREFECT_HOME"] = str(self.home)
         environment[f"PREFECT_SERVER_{PASSWORD.removeprefix('PREFECT_')}"] = password
@@ -87,7 +87,7 @@ class PrefectServer:
         return self
 
     def wait(self) -> None:
-        """When the server answers; a ServerError if it has ended, or does not answer for long."""
+        """Wait until the server answers; a ServerError if it has ended or does not answer for long."""
         if self.process is None:
             return
         started, is_said = time.monotonic(), False
@@ -109,7 +109,7 @@ class PrefectServer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.process is not None:
             self._lock.release()
-            self.process.terminate()  # it writes what its recorders have queued
+            self.process.terminate()  # time to write what its recorders have queued
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
             end_helper(self.process)
@@ -127,7 +127,7 @@ class PrefectServer:
 
 @contextlib.contextmanager
 def no_page() -> Iterator[None]:
-    """Turn the error of a client that was answered with a page into a ServerError."""
+    """Turn the error of a client that received a web page into a ServerError."""
     from prefect.settings import PREFECT_API_URL
 
     try:
@@ -138,9 +138,9 @@ def no_page() -> Iterator[None]:
 
 
 def mark_crashed_flows(run_dir: Path) -> None:
-    """Mark the flows and tasks that Prefect believes to be running in this folder as crashed, while holding its lock.
+    """Mark flows and tasks that Prefect believes to be running in this folder as crashed; requires its lock.
 
-    Prefect would show those whose process was killed as running for ever.
+    Prefect would show those with a killed process as running for ever.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas import filters
@@ -159,11 +159,11 @@ def mark_crashed_flows(run_dir: Path) -> None:
 
 
 def main(command: Connection) -> None:
-    """Serve Prefect's API on the loopback interface until the process of the command ends in any way."""
+    """Serve Prefect's API on the loopback interface until the command's process ends in any way."""
     import uvicorn
 
     end_with_parent(command.recv(), signal.SIGTERM)
-    os.umask(PRIVATE)  # its database has the configurations of all runs, whoever may read this one
+    os.umask(PRIVATE)  # its database holds the configurations of all runs, even if others may read this one
     port = command.recv()
     os.chdir(os.environ["PREFECT_HOME"])  # the user's folder may have a prefect.toml, or a .env, for another server
     application = "prefect.server.api.server:create_app"
@@ -171,7 +171,7 @@ def main(command: Connection) -> None:
 
 
 def _answers(url: str) -> bool:
-    direct = build_opener(ProxyHandler({}))  # this machine's own server, whatever proxy the environment names
+    direct = build_opener(ProxyHandler({}))  # this machine's server, regardless of proxies
     with contextlib.suppress(OSError), direct.open(url, timeout=2) as response:
         return bool(response.status == 200)
     return False

@@ -13,19 +13,19 @@ from pathlib import Path
 from slurm import trust
 from specrl.config import ClusterConfig, ConfigError
 
-PRIVATE = 0o077  # the file mode creation mask that keeps everybody else out
-UMASKS = {"owner": PRIVATE, "group": 0o027}  # the file mode creation mask for each value of `cluster.access`
+PRIVATE = 0o077  # the umask that excludes everybody else
+UMASKS = {"owner": PRIVATE, "group": 0o027}  # the umask for each value of `cluster.access`
 
 
 def restrict(cluster: ClusterConfig) -> None:
-    """Keep others from all files that this process and its children create, as `cluster.access` says."""
+    """Restrict access to all files that this process and its children create, as `cluster.access` says."""
     os.umask(UMASKS[cluster.access])
 
 
 def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
-    """Refuse (ConfigError) a folder that somebody other than its user can write to or replace; it need not exist yet.
+    """Refuse (ConfigError) a folder that others can write to or replace; it need not exist yet.
 
-    The result is a line for each folder above it that members of a group can write to whom nobody has called trusted.
+    Returns a line for each parent folder that members of an untrusted group can write to.
     """
     try:
         if run_dir.is_dir():
@@ -36,7 +36,7 @@ def check_access(run_dir: Path, cluster: ClusterConfig) -> list[str]:
 
 
 def trusted_groups(cluster: ClusterConfig) -> list[int]:
-    """The ids of the groups in `cluster.trusted_groups`; a ConfigError for one that this machine does not know."""
+    """The ids of the groups in `cluster.trusted_groups`; a ConfigError for an unknown one."""
     found = []
     for name in cluster.trusted_groups:
         try:

@@ -1,7 +1,7 @@
-"""The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it is given.
+"""The `Backend` protocol of schedulers, the `Job` that a backend returns, and the `StageRequest` that it receives.
 
-`slurm/submit.py` lists the backends by name. A new one is a class like `slurm.local.LocalBackend`, which a
-configuration names by its import path or by the name that it has there.
+`slurm/submit.py` lists the backends by name. A new one is a class like `slurm.local.LocalBackend`; configurations refer
+to it by import path or by its name there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from specrl.processes import importing
 logger = logging.getLogger(__name__)
 
 CONTEXT_FILE = "context.json"
-FLOW_KEY = "flow-0"  # the key of the job that is a run's flow, where `specrl run --detach` has made it one
-STOP_FILE = "stop"  # a file in a run's folder by which `specrl stop` asks its stages to leave their job
+FLOW_KEY = "flow-0"  # the job key of a flow that `specrl run --detach` submitted
+STOP_FILE = "stop"  # in a run's folder: the file by which `specrl stop` asks stages to leave their job
 
 
 def stop_asked(run_dir: Path) -> bool:
-    """Whether `specrl stop` has asked the run to stop since it was last started."""
+    """Whether `specrl stop` was called since the run was last started."""
     return (run_dir / STOP_FILE).exists()
 
 
@@ -41,7 +41,7 @@ class JobError(RuntimeError):
 
 
 class UnseenError(JobError):
-    """The job goes on, as far as is known, but its scheduler or its files have not answered for long."""
+    """The job apparently continues, but its scheduler or its files have not answered for long."""
 
 
 class StoppedError(RuntimeError):
@@ -49,46 +49,46 @@ class StoppedError(RuntimeError):
 
 
 class SilentSchedulerError(RuntimeError):
-    """The scheduler did not answer. It may answer when it is asked again."""
+    """The scheduler did not answer; a retry may succeed."""
 
 
 class FullQueueError(SilentSchedulerError):
-    """The scheduler takes no further job of this user as long as those in the queue are there."""
+    """The scheduler accepts no further job of this user while others are queued."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a job, as its scheduler reports it."""
+    """The state of a job, as reported by its scheduler."""
 
     phase: Literal["pending", "running", "ended"]
-    detail: str  # the scheduler's own words, such as Slurm's `TIMEOUT`, or how the ranks ended
+    detail: str  # in the scheduler's words, such as Slurm's `TIMEOUT`, or how the ranks ended
     failed: bool = False  # a job that ended without failing has left its result
-    reason: Reason | None = None  # why the job ended, where the scheduler reports it
-    suspended: bool = False  # whether the scheduler has suspended the job, whose time limit then does not come nearer
-    is_leaving: bool = False  # whether the job has ended but for the last of its processes
-    in_time: bool = False  # whether the scheduler itself lets it run on; somebody may have given it more time
-    never: str = ""  # why a pending job can never start, in a few words
+    reason: Reason | None = None  # why the job ended, if the scheduler reports it
+    suspended: bool = False  # whether the job is suspended, so that its time limit does not come closer
+    is_leaving: bool = False  # whether only the last processes of the job have not ended
+    in_time: bool = False  # whether the scheduler lets it run past its limit, which may have been raised
+    never: str = ""  # why a pending job can never start
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank in which a job failed first (0 if that is not known), and how it ended."""
+    """The rank in which a job failed first (0 if unknown), and how it ended."""
 
     rank: int
-    exception: str = ""  # the exception that the rank raised, in one line; empty if none is known
-    detail: str = ""  # the scheduler's words about the end of a rank that raised nothing
+    exception: str = ""  # the rank's exception, in one line; empty if unknown
+    detail: str = ""  # the scheduler's words about a rank that ended without an exception
     killed: bool = False
-    """Whether an external signal, or a file system, ended it, so that another job is worth a try."""
-    follows: bool = False  # whether the exception only says that another rank, or a file system, is away
+    """Whether an external signal or a file system ended it, so that another job is worth trying."""
+    follows: bool = False  # whether the exception only reports that another rank or a file system is unreachable
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """What a rank's scheduler says about the job that it belongs to."""
+    """What the scheduler says about a rank's job."""
 
     job_id: str
     end_at: float | None = None
-    """The Unix time at which the scheduler will end the job; None if it has no limit or the scheduler does not say."""
+    """The Unix time at which the scheduler will end the job; None if unlimited or unknown."""
     is_ending: bool = False
 
 
@@ -109,9 +109,9 @@ class JobKey:
 
     @property
     def job_name(self) -> str:
-        """The job's name for its scheduler: the key and the run's own digits, as two runs may share keys.
+        """The job's name for its scheduler: the key and the run's digits, because two runs may share keys.
 
-        A folder without a run's record, such as a benchmark's, is known by its path.
+        A folder without a run's record, such as a benchmark's, is identified by its path.
         """
         return f"{self.key}-{run_id(self.config.run_dir) or digest(str(self.config.run_dir.resolve()))[:6]}"
 
@@ -122,7 +122,7 @@ class JobKey:
 
     @property
     def record_path(self) -> Path:
-        """The file that names the job that runs, or last ran, the stage."""
+        """The file that names the stage's current or last job."""
         return self.config.run_dir / "jobs" / f"{self.key}.json"
 
     @property
@@ -133,12 +133,12 @@ class JobKey:
 
 @dataclass(frozen=True)
 class Record:
-    """Names the job that runs, or last ran, a stage."""
+    """Names a stage's current or last job."""
 
     backend: str
     job_id: str
     started: int | None
-    """When a local job's controller started, in clock ticks since boot. None for jobs of other backends."""
+    """When a local job's controller started, in clock ticks since boot; None for other backends."""
     host: str
 
     def write(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """The record, or None when no job has been submitted for the stage."""
+        """The record, or None if no job has been submitted for the stage."""
         try:
             return _RECORD.validate_json(read_file(path))
         except FileNotFoundError:
@@ -158,11 +158,11 @@ _RECORD = TypeAdapter(Record)
 
 @dataclass(frozen=True)
 class StageRequest:
-    """A stage that is to run as a job."""
+    """A stage to run as a job."""
 
     context: StageContext
     entry: str  # the function that every rank calls with the context, as `module:function`
-    code: Path | None = None  # the copy of the sources that the job imports; None in a rank, which has imported it
+    code: Path | None = None  # the copy of the sources that the job imports; None in a rank
 
     @property
     def key(self) -> JobKey:
@@ -186,37 +186,37 @@ class StageRequest:
 
     @property
     def checked_python(self) -> list[str]:
-        """The options of Python with which it checks the copy of the sources, and then does what follows them."""
+        """The Python options that check the copy of the sources before the options that follow them."""
         assert self.code is not None
-        program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, as it becomes a word of a script's line
+        program = f"exec({Path(trust.__file__).read_text()!r})"  # in one line, because it becomes a word of a script
         groups = ",".join(map(str, trusted_groups(self.key.cluster))) or "-"
         return ["-I", "-c", program, str(self.code), self.code.name, groups]
 
     @property
     def arguments(self) -> list[str]:
-        """The words after `python` that start one rank of the job."""
+        """The arguments of `python` that start one rank of the job."""
         return [*self.checked_python, "-m", "slurm.entry", str(self.key.context_path), self.entry]
 
 
 class Job(Protocol):
-    """A job of a backend, submitted or found again. Its methods raise SilentSchedulerError if nobody answers."""
+    """A job of a backend, submitted or found again. Methods raise SilentSchedulerError if the scheduler is silent."""
 
     backend: str
     job_id: str
-    attached: bool  # whether the job was found pending or running, rather than submitted by this flow
-    ask_seconds: float  # how many seconds the flow waits before it asks for the state again
+    attached: bool  # whether the job was found, rather than submitted by this flow
+    ask_seconds: float  # seconds between two requests for the state
 
     def state(self) -> State:
         """Ask the scheduler for the job's state."""
 
     def cancel(self) -> None:
-        """End the job, or at least tell the scheduler to. An error says how to end it by hand."""
+        """End the job, or at least ask the scheduler to. An error says how to end it by hand."""
 
     def log(self, rank: int) -> Path:
-        """The file to which a rank prints, which may not exist yet."""
+        """The file to which a rank prints; it may not exist yet."""
 
     def failure(self, ranks: int) -> Failure:
-        """Which of the job's `ranks` failed first, and how it ended, as far as that is known."""
+        """Which of the job's `ranks` failed first, and how, as far as known."""
 
 
 class Backend(Protocol):
@@ -226,41 +226,41 @@ class Backend(Protocol):
     SilentSchedulerError if it does not answer.
     """
 
-    name: str  # the value of `cluster.backend` that chooses it
+    name: str  # the value of `cluster.backend` that selects it
 
     def problems(self, config: Config) -> list[str]:
         """One line for each reason why a run cannot use this scheduler from here."""
 
     def options(self, config: Config, stage: StageName) -> str:
-        """How a stage's job will be submitted, for `specrl run --dry-run`; may be empty."""
+        """How a stage's job would be submitted, for `specrl run --dry-run`; may be empty."""
 
     def find(self, key: JobKey) -> Job | None:
         """The stage's job if it is pending or running, whoever submitted it, or None.
 
-        A submitted job must be found at every instant, or else it would be submitted a second time.
+        A submitted job must be found at every instant, or it would be submitted twice.
         """
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> Job | None:
         """Submit a job that runs `python` with `request.arguments` in every rank, in the folder `request.key.folder`.
 
-        Every process of the job needs the variables of `environment` before Python starts. If an answer did not come,
-        the job is looked for before it is submitted again. None means that the stage has finished meanwhile.
+        Every process of the job needs the variables of `environment` before Python starts. After a missing answer, the
+        job is looked for before it is submitted again. None means that the stage has finished meanwhile.
         """
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
         """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the network interfaces of this rank.
 
-        A rank asks for it before anything else.
+        A rank calls this before anything else.
         """
 
     def place(self, request: StageRequest) -> JobPlace:
-        """What the scheduler says about this job, within seconds. The first two ranks ask."""
+        """What the scheduler says about this job, within seconds. The first two ranks call this."""
 
     def requeue(self, request: StageRequest) -> None:
-        """Have the scheduler start this job again after its end, which is near.
+        """Have the scheduler restart this job after its imminent end.
 
-        If it cannot, and the job simply ends, the flow that waits for it submits another one.
+        If this is impossible and the job simply ends, the waiting flow submits another one.
         """
 
     def why_ended(self, segment: Segment) -> Reason:
-        """Why an earlier job of the stage ended, if the job could not say so itself."""
+        """Why an earlier job of the stage ended, if the job could not record it."""

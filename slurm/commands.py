@@ -1,4 +1,4 @@
-"""Slurm's commands: the options of sbatch and srun for a stage's job, and the list of a user's jobs."""
+"""Slurm commands: the options of sbatch and srun for a stage's job, and the list of a user's jobs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from specrl.config.sbatch import MEMORY_OPTIONS, OTHER_OPTIONS, names_gpus
 from specrl.processes import node_folder, slurm_environment
 
 AGAIN = ["code=$?", f'[ "$code" -ne {AGAIN_CODE} ] || scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
-"""The end of the job's script: it queues the job again for ranks in containers, which may lack Slurm's commands."""
-TAUGHT = ("reservation", "wckey", "network")  # taught by sites as SBATCH_NAME, beside those with a key of their own
+"""The end of the job's script, which requeues the job for ranks in containers that lack Slurm's commands."""
+TAUGHT = ("reservation", "wckey", "network")  # set by sites as SBATCH_NAME, besides those with a configuration key
 WITH_KEYS = ("partition", "account", "qos", "constraint")
-OF_STEPS = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")  # how variables begin that Slurm itself sets in a job
-LOGS = "/folder-of-the-logs"  # what stands for that folder until the script is rendered
+OF_STEPS = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")  # prefixes of the variables that Slurm sets in a job
+LOGS = "/folder-of-the-logs"  # placeholder for that folder until the script is rendered
 CONTAINER_PYTHON = "python3"
 WORDLESS = "without a word"
-COMMAND_SECONDS = 30  # how long one of Slurm's commands may take before Slurm counts as silent
-PRESENT_SECONDS = 1.0  # the age of a list that is still the present one: no flow that was killed is back within it
+COMMAND_SECONDS = 30  # for a Slurm command before Slurm counts as silent
+PRESENT_SECONDS = 1.0  # the age up to which a list is current: no killed flow is back that soon
 
 
 def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The options of sbatch for a stage's job without some nodes, but for its name, its logs and its signals."""
+    """The options of sbatch for a stage's job, excluding some nodes, except name, logs and signals."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
     gpus = resources.ranks_per_node * resources.gpus_per_rank
     memory = round(resources.memory_gib_per_rank * resources.ranks_per_node * 1024)
@@ -61,9 +61,9 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
         **{name: _taught(name) for name in TAUGHT},
         **cluster.sbatch,
     }
-    # Of two jobs for one stage, however they came about, the second waits for the first.
+    # Should a stage ever have two jobs, the second waits for the first.
     given = str(options.get("dependency") or "")
-    if "?" not in given:  # which joins what one of is enough, and cannot be combined
+    if "?" not in given:  # which joins alternatives and cannot be combined
         options["dependency"] = ",".join(dict.fromkeys(filter(None, ["singleton", *given.split(",")])))
     if without:
         options["exclude"] = ",".join([*filter(None, [str(options.get("exclude") or "")]), *without])
@@ -71,7 +71,7 @@ def sbatch_options(config: Config, stage: StageName, without: Sequence[str] = ()
 
 
 def foreign_options(config: Config) -> dict[str, str]:
-    """The options of `cluster.sbatch` that Slurm itself does not have, by their keys; a plugin may have them."""
+    """The options of `cluster.sbatch` unknown to Slurm itself, by key; a plugin may define them."""
     given = {f"cluster.sbatch.{name}": name for name in config.cluster.sbatch}
     for stage, resources in config.stage_resources.items():
         given |= {f"stage_resources.{stage}.sbatch.{name}": name for name in resources.sbatch}
@@ -79,7 +79,7 @@ def foreign_options(config: Config) -> dict[str, str]:
 
 
 def unknown_options(config: Config) -> list[str]:
-    """A line for each option of `cluster.sbatch` that neither Slurm has nor, as sbatch says, a plugin."""
+    """A line for each option of `cluster.sbatch` that neither Slurm nor, according to sbatch, a plugin knows."""
     foreign = foreign_options(config)
     try:
         said = ask("sbatch", "--help") if foreign else ""
@@ -98,7 +98,7 @@ def _perhaps(name: str) -> str:
 
 
 def unheard_variables() -> list[str]:
-    """The variables that would tell sbatch more, and that it does not get: they would overrule the job's script."""
+    """The variables that sbatch does not get because they would override the job's script."""
     heard = {_variable(option) for option in (*WITH_KEYS, *TAUGHT)}
     found = {name for name in os.environ if name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"}
     return sorted(name for name in found - heard if not name.startswith(OF_STEPS))
@@ -113,14 +113,14 @@ def _variable(option: str) -> str:
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as the words of a command."""
+    """Options as command-line arguments."""
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
 def srun_options(config: Config, stage: StageName) -> list[str]:
     """The options of srun, which starts the ranks of the job."""
     resources, cluster = config.resources_of(stage), config.cluster_of(stage)
-    # Since Slurm 22.05 a step does not inherit --cpus-per-task; and a rank that dies must take the others with it.
+    # Since Slurm 22.05 a step does not inherit --cpus-per-task; a rank that dies must end the others.
     options = [f"--cpus-per-task={resources.cpus_per_rank}", "--kill-on-bad-exit=1"]
     if cluster.container is not None and cluster.container.kind == "pyxis":
         options += [f"--container-image={cluster.container.image}", f"--container-mounts={_mounts(config, cluster)}"]
@@ -129,7 +129,7 @@ def srun_options(config: Config, stage: StageName) -> list[str]:
 
 
 def python_command(config: Config, stage: StageName) -> list[str]:
-    """The words that start Python in a rank, in its container where there is one."""
+    """The command that starts Python in a rank, in its container if there is one."""
     cluster = config.cluster_of(stage)
     python = cluster.python or (sys.executable if cluster.container is None else CONTAINER_PYTHON)
     if cluster.container is None or cluster.container.kind == "pyxis":
@@ -140,12 +140,12 @@ def python_command(config: Config, stage: StageName) -> list[str]:
 
 
 def parameters(request: StageRequest, environment: dict[str, str], without: Sequence[str] = ()) -> dict[str, Any]:
-    """What submitit calls the options of sbatch and srun, for a job that leaves out some nodes."""
+    """The options of sbatch and srun by submitit's names, for a job that excludes some nodes."""
     config, stage = request.context.config, request.context.stage
     if request.key.cluster.container is not None:
-        # A container sees the user's home: what pip has installed there, for another Python, is not for the image's.
+        # A container sees the user's home, where pip may have installed packages for another Python.
         environment = {**environment, "PYTHONNOUSERSITE": "1"}
-    # They follow `cluster.setup`, which may load modules that set the same variables.
+    # After `cluster.setup`, which may load modules that set the same variables.
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     return {
         "job_name": request.key.job_name,
@@ -153,7 +153,7 @@ def parameters(request: StageRequest, environment: dict[str, str], without: Sequ
         "teardown": AGAIN,
         "srun_args": srun_options(config, stage),
         "additional_parameters": sbatch_options(config, stage, without),
-        "wckey": None,  # submitit would write its own name, which clusters that check such keys refuse
+        "wckey": None,  # submitit's default is its own name, which clusters that check such keys refuse
         "signal_delay_s": warning_seconds(request.resources),
         "stderr_to_stdout": True,
     }
@@ -163,7 +163,7 @@ def batch_script(request: StageRequest, environment: dict[str, str], without: Se
     """The script of a job, as submitit renders it."""
     words = [*python_command(request.context.config, request.context.stage), *request.arguments]
     text = _make_sbatch_string(shlex.join(words), LOGS, **parameters(request, environment, without))
-    # In the names of logs % begins one of Slurm's patterns, and %% stands for one; submitit reads %t there as well.
+    # In log names % begins a Slurm pattern, and %% is a literal %; submitit replaces %t there too.
     folder = str(request.key.folder).replace("%", "%%")
     for name in ("%j_0_log.out", "%j_%t_log.out"):
         text = text.replace(f"{LOGS}/{name}", shlex.quote(f"{folder}/{name}"))
@@ -171,7 +171,7 @@ def batch_script(request: StageRequest, environment: dict[str, str], without: Se
 
 
 def describe(config: Config, stage: StageName) -> str:
-    """How a stage's job will be submitted and how its ranks are started, as two commands in one line."""
+    """How a stage's job would be submitted and its ranks started, as two commands in one line."""
     flags = as_flags(sbatch_options(config, stage))
     ranks = ["srun", *srun_options(config, stage), *python_command(config, stage)]
     return f"{shlex.join(['sbatch', *flags])}; {shlex.join(ranks)}"
@@ -186,7 +186,7 @@ def _mounts(config: Config, cluster: ClusterConfig) -> str:
 
 @dataclass(frozen=True)
 class Listed:
-    """A job of the user that is in the queue, or has just ended."""
+    """A job of the user that is in the queue or has just ended."""
 
     job_id: str
     word: str  # Slurm's word for its state
@@ -195,7 +195,7 @@ class Listed:
 
 
 def listed(max_age: float) -> list[Listed]:
-    """The user's jobs, as squeue listed them at most `max_age` seconds ago for any flow on this host."""
+    """The user's jobs, as listed by squeue at most `max_age` seconds ago for any flow on this host."""
     try:
         path = _shared_list()
         with FileLock(path.with_suffix(".lock"), timeout=2 * COMMAND_SECONDS):
@@ -205,7 +205,7 @@ def listed(max_age: float) -> list[Listed]:
                 write_text(path, text)
     except Timeout as error:
         raise SilentSchedulerError("another flow on this host waits for squeue") from error
-    except OSError:  # such as of a full /tmp: nothing is shared
+    except OSError:  # such as a full /tmp: then nothing is shared
         text = _queue()
     rows = [line.strip().split("|", 3) for line in text.splitlines()]
     return [Listed(*row) for row in rows if len(row) == 4]
@@ -216,7 +216,7 @@ def _queue() -> str:
 
 
 def forget() -> None:
-    """Have the next one who wants the list ask Slurm, because a job is being submitted."""
+    """Invalidate the shared list, because a job is being submitted."""
     with contextlib.suppress(OSError):  # nothing is shared
         _shared_list().unlink(missing_ok=True)
 
@@ -229,16 +229,16 @@ def _shared_list() -> Path:
 def _read(path: Path, max_age: float) -> str | None:
     try:
         age = time.time() - path.stat().st_mtime
-        return path.read_text() if 0 <= age <= max_age else None  # a clock that was set back makes it one of the future
+        return path.read_text() if 0 <= age <= max_age else None  # a clock that was set back puts it in the future
     except FileNotFoundError:
         return None
 
 
 def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[str, str] | None = None) -> str:
-    """The output of a command of Slurm's, by default in a neutral environment; a SilentSchedulerError if it fails."""
+    """The output of a Slurm command, by default in a neutral environment; a SilentSchedulerError if it fails."""
     variables = slurm_environment() if environment is None else environment
     try:
-        # Names of jobs, and what sites add, may be text of any encoding.
+        # Job names and sites' additions may be in any encoding.
         done = subprocess.run(
             command, env=variables, capture_output=True, errors="replace", timeout=seconds, check=False
         )
@@ -250,7 +250,7 @@ def ask(*command: str, seconds: float = COMMAND_SECONDS, environment: Mapping[st
         raise SilentSchedulerError(f"{command[0]} took more than {seconds:g} s") from error
     if done.returncode:
         lines = done.stderr.splitlines()
-        # "allocation failure: ..." is what sbatch --test-only says, beside errors of plugins.
+        # sbatch --test-only says "allocation failure: ...", besides errors of plugins.
         errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[-1:]
         said = "; ".join(line.removeprefix(f"{command[0]}: error: ").strip() for line in errors)
         if not said:

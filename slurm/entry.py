@@ -1,8 +1,8 @@
 """The program that every rank of a job runs: `python -m slurm.entry CONTEXT.json MODULE:FUNCTION`.
 
-A job needs nothing from the flow that submitted it, which may be killed at once. A job that is queued again (after its
-time limit, preemption or the loss of a node) runs this program anew, and the stage resumes from its files. Before it,
-`slurm.trust` has checked whose these files are, and that the code is what was copied.
+A job needs nothing from the flow that submitted it, which may be killed at once. A requeued job (after its time limit,
+preemption or the loss of a node) runs this program again, and the stage resumes from its files. `slurm.trust` has
+checked beforehand who owns these files, and that the code is unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The code that a job runs, and the environment variables of its processes: import paths, threads, devices, networks.
 
-The code is a copy in the run's folder, so that editing sources does not change a job that waits.
+The code is a copy in the run's folder, so that editing sources does not affect queued jobs.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "NUMBA_CACHE_DIR": "numba",
 }
-"""The variables that say where compiled code is kept, and the names of their folders in `cluster.cache_dir`."""
-PACKAGES = ("flows", "tasks", "slurm", "specrl")  # what a run needs to go on; they lie in one folder, as in a checkout
+"""The variables for the location of compiled code, and the names of their folders in `cluster.cache_dir`."""
+PACKAGES = ("flows", "tasks", "slurm", "specrl")  # what a run needs to continue; in one folder, as in a checkout
 ROOT = Path(__file__).parents[1]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 WAITING = {"GOMP_SPINCOUNT": "1000"}
-"""By default OpenMP's threads spin for long while they wait for one another, and where another process has one of the
-cores, every product waits for the scheduler. Where none has, a short spin is as good."""
+"""By default, waiting OpenMP threads spin for long; if another process uses one of the cores, every matrix product then
+waits for the scheduler. On idle cores, a short spin is as good."""
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
-"""The variables by which NVIDIA's libraries, and Triton's kernels, multiply float32 numbers in float32 and not in TF32,
-which keeps 10 bits of each factor's fraction. Transformer Engine and vLLM's attention would choose TF32."""
+"""The variables that make NVIDIA's libraries and Triton kernels multiply float32 numbers in float32 rather than TF32,
+which keeps only 10 mantissa bits. Transformer Engine and vLLM's attention would choose TF32."""
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""The variables of ranks on one machine, which communicate over the loopback interface, whatever the host is called."""
-OF_JOBS = (*SLURMS, "SLURMD_", "SUBMITIT_", "PREFECT_")  # how the variables of a job and of a flow begin
+"""The variables of ranks on one machine, which communicate over the loopback interface whatever the host's name."""
+OF_JOBS = (*SLURMS, "SLURMD_", "SUBMITIT_", "PREFECT_")  # prefixes of the variables of jobs and flows
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MOST_BYTES = 2**20
 
 
 def present_code() -> str:
-    """The digest of the sources that this process imports, by which a snapshot of them is called."""
+    """The digest of the sources that this process imports, which names their snapshot."""
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
     return sources_digest(ROOT, (str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts))
 
 
 def snapshot_code(run_dir: Path) -> Path:
-    """Copy the packages to `run_dir/code/DIGEST`, unless they are there, for the flow that holds the run."""
+    """Copy the packages to `run_dir/code/DIGEST`, unless they exist, for the flow that holds the run."""
     target = run_dir / CODE_DIR / present_code()
     with contextlib.suppress(DistrustError):
         check_code(target, target.name)
@@ -66,9 +66,9 @@ def snapshot_code(run_dir: Path) -> Path:
     try:
         for package in PACKAGES:
             shutil.copytree(ROOT / package, temporary / package, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in temporary.rglob("*"):  # a copy has the mode of its source, which a group may be able to write
+        for path in temporary.rglob("*"):  # a copy keeps the mode of its source, which may be group-writable
             path.chmod(path.stat().st_mode & ~0o022)
-        shutil.rmtree(target, ignore_errors=True)  # what is there has been changed, or is cut short
+        shutil.rmtree(target, ignore_errors=True)  # the existing copy was changed or is truncated
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -78,28 +78,28 @@ def snapshot_code(run_dir: Path) -> Path:
 def job_environment(code: Path, config: Config | None = None) -> dict[str, str]:
     """The variables that a job's processes need before Python starts, which then imports `code` before anything else.
 
-    Where the configuration names functions of the user's own, the folder of the submission comes last on the path.
-    Without such functions it is not there, since others may be able to write to it.
+    If the configuration names the user's own functions, the submission's folder comes last on the path. Otherwise it is
+    left out, because others may be able to write to it.
     """
     own = str(Path.cwd()) if config is not None and config.import_paths else ""
     places = [str(code), os.environ.get("PYTHONPATH", ""), own]
     return {
         "PYTHONPATH": os.pathsep.join(place for place in places if place),
-        "PYTHONSAFEPATH": "1",  # else Python puts the folder of the submission first
-        "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy: its digest is checked
+        "PYTHONSAFEPATH": "1",  # or Python would put the submission's folder first
+        "PYTHONDONTWRITEBYTECODE": "1",  # nothing may be added to the copy, whose digest is checked
         "PYTHONFAULTHANDLER": "1",
         "DO_NOT_TRACK": "true",
     }
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process that a job gets: not those of a job that this is, nor Prefect's password."""
+    """The variables that a job inherits: neither those of this process's own job nor Prefect's password."""
     own = {name for name in os.environ if name.startswith(OF_JOBS) or name in OF_RANKS}
     return {name: value for name, value in os.environ.items() if name not in own or name in OF_CLUSTER}
 
 
 def prepare_rank(request: StageRequest, backend: Backend) -> None:
-    """Set the variables that torch and OpenMP read once, when they are loaded. Call this before importing either."""
+    """Set the variables that torch and OpenMP read only when loaded. Call this before importing either."""
     resources, cluster = request.resources, request.key.cluster
     os.environ.update(read_environment_file(cluster.environment_file))  # first: what follows must stand
     os.environ.update(
@@ -111,13 +111,13 @@ def prepare_rank(request: StageRequest, backend: Backend) -> None:
     if resources.gpus_per_rank and (home := own_cuda_home()) is not None:
         os.environ["CUDA_HOME"] = home
     for name, folder in cache_folders(cluster.cache_dir).items():
-        os.environ.setdefault(name, folder)  # the site's or the user's own choice stands
+        os.environ.setdefault(name, folder)  # the site's or the user's choice has precedence
 
 
 def device_variables(resources: Resources, visible: str | None) -> dict[str, str]:
-    """The variables that give a rank its GPU, of those that are `visible` (CUDA_VISIBLE_DEVICES).
+    """The variables that give a rank its GPU among the `visible` ones (CUDA_VISIBLE_DEVICES).
 
-    A rank that sees all GPUs of its node takes the one of its LOCAL_RANK. Where the scheduler binds GPUs to tasks, each
+    A rank that sees all GPUs of its node takes the one numbered LOCAL_RANK. If the scheduler binds GPUs to tasks, each
     rank sees only its own, which is number 0 for torch and vLLM; anything else is a ValueError.
     """
     if not resources.gpus_per_rank:
@@ -137,12 +137,12 @@ def device_variables(resources: Resources, visible: str | None) -> dict[str, str
 
 
 def arithmetic_variables(resources: Resources, dtype: str) -> dict[str, str]:
-    """The variables that keep products on a GPU in the type that is asked for, `model.dtype`."""
+    """The variables that make GPUs compute matrix products in the requested type, `model.dtype`."""
     return FULL_FLOAT32 if resources.gpus_per_rank and dtype == "float32" else {}
 
 
 def cache_folders(place: str | None) -> dict[str, str]:
-    """The variables that say where compiled code is kept: below `place`, or in a folder of the node's own."""
+    """The variables for the location of compiled code: below `place`, or in a node-local folder."""
     root = node_folder()
     if place:
         expanded = os.path.expandvars(place)
@@ -161,10 +161,10 @@ def log_path(folder: Path, job_id: str, rank: int) -> Path:
 
 
 def read_environment_file(path: Path | None) -> dict[str, str]:
-    """The variables that a file of `NAME=VALUE` lines sets, if there is one.
+    """Read the variables in a file of `NAME=VALUE` lines, if there is one.
 
-    Blank lines and those that begin with # set none.
-    A value is the rest of its line as it stands there: nothing is expanded, and quotes belong to it. No error shows it.
+    Blank lines and those that begin with # are ignored.
+    A value is the literal rest of its line: nothing is expanded, and quotes belong to it. No error message reveals it.
     """
     variables: dict[str, str] = {}
     if path is None:
@@ -182,9 +182,9 @@ def read_environment_file(path: Path | None) -> dict[str, str]:
 
 def _private_text(path: Path) -> str:
     try:
-        # With O_NONBLOCK, nobody waits for the other end of a pipe.
+        # O_NONBLOCK, so as not to wait for the other end of a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            _check_private(path, os.fstat(file.fileno()))  # of the open file: one that takes its place is not read
+            _check_private(path, os.fstat(file.fileno()))  # of the open file, which cannot be replaced
             return file.read(MOST_BYTES).decode()
     except OSError as error:
         raise _refusal(path, f" cannot be read on {os.uname().nodename}: {error.strerror}") from error

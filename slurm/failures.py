@@ -1,4 +1,4 @@
-"""The errors that ranks leave behind, and the line that explains why a job failed."""
+"""The errors that ranks record, and the line that explains why a job failed."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from specrl.context import StageContext
 from specrl.lifetime.segments import read_segments
 from specrl.processes import end_of, last_line
 
-MAX_CHARACTERS = 600  # the most characters of an error that its line repeats; the log has all of them
-ROOM_BYTES = 2**20  # what a disk must take that is not called full
+MAX_CHARACTERS = 600  # characters of an error that its line repeats; the log has all
+ROOM_BYTES = 2**20  # bytes that a disk must accept so as not to count as full
 OF_ENDS = (
     r"srun: (?:launch/slurm|error: \S+: tasks? \d|error: Timed out|Job step|Force)|slurmstepd\S*: error: \*\*\*"
     "|Try .srun --help"
 )
-"""What srun writes after the words that say why a rank ended."""
+"""What srun writes after the reason why a rank ended."""
 OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? \S+: Out Of Memory$|\boom[-_]kill event", re.MULTILINE)
 """What the log of a job says whose ranks the kernel has ended for want of memory: mostly, its state is just FAILED."""
-QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in a log of a job that Slurm has then begun anew
+QUEUED_AGAIN = "DUE TO JOB REQUEUE"  # the last words in the log of a job that Slurm restarted
 LOG_BYTES = 2**20  # of the end of a job's log, where Slurm's words about its ranks stand
 OF_RANK = re.compile(r"^\[rank\d+\]: ")  # torch begins the lines of a traceback with it where ranks have met
 LOG_RANK = re.compile(r"_(\d+)_log\.out$")
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave the error that a rank of the job with this folder raised."""
+    """Record the error that a rank of the job with this folder raised."""
     trace = "".join(traceback.format_exception(error))
     passes, full = is_passing(error), _full(error, folder.parents[1])
     known = {"time": time.time(), "trace": trace, "passes": passes, "follows": passes or is_of_connection(error)}
@@ -45,18 +45,18 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def clear_error(folder: Path, rank: int) -> None:
-    """Remove the error that the rank left in an earlier job."""
+    """Remove the error that the rank recorded in an earlier job."""
     _error_path(folder, rank).unlink(missing_ok=True)
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Whether an error says that another rank does not answer any more, and so follows from something else."""
+    """Whether an error only says that another rank stopped answering, and so is a consequence of another failure."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in names or "gloo/transport" in str(error)  # torch is not imported here
 
 
 def is_of_port(error: BaseException) -> bool:
-    """Whether an error says that another process listens on the port of this job's ranks."""
+    """Whether an error says that another process uses the port of this job's ranks."""
     return any(words in str(error) for words in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
@@ -66,12 +66,12 @@ def lacked_memory(log: Path) -> bool:
 
 
 def has_cause(folder: Path, ranks: int) -> bool:
-    """Whether a rank left an error for which neither another rank nor a file system is answerable."""
+    """Whether a rank recorded an error caused by neither another rank nor a file system."""
     return any(not error["follows"] for _, error in _errors(folder, ranks))
 
 
 def first_error(folder: Path, ranks: int) -> Failure | None:
-    """The earliest error that a rank left, or None; those of lost connections follow from others."""
+    """The earliest error recorded by a rank, or None; lost connections are consequences of other errors."""
     found = min(_errors(folder, ranks), key=lambda item: (item[1]["follows"], item[1]["time"]), default=None)
     if found is None:
         return None
@@ -91,7 +91,7 @@ def _error_path(folder: Path, rank: int) -> Path:
 
 
 def telling_logs(folder: Path) -> list[Path]:
-    """The logs of all jobs with this folder, of hundreds of ranks those of the first, the last and the failed ones."""
+    """The logs of all jobs with this folder; of hundreds of ranks, only those of the first, last and failed ones."""
     logs = {path: int(found[1]) for path in folder.glob("*.out") if (found := LOG_RANK.search(path.name))}
     failed = {int(path.stem.partition("-")[2]) for path in folder.glob("error-*.json")}
     telling = {0, max(logs.values(), default=0), *failed}
@@ -101,9 +101,9 @@ def telling_logs(folder: Path) -> list[Path]:
 def explain(job: Job, context: StageContext, state: State) -> str:
     """One line of the form `STAGE failed (BACKEND job ID, STATE): ERROR; log: PATH`.
 
-    The error is the reason why the stage was given up, or else the exception of the rank that failed first. If that
-    rank raised none (because it was killed, or ran out of memory or time), it is the limit that was reached, or that
-    the disk is full, or else the last line of that rank's log.
+    The error is why the stage was given up, or else the exception of the rank that failed first. If that rank raised
+    none (because it was killed, or ran out of memory or time), it is the exceeded limit, a full disk, or else the last
+    line of that rank's log.
     """
     failure = job.failure(context.config.resources_of(context.stage).ranks)
     log = job.log(failure.rank)
@@ -125,7 +125,7 @@ def explain(job: Job, context: StageContext, state: State) -> str:
 
 
 def last_error(trace: str) -> str:
-    """The exception of a traceback, which follows its last indented line, in one line."""
+    """The exception of a traceback in one line: it follows the last indented line."""
     lines = [OF_RANK.sub("", line) for line in trace.rstrip().splitlines()]
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith((" ", "\t"))), default=0)
     return " ".join(line.strip() for line in (lines[begin:] or lines[-1:]))[:MAX_CHARACTERS]
@@ -150,7 +150,7 @@ def _limit(context: StageContext, state: State) -> str:
 
 
 def _full_disk(run_dir: Path) -> str:
-    """Say so where the run's folder takes no more: by writing, as free space tells nothing of a quota."""
+    """Report a full disk of the run's folder, by writing, because free space does not reveal a quota."""
     try:
         with tempfile.TemporaryFile(dir=run_dir) as file:
             file.write(bytes(ROOM_BYTES))
@@ -163,7 +163,7 @@ def _full_disk(run_dir: Path) -> str:
 
 
 def _full(error: BaseException, run_dir: Path) -> str:
-    """What is the matter with a file system that took no more, and what to do; empty for any other error."""
+    """Why a file system has no room, and what to do; empty for any other error."""
     full = lack_of_room(error)
     remedy = "raise that limit" if isinstance(error, OSError) and error.errno == errno.EFBIG else "make room"
     return full and f"{full}: {remedy}, and go on with specrl resume {run_dir.name}"

@@ -1,8 +1,8 @@
 """Jobs on this machine, started by a controller that outlives the flow.
 
-`python -m slurm.local CONTEXT ENTRY CODE` is the controller: a process in a session of its own that starts and watches
-the ranks. While it lives, it holds a lock beside its record; the kernel releases the lock however the process dies. On
-one machine, a stage's job is running if and only if that lock is held, since process ids repeat.
+`python -m slurm.local CONTEXT ENTRY CODE` is the controller: a process in its own session that starts and watches the
+ranks. While it lives, it holds a lock beside its record, which the kernel releases however the process dies. On one
+machine, a stage's job is running if and only if that lock is held; process ids would not do, because they are reused.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from specrl.context import StageContext
 from specrl.lifetime.segments import Reason, Segment, begin_segment, end_segment, last_recorded_step, read_segments
 from specrl.processes import end_with_parent, interrupts_held, is_locked, last_line, port_of, start_ticks
 
-KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # the exit codes of ranks that a signal ended
+KILLED = (*(-number for number in KILLING), 128 + PREEMPTION_SIGNAL)  # exit codes of ranks ended by a signal
 JOB_ID, END_AT = "SPECRL_JOB_ID", "SPECRL_END_AT"  # the controller's process, and when (Unix time) it ends the ranks
-FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice that one has failed, and say so in their logs
-INTERRUPT_SECONDS = 1  # how long ranks that are interrupted have until they are killed
-LOCK_SECONDS = 3  # a flow that looks whether the lock is taken holds it for an instant
-RECORD_SECONDS = 60  # the longest time that a controller may take to write its record, once it holds its lock
-START_SECONDS = 300  # the longest time that the user's set-up lines and the start of a controller may take
+FAILURE_GRACE_SECONDS = 5  # for the other ranks to notice and log that one has failed
+INTERRUPT_SECONDS = 1  # for interrupted ranks to end before they are killed
+LOCK_SECONDS = 3  # a flow that tests the lock holds it for an instant
+RECORD_SECONDS = 60  # for a controller to write its record once it holds its lock
+START_SECONDS = 300  # for the user's set-up lines and the start of a controller
 CONTROLLER_LOG = "controller.log"  # the file in a job's folder to which its controller prints
-CANCEL_SECONDS = 8  # how long a job that was interrupted may take to end before it is killed
+CANCEL_SECONDS = 8  # for an interrupted job to end before it is killed
 
 
 class Controller:
-    """Starts the ranks, ends all of them when one fails, and starts them again where the stage is to go on, as a
-    scheduler would queue its job again."""
+    """Starts the ranks, ends all when one fails, and restarts them if the stage should continue, as a scheduler would
+    requeue its job."""
 
     def __init__(self, request: StageRequest) -> None:
         self.request, self.stage_dir = request, request.context.stage_dir
@@ -53,7 +53,7 @@ class Controller:
         signal.signal(signal.SIGTERM, lambda number, frame: self._send(number))
 
     def run(self) -> None:
-        """Run the ranks, and run them again for as long as the stage is to go on."""
+        """Run the ranks, and restart them as long as the stage should continue."""
         for attempt in count():
             begun = len(read_segments(self.stage_dir))
             try:
@@ -69,7 +69,7 @@ class Controller:
         shared = {
             "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port_of(f"{job_id}-{attempt}")),
             "WORLD_SIZE": str(resources.ranks),
-            "LOCAL_WORLD_SIZE": str(resources.ranks),  # this machine stands for all nodes
+            "LOCAL_WORLD_SIZE": str(resources.ranks),  # this machine acts as all nodes
             ATTEMPT: str(attempt),
             JOB_ID: job_id,
             END_AT: str(time.time() + 60 * resources.minutes),
@@ -82,7 +82,7 @@ class Controller:
                 self.ranks.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
 
     def _wait(self) -> None:
-        """Wait until all ranks have ended or are to be ended."""
+        """Wait until all ranks have ended or must be ended."""
         self.timed_out = False
         limit = time.monotonic() + 60 * self.request.resources.minutes
         warn_at: float | None = limit - warning_seconds(self.request.resources)
@@ -93,7 +93,7 @@ class Controller:
             if None not in self.exit_codes or now > give_up_at:
                 self.timed_out = None in self.exit_codes and now > limit
                 return
-            if any(self.exit_codes):  # one failed, or left to be started anew
+            if any(self.exit_codes):  # one failed, or left to be restarted
                 give_up_at = min(give_up_at, now + FAILURE_GRACE_SECONDS)
             if warn_at is not None and now > warn_at:
                 warn_at = None
@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
 
 
 def lock_path(record_path: Path) -> Path:
-    """The file that the controller of a job holds locked."""
+    """The file that a job's controller keeps locked."""
     return record_path.with_suffix(".lock")
 
 
@@ -156,7 +156,7 @@ def outcome_path(folder: Path, job_id: str) -> Path:
 
 
 class LocalJob:
-    """A controller process and its ranks. It is found again through the record that the controller writes."""
+    """A controller process and its ranks, found again through the controller's record."""
 
     backend = "local"
     ask_seconds = 0.5
@@ -213,7 +213,7 @@ def _how_it_ended(rank: int, code: int) -> str:
 
 
 class LocalBackend:
-    """The backend for this machine. A job is a controller process, in a session of its own, that starts the ranks."""
+    """The backend for this machine. A job is a controller process in its own session, which starts the ranks."""
 
     name = "local"
 
@@ -240,29 +240,29 @@ class LocalBackend:
 
     def submit(self, request: StageRequest, environment: dict[str, str]) -> LocalJob | None:
         devices = visible_devices(request)
-        with contextlib.ExitStack() as unless_known:  # without a record, nobody who cancels the run would find the job
+        with contextlib.ExitStack() as unless_known:  # without a record, cancelling the run would not find the job
             with interrupts_held():
                 controller = _start(request, {**inherited(), **environment, "CUDA_VISIBLE_DEVICES": devices})
-                unless_known.callback(_kill, controller.pid)  # an interrupt that was held comes as the block ends
+                unless_known.callback(_kill, controller.pid)  # a deferred interrupt is raised when the block ends
             job = self._wait_for(controller, request)
             unless_known.pop_all()
         return job
 
     def rank_environment(self, request: StageRequest) -> dict[str, str]:
-        end_with_parent(int(os.environ[JOB_ID]))  # whose lock alone says that the job is running
+        end_with_parent(int(os.environ[JOB_ID]))  # only its lock tells that the job is running
         return LOOPBACK  # the controller has set the rest
 
     def place(self, request: StageRequest) -> JobPlace:
         return JobPlace(os.environ[JOB_ID], float(os.environ[END_AT]))
 
     def requeue(self, request: StageRequest) -> None:
-        """Do nothing: the controller reads in the stage's segments whether it goes on."""
+        """Do nothing: the controller reads from the stage's segments whether to continue."""
 
     def why_ended(self, segment: Segment) -> Reason:
-        return "killed"  # with its controller, which would have said anything else
+        return "killed"  # along with its controller, which would have recorded any other reason
 
     def _wait_for(self, controller: subprocess.Popen[bytes], request: StageRequest) -> LocalJob | None:
-        """Wait for the record of the controller that was just started, or of one that another flow was faster with."""
+        """Wait for the record of the controller just started, or of one that another flow started earlier."""
         key = request.key
         log = key.folder / CONTROLLER_LOG
         deadline = time.monotonic() + START_SECONDS
@@ -288,8 +288,8 @@ def _kill(controller: int) -> None:
 
 
 def _start(request: StageRequest, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start the controller behind the user's set-up lines, in a session of its own, which neither Ctrl-C nor a hang-up
-    nor the end of the flow reaches."""
+    """Start the controller after the user's set-up lines, in its own session, out of reach of Ctrl-C, a hang-up and the
+    end of the flow."""
     arguments = [str(request.key.context_path), request.entry, str(request.code)]
     controller = [sys.executable, *request.checked_python, "-m", "slurm.local", *arguments]
     script = "\n".join(["set -e", *request.context.config.cluster.setup, 'exec "$@"'])
@@ -310,7 +310,7 @@ def visible_devices(request: StageRequest) -> str:
     count = resources.ranks * resources.gpus_per_rank
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not count:
-        return visible  # a flow hands them on to its stages; other ranks hide them themselves
+        return visible  # a flow passes them on to its stages; other ranks select theirs themselves
     devices = [device for device in visible.split(",") if device] or [str(number) for number in range(count)]
     if len(devices) < count:
         raise JobError(f"the job asks for {count} GPUs, and CUDA_VISIBLE_DEVICES = {visible} names {len(devices)}")

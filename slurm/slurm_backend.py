@@ -46,20 +46,20 @@ PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 PENDING |= {"POWER_UP_NODE"}
 RUNNING = {"RUNNING", "COMPLETING", "EXPEDITING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
 GOES_ON = {"RUNNING", "SIGNALING"}
-"""The states that squeue gives for a job that is not ending yet. A job is SIGNALING until Slurm knows that a signal,
-such as the warning of a preemption, has arrived, and a rank may ask before that."""
+"""The states in squeue of a job that is not ending yet. A job is SIGNALING until Slurm knows that a signal, such as a
+preemption warning, has arrived, and a rank may ask before that."""
 UNKNOWN = "no longer in the queue"
 SUCCEEDED = {"COMPLETED", UNKNOWN}
 FAILED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 FAILED |= {"RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
-"""The words for jobs that have ended. One that stands nowhere here, as a later Slurm may have, says nothing."""
+"""The states of ended jobs. Unlisted states, perhaps of a later Slurm, are inconclusive."""
 NEVER = {
     "DependencyNeverSatisfied": "a job that it depends on has not ended as asked",
     r"(?:Assoc|QOS)Max\w+Per(?:Job|Node)(?:Limit)?": "it asks for more than a job of its account or QOS may have",
     r"QOSMin\w+": "it asks for less than a job of its QOS must have",
     "PartitionTimeLimit": "resources.minutes is more than its partition allows",
 }
-"""The reasons for which a job waits without end. Others may pass, as when somebody releases the job."""
+"""The reasons why a job waits for ever. Others may pass, for instance when somebody releases the job."""
 REASONS: dict[str, Reason] = {
     "TIMEOUT": "walltime",
     "CANCELLED": "cancelled",
@@ -70,7 +70,7 @@ REASONS: dict[str, Reason] = {
     "DEADLINE": "failed",
     "OUT_OF_MEMORY": "out of memory",
 }
-SUBMIT_SECONDS = 120  # how long sbatch may take, which itself tries again where Slurm is busy
+SUBMIT_SECONDS = 120  # for sbatch, which itself retries while Slurm is busy
 TRANSIENT = (
     "Socket timed out",
     "Unable to contact slurm controller",
@@ -94,7 +94,7 @@ TRANSIENT = (
     f"took more than {SUBMIT_SECONDS} s",
     WORDLESS,
 )
-"""The words of sbatch when Slurm did not answer: the job may have been queued all the same."""
+"""Messages of sbatch when Slurm did not answer: the job may still have been queued."""
 FULL = "SubmitJob"  # in all of Slurm's reasons about the number of queued jobs, as QOSMaxSubmitJobPerUserLimit
 MEMORY = ("mem", *sorted(MEMORY_OPTIONS))
 CHOSEN = ("account", "partition", "qos")  # of these, a refusal says so too if they are not given
@@ -105,18 +105,18 @@ NAMED |= {"nodes": r"node (config|count)|\bnodes\b", "gpus-per-node": r"\bgres\b
 NAMED |= {"constraint": "feature|node config", "reservation": "reservation"}
 NAMED |= {"licenses": "license", "nodelist": "node name", "tmp": "temporary disk"}
 """The options that are repeated where sbatch speaks of them, and the words by which it does."""
-OVER = ("Invalid job id", "already completing or completed")  # the words of scancel about a job that has ended
+OVER = ("Invalid job id", "already completing or completed")  # the message of scancel for a job that has ended
 SRUN_ERROR = re.compile(r"^srun: error: \S+: tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-KILLED = {signal.strsignal(number) for number in KILLING}  # the words of srun for a rank that a signal ended
+KILLED = {signal.strsignal(number) for number in KILLING}  # the message of srun for a rank ended by a signal
 SUBMITTED = (re.compile(r"Submitted batch job (\d+)"), re.compile(r"^\s*(\d+)(?:;\S+)?\s*$", re.MULTILINE))
-"""What sbatch prints, and what with --parsable, as a wrapper of a site may have it, which prints other lines, too."""
+"""The output of sbatch, without and with --parsable, which a site's wrapper may add along with other lines."""
 STARTS_AT = re.compile(r" to start at (\d+) ")
 NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 NO_SUCH_NODES = ("node configuration", "Invalid node name")
-"""What sbatch says where a partition has not enough nodes that fit, and where a node is no longer there."""
-NODE_SECONDS = 24 * 3600  # how long a node that has failed is left out
-RANK_COMMAND_SECONDS = 5  # how long a command may take for a rank, whose job may be about to end
-ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster: its nodes are this machine, and have no addresses
+"""The messages of sbatch for a partition with too few suitable nodes, and for a node that no longer exists."""
+NODE_SECONDS = 24 * 3600  # for which a failed node is excluded
+RANK_COMMAND_SECONDS = 5  # for a rank's command, since its job may be about to end
+ONE_HOST = "SPECRL_ONE_HOST"  # set by the development cluster, whose nodes are this machine and have no addresses
 
 
 class SlurmJob:
@@ -127,7 +127,7 @@ class SlurmJob:
         self._answered_at = float("-inf")
 
     def state(self) -> State:
-        # The list of the user's jobs may be as old as the last answer to this call, or `ask_seconds`.
+        # The list of jobs may be as old as the last answer to this call, or `ask_seconds`.
         jobs = listed(min(self.ask_seconds, time.monotonic() - self._answered_at))
         self._answered_at = time.monotonic()
         found = next((job for job in jobs if job.job_id == self.job_id), None)
@@ -166,11 +166,11 @@ class SlurmJob:
 
     def _why_never(self, reason: str) -> str:
         if reason == "PartitionTimeLimit" and "," in ask("squeue", "-h", "-j", self.job_id, "-o", "%P"):
-            return ""  # it is that of one partition, and another may take the job
+            return ""  # the reason of one partition; another may accept the job
         return next((words for pattern, words in NEVER.items() if re.fullmatch(pattern, reason)), "")
 
     def _asked_alone(self) -> tuple[str, str]:
-        """Ask for a job that was submitted after the list was made, is somebody else's, or has long ended."""
+        """Query a job that was submitted after the list was made, is somebody else's, or ended long ago."""
         try:
             answer = ask("squeue", "-h", "-t", "all", "-j", self.job_id, "-o", "%T %r").strip()
         except SilentSchedulerError as error:
@@ -197,7 +197,7 @@ class SlurmBackend:
         return describe(config, stage) + _expected_start(config, stage)
 
     def find(self, key: JobKey) -> SlurmJob | None:
-        # Slurm lists a job from the moment it accepts it until the last rank has gone.
+        # Slurm lists a job from its acceptance until the last rank has gone.
         jobs = [job for job in listed(PRESENT_SECONDS) if job.name == key.job_name]
         ids = [job.job_id for job in jobs if job.word not in SUCCEEDED | FAILED]
         if not ids:
@@ -219,7 +219,7 @@ class SlurmBackend:
         attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
         own = {
             "MASTER_ADDR": ranks.master_addr,
-            # Each attempt to run this job has another port: the last one may have been taken.
+            # Each attempt of this job uses another port, because the last one may have been taken.
             "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port_of(f"{job.job_id}-{int(attempt)}")),
             "RANK": str(ranks.rank),
             "WORLD_SIZE": str(ranks.world_size),
@@ -255,7 +255,7 @@ class SlurmBackend:
             logger.warning("the job's script has to queue it again: %s", error)
 
     def why_ended(self, segment: Segment) -> Reason:
-        # Accounting has a line for each time that the job ran, and the present one comes last.
+        # Accounting has a line for each attempt of the job, the current one last.
         words = _accounted(segment.job_id, "-D", seconds=RANK_COMMAND_SECONDS)
         ended = [word for word in words if word in SUCCEEDED | FAILED | {"REQUEUED"}]
         if ended:
@@ -269,11 +269,11 @@ def interface_variables(interface: str) -> dict[str, str]:
 
 
 def interface_towards(host: str) -> str:
-    """The network interface from which this machine's packets to a host leave; a ValueError where none does."""
+    """The network interface that routes to a host; a ValueError if none does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: the kernel chooses the route, and with it this end's address
+            probe.connect(address)  # sends nothing: the kernel chooses the route and so the local address
             own = probe.getsockname()[0].partition("%")[0]
     except OSError as error:
         raise ValueError(f"no network interface leads to {host} ({error}); name one: cluster.interface") from error
@@ -294,7 +294,7 @@ def _expected_start(config: Config, stage: StageName) -> str:
 
 
 def _fits(request: StageRequest, without: list[str]) -> bool:
-    """Whether there are nodes enough without these. Slurm's accounting would keep a job that it refuses."""
+    """Whether enough nodes exist without these. A refused job would stay in Slurm's accounting."""
     options = sbatch_options(request.context.config, request.context.stage, without)
     try:
         ask("sbatch", "--test-only", *as_flags(options), "--wrap=true")
@@ -328,7 +328,7 @@ def _sbatch(request: StageRequest, environment: dict[str, str], without: list[st
 
 
 def failed_nodes(run_dir: Path) -> dict[str, str]:
-    """The nodes that failed under a job of the run within `NODE_SECONDS`, and how."""
+    """The nodes that failed during a job of the run within `NODE_SECONDS`, and how."""
     found: dict[str, str] = {}
     for stage_dir in sorted((run_dir / "stages").glob("*")):
         for segment in read_segments(stage_dir):
@@ -339,7 +339,7 @@ def failed_nodes(run_dir: Path) -> dict[str, str]:
             if segment.reason == "node lost":
                 log = log_path(run_dir / "jobs" / stage_dir.name, segment.job_id, 0)
                 text = log.read_text(errors="replace") if log.exists() else ""
-                # A job without srun's words has lost the node that srun itself was on.
+                # Without a message of srun, the job has lost the node of srun itself.
                 found |= dict.fromkeys(NODE_FAILURE.findall(text) or filter(None, [segment.host]), "it was lost")
     return found
 

@@ -1,8 +1,8 @@
-"""Find a stage's job or submit one, so that a stage has one job, whatever happens to the flows that submit it.
+"""Find a stage's job or submit one, so that a stage has one job whatever happens to the submitting flows.
 
-A stage is finished when its `result.json` exists. Otherwise its job is looked for (on Slurm by its name in the queue,
-on this machine by the lock that its controller holds), and a new one is submitted only if there is none. The name and
-the lock exist from the moment the job does, so there is no instant at which killing the flow leads to a second job.
+A stage is finished if its `result.json` exists. Otherwise its job is looked for (on Slurm by its name in the queue, on
+this machine by its controller's lock), and a new one is submitted only if there is none. Name and lock exist as soon as
+the job does, so at no instant can killing the flow lead to a second job.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from specrl.context import StageContext
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 600  # how long a scheduler (that restarts or is overloaded) may be silent before the flow gives up
+SILENCE_SECONDS = 600  # for a silent scheduler (restarting or overloaded) before the flow gives up
 UNCERTAIN_SECONDS, FULL_SECONDS = 30, 60
-"""The pause after a submission that was not answered, until Slurm is sure to list its job, and after one for which the
-queue had no room."""
-RETRY_SECONDS = 5  # the pause before a scheduler that did not answer is asked again
+"""The pauses after an unanswered submission, until Slurm is sure to list its job, and after one that found the queue
+full."""
+RETRY_SECONDS = 5  # before a silent scheduler is asked again
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (LocalBackend(), SlurmBackend())}
-"""The backends by name. This is the only place that lists them."""
+"""The backends by name, listed only here."""
 
 
 def attach_or_submit(context: StageContext, entry: str, code: Path, **variables: str) -> Job | None:
-    """The one job of a stage: the one that is pending or running, or else a new one; None if the stage has finished.
+    """The one job of a stage: the pending or running one, or else a new one; None if the stage has finished.
 
-    `StageRequest` describes the arguments; `variables` are those of the environment that only this job is to have.
+    `StageRequest` describes the arguments; `variables` are environment variables for this job only.
     """
     request, begun = StageRequest(context, entry, code), time.monotonic()
     while True:
@@ -63,12 +63,12 @@ def attach_or_submit(context: StageContext, entry: str, code: Path, **variables:
         except (SilentSchedulerError, OSError) as error:
             if isinstance(error, OSError) and not is_passing(error):
                 raise
-            # The job may be queued all the same: it is looked for first.
+            # The job may have been queued nevertheless: look for it first.
             _wait_after(error, request, time.monotonic() - begun)
 
 
 def _named(key: JobKey, job: Job | None) -> Job | None:
-    """The job, which the run's folder names from now on; the controller of a local one has done that itself."""
+    """Record the job in the run's folder; a local job's controller has already done so."""
     record = Record.read(key.record_path)
     if job is not None and (record is None or record.job_id != job.job_id):
         Record(job.backend, job.job_id, None, "").write(key.record_path)
@@ -76,7 +76,7 @@ def _named(key: JobKey, job: Job | None) -> Job | None:
 
 
 def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None:
-    """Wait until a job that could not be submitted for `seconds` so far is looked for, or submitted, again."""
+    """Wait before a job that could not be submitted for `seconds` so far is looked for or submitted again."""
     is_full = isinstance(error, FullQueueError)
     limit = 60 * request.key.cluster.queue_minutes if is_full else SILENCE_SECONDS
     if seconds > limit:
@@ -90,7 +90,7 @@ def _wait_after(error: Exception, request: StageRequest, seconds: float) -> None
 
 
 def find(key: JobKey) -> Job | None:
-    """What `find_now` finds, once the scheduler answers; a SilentSchedulerError only after `SILENCE_SECONDS`."""
+    """`find_now`, retried until the scheduler answers; a SilentSchedulerError after `SILENCE_SECONDS`."""
     deadline = time.monotonic() + SILENCE_SECONDS
     while True:
         try:
@@ -118,19 +118,19 @@ def _backends(key: JobKey) -> list[Backend]:
 
 
 def live_jobs(config: Config) -> dict[str, Job]:
-    """The pending and running jobs of a run by key, those of earlier configurations of the run included."""
+    """The pending and running jobs of a run by key, including those of its earlier configurations."""
     keys = sorted(path.name for path in (config.run_dir / "jobs").glob("*") if path.is_dir())
     found = {key: find(JobKey(config, key)) for key in keys}
     return {key: job for key, job in found.items() if job is not None}
 
 
 def backend_of(cluster: ClusterConfig) -> Backend:
-    """The backend that `cluster.backend` names: one of `BACKENDS`, or a class given as `package.module:Class`."""
+    """The backend named by `cluster.backend`: one of `BACKENDS`, or a class as `package.module:Class`."""
     return BACKENDS.get(cluster.backend) or _imported(cluster.backend)
 
 
 def backends_of(config: Config) -> list[Backend]:
-    """The backends on which the stages of a run take place, each once."""
+    """The distinct backends of a run's stages."""
     backends = [backend_of(config.cluster_of(stage)) for stage in STAGES]
     return list({backend.name: backend for backend in backends}.values())
 

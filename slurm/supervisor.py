@@ -1,9 +1,9 @@
-"""The supervision of a rank by a thread of its own: signals, the time left, `specrl stop`, and signs of life.
+"""A thread that supervises a rank: signals, remaining time, `specrl stop`, and heartbeats.
 
-A signal interrupts no collective: Python runs its handlers in the main thread, between two of its instructions, which
-may be minutes away. So the handlers here do nothing, and the thread reads from a socket which signals have come. It has
-the loop leave at the next boundary of steps or, where there is none in time, ends the job itself, so that being queued
-again never depends on the main thread.
+A signal interrupts no collective: Python runs handlers in the main thread between two instructions, which may be
+minutes apart. So the handlers here do nothing, and the thread reads from a socket which signals have arrived. It makes
+the loop leave at the next step boundary or, if none comes in time, ends the job itself, so that requeueing never
+depends on the main thread.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ logger = logging.getLogger(__name__)
 
 WALLTIME_SIGNAL, PREEMPTION_SIGNAL = signal.SIGUSR2, signal.SIGTERM
 KILLING = (signal.SIGKILL, signal.SIGABRT, WALLTIME_SIGNAL, PREEMPTION_SIGNAL)
-"""The signals that end a rank, and not its stage. NCCL aborts a process whose peers are gone, and a rank hears the two
-last ones only once it has been set up."""
-WARNING_SECONDS = 90  # before its time limit a job is warned by a signal, where the limit allows that
-EXIT_SECONDS = 10  # how many seconds before its end a job is left at the latest, so that it can be queued again
-GRACE_SECONDS = 20  # how many seconds a job is taken to have left after a signal, where the scheduler does not say
-CAUSE_SECONDS = 2  # for a rank that has lost the connection to another one to see that one's error
+"""The signals that end a rank but not its stage. NCCL aborts a process whose peers are gone; a rank listens to the last
+two only after its setup."""
+WARNING_SECONDS = 90  # before its time limit, a job is warned by a signal, if the limit allows
+EXIT_SECONDS = 10  # the latest time before its end to leave a job, so that it can be requeued
+GRACE_SECONDS = 20  # assumed to remain after a signal, if the scheduler does not say
+CAUSE_SECONDS = 2  # for a rank that lost its connection to another to see the other's error
 AGAIN_CODE, STOPPED_CODE = 144, 143
-"""The exit codes of a first rank that leaves a job so that the stage goes on in another one, and because it is stopped
-in the middle of something. They are not 0, which would leave the other ranks waiting."""
-ATTEMPT = "SPECRL_ATTEMPT"  # how many times a backend has started a job of the same id before
+"""The exit codes of a first rank that leaves a job so that another continues the stage, or because it is stopped
+midway. They are not 0, which would leave the other ranks waiting."""
+ATTEMPT = "SPECRL_ATTEMPT"  # how many times the backend has started this job id before
 HANG_FILE = "hang"
 
 
 def warning_seconds(resources: Resources) -> int:
-    """How many seconds before its limit a job is warned: at most a quarter of the limit."""
+    """The seconds before its limit at which a job is warned: at most a quarter of the limit."""
     return min(WARNING_SECONDS, resources.minutes * 15)
 
 
@@ -79,7 +79,7 @@ class Supervisor:
         self.heartbeats = Heartbeats(heartbeats, self.rank, self.world_size)
         self.segment: int | None = None  # the number of this job's segment, on the first rank
         self._end_at: float | None = None
-        self._ask_at = float("inf")  # when the scheduler is asked once more whether the job has been given more time
+        self._ask_at = float("inf")  # when to ask the scheduler again whether the limit was raised
         self._first_step_said = self._stacks_written = False
         self._beat_at, self._looked_at = float("-inf"), time.monotonic()
         self._beat_seconds = min(15.0, 60 * self.cluster.hang_minutes / 20)
@@ -99,7 +99,7 @@ class Supervisor:
         except LeftJobError as left:
             return self._leave(left.stop) if self.rank == 0 else 0
         except Exception as error:
-            with contextlib.suppress(OSError):  # a log that takes no more must not keep the error from the flow
+            with contextlib.suppress(OSError):  # a full log must not hide the error from the flow
                 traceback.print_exc()
             return self._raised(error)
         if self.rank == 0:
@@ -107,9 +107,9 @@ class Supervisor:
         return 0
 
     def _raised(self, error: Exception) -> int:
-        # A connection that is lost says nothing about the stage: another rank raised an error, or was killed, or its
-        # node is gone. In the latter cases the first rank or, where that is the one, the second has the stage go on,
-        # and so it does where a file system fails.
+        # A lost connection says nothing about the stage: another rank raised an error or was killed, or its node is
+        # gone. In the latter cases, and if a file system fails, the first rank (or the second, if the first is lost)
+        # makes the stage continue.
         folder = self.request.key.folder
         write_error(folder, self.rank, error)
         if is_of_connection(error) or is_passing(error):
@@ -156,8 +156,8 @@ class Supervisor:
         return bool(segments) and (segments[-1].job_id, segments[-1].attempt) == (job_id, self.attempt)
 
     def _end_earlier(self, job_id: str) -> str | None:
-        """End the latest segment if its job could not, and return why the stage is given up, where the scheduler has
-        nonetheless queued the job with this id again."""
+        """End the latest segment if its job could not; return why the stage is given up although the scheduler has
+        requeued this job id."""
         segments = read_segments(self.stage_dir)
         if not segments or segments[-1].reason is not None:
             return None
@@ -167,8 +167,8 @@ class Supervisor:
         return ended.gave_up if ended.job_id == job_id else None
 
     def _segment_of_first(self) -> int | None:
-        """The number of this job's segment on another rank, which begins it where the first rank has not; None where
-        the stage is given up. A job whose first rank never comes up would count nowhere, and be queued without end."""
+        """The number of this job's segment on another rank, which begins it if the first rank has not; None if the
+        stage is given up. Otherwise a job whose first rank never starts would not count and be requeued for ever."""
         job_id = self.backend.place(self.request).job_id
         if self._is_begun(job_id):
             return read_segments(self.stage_dir)[-1].number
@@ -183,7 +183,7 @@ class Supervisor:
                 for number in wake_up.recv(4096) if woken else b"":
                     self._told(number)
                 self._look(60 * self.cluster.hang_minutes)
-            except OSError as error:  # a full or silent disk is no reason to stop listening
+            except OSError as error:  # keep listening despite a full or silent disk
                 logger.warning("supervision: %s", error)
 
     def _look(self, hang_seconds: float) -> None:
@@ -195,7 +195,7 @@ class Supervisor:
             self.lifetime.held_up(held_up)
         if now - self._beat_at >= self._beat_seconds:
             self._beat_at = now
-            # This one writes the stacks of a process that no Python thread can run in any more.
+            # faulthandler writes the stacks even if no Python thread can run any more.
             faulthandler.dump_traceback_later(hang_seconds, exit=False)
             self.heartbeats.beat()
             logs.rotate()
@@ -226,7 +226,7 @@ class Supervisor:
             self._exit(life.stop or Stop("walltime", "the time limit of the job is near"))
 
     def _ask_for_more_time(self) -> None:
-        """Move the end where somebody has raised the limit; ask again when half of the time left has passed."""
+        """Move the end if the limit was raised; ask again after half of the remaining time."""
         if self._end_at is None or self.lifetime.leave_by is None:
             return
         end_at = max(self._end_at, self.backend.place(self.request).end_at or 0)
@@ -254,11 +254,11 @@ class Supervisor:
         self._ask_to_leave(stop, _monotonic(end_at) - min(self._exit_seconds(), (end_at - now) / 3))
 
     def _is_for_this_rank(self, place: JobPlace) -> bool:
-        """Whether a SIGTERM is meant for this rank and not for its job.
+        """Whether a SIGTERM is meant only for this rank, not its job.
 
-        A scheduler that preempts a job brings its end forward. Where it has not, srun ends the ranks because one of
-        them has died, and how that one ended says what becomes of the stage; so it does while the scheduler, which has
-        told the end before, gives no answer. A rank with steps leaves all the same.
+        A scheduler that preempts a job brings its end forward. If it has not, or does not answer but has given an end
+        before, srun is ending the ranks because one has died, and how that rank ended decides about the stage. A rank
+        with steps leaves in any case.
         """
         if self.lifetime.has_steps or self._end_at is None:
             return False
@@ -275,7 +275,7 @@ class Supervisor:
         logger.error("%s; ending the job", text)
         self.heartbeats.report_hang(text)
         self._write_stacks()
-        time.sleep(2 * self._beat_seconds + 1)  # the others look for the report whenever they give a sign of life
+        time.sleep(2 * self._beat_seconds + 1)  # the others check for the report at every heartbeat
         record_event(self.stage_dir, "hang", text, self.lifetime.step)
         segments = read_segments(self.stage_dir)
         if node and segments:
@@ -288,13 +288,13 @@ class Supervisor:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
     def _exit(self, stop: Stop) -> NoReturn:
-        os._exit(self._leave(stop) or STOPPED_CODE)  # whatever the main thread does; the job ends with this process
+        os._exit(self._leave(stop) or STOPPED_CODE)  # regardless of the main thread; the job ends with this process
 
     def _leave(self, stop: Stop) -> int:
-        """End the segment, have the job queued again if the stage is to go on, and return this rank's exit code."""
+        """End the segment, requeue the job if the stage should continue, and return this rank's exit code."""
         try:
             again = self._end(stop.reason, stop.text)
-        except OSError as error:  # the disk is full; the next job says how this one ended
+        except OSError as error:  # disk full; the next job records how this one ended
             logger.warning("the end of the job is not recorded: %s", error)
             again = stop.reason in AGAIN
         if again:
@@ -304,7 +304,7 @@ class Supervisor:
 
     def _end(self, reason: Reason, text: str = "") -> bool:
         number = self.segment if self.rank == 0 else self._segment_of_first()
-        if number is None:  # it could not even begin
+        if number is None:  # the segment could not even begin
             return False
         return end_segment(self.stage_dir, number, reason, self.lifetime.last_step, self.cluster, text)
 
@@ -313,19 +313,19 @@ class Supervisor:
 
 
 def _monotonic(unix_time: float) -> float:
-    """The same moment on the clock that is never set, as the node's may be while the job runs."""
+    """Convert a time to the monotonic clock, because the node's clock may be set while the job runs."""
     return time.monotonic() + unix_time - time.time()
 
 
 def _listen() -> socket.socket:
-    """Have signals written to a socket the moment they come, and return the end to read them from."""
+    """Have arriving signals written to a socket at once; return the end from which to read them."""
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
     _kept_open.append(write_end)
     signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
     for number in (WALLTIME_SIGNAL, PREEMPTION_SIGNAL):
         signal.signal(number, lambda number, frame: None)
-    os.register_at_fork(after_in_child=_forget_signals)  # what is forked from this process ends as usual
+    os.register_at_fork(after_in_child=_forget_signals)  # forked processes end as usual
     return read_end
 
 
@@ -339,22 +339,22 @@ def _forget_signals() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once. Everything is written; tearing down an engine would take seconds."""
+    """End this process at once: everything is written, and tearing down an engine would take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def node_name() -> str:
-    """The name of this node, for Slurm where it is Slurm's."""
+    """This node's name; in a Slurm job, Slurm's name for it."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 class Heartbeats:
-    """Writes this rank's heartbeat into a folder of this job alone, and watches those of others.
+    """Writes this rank's heartbeat into this job's own folder, and watches those of others.
 
-    The first rank watches all others, and the second one watches the first. What counts is that a file changes, since
-    the clocks of hosts differ.
+    The first rank watches all others, and the second watches the first. Only changes of files count, because the hosts'
+    clocks differ.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -365,7 +365,7 @@ class Heartbeats:
                     shutil.rmtree(other, ignore_errors=True)
         self._folder, self._rank, self._clock = folder, rank, clock
         self._beats = 0
-        self.silent_node = ""  # the node of the rank that has stopped, where that rank has ever given a sign
+        self.silent_node = ""  # the stopped rank's node, if it ever had a heartbeat
         watched = {0: range(1, world_size), 1: range(1)}.get(rank, range(0))
         self._seen = {other: ("", clock()) for other in watched}
 
@@ -374,11 +374,11 @@ class Heartbeats:
         self._path(self._rank).write_text(f"{self._beats} {node_name()}")
 
     def stopped(self, hang_seconds: float, start_seconds: float) -> str | None:
-        """Say in one line which watched rank is silent for too long (`start_seconds` until its first sign), or None."""
+        """Say in one line which watched rank is silent for too long (`start_seconds` at the start), or None."""
         now = self._clock()
         for rank, (text, since) in self._seen.items():
             found = self._read(rank)
-            if found and found != text:  # a rank whose disk no longer answers stops in the midst of writing: no sign
+            if found and found != text:  # a rank whose disk no longer answers hangs while writing: no heartbeat
                 self._seen[rank] = (found, now)
             elif now - since > (hang_seconds if text else start_seconds):
                 self.silent_node = text.partition(" ")[2]
@@ -386,7 +386,7 @@ class Heartbeats:
         return None
 
     def look_anew(self) -> None:
-        """Count from now on, because this process could not look for a while, and the others may have been held too."""
+        """Restart the count, because this process was held up for a while, and the others may have been too."""
         now = self._clock()
         self._seen = {rank: (text, now) for rank, (text, _) in self._seen.items()}
 
@@ -401,16 +401,16 @@ class Heartbeats:
 
     def _read(self, rank: int) -> str:
         try:
-            return self._path(rank).read_text()  # opening a file makes NFS look again, asking for its times does not
+            return self._path(rank).read_text()  # opening a file makes NFS revalidate it; stat does not
         except FileNotFoundError:
             return ""
 
 
 def check_rank(request: StageRequest) -> None:
-    """Check the GPU of this rank, if its stage has one; a ValueError has a line for each reason to fail later."""
+    """Check this rank's GPU, if its stage has one; a ValueError lists each reason why it would fail later."""
     config, stage = request.context.config, request.context.stage
     if not config.resources_of(stage).gpus_per_rank or not request.entry.startswith("specrl.stages."):
-        return  # what another function needs is not known
+        return  # the needs of other functions are unknown
     found = gpu_checks(gather_facts(use_torch=True), needs_of(config, stage, request.context.device_bytes))
     for check in found:
         if check.status == "warn":
@@ -421,12 +421,12 @@ def check_rank(request: StageRequest) -> None:
 
 
 def line_of(check: Check) -> str:
-    """A finding as one line: what was found, and what mends it."""
+    """A finding as one line, with its fix."""
     return f"{check.name}: {check.found}; {check.fix}" if check.fix else f"{check.name}: {check.found}"
 
 
 def needs_of(config: Config, stage: StageName, planned_bytes: int) -> GpuNeeds:
-    """Say what a stage asks of the GPU of each of its ranks, for which the plan counts so many bytes."""
+    """A stage's requirements on each rank's GPU, given the bytes in the plan."""
     resources = config.resources_of(stage)
     has_engine = stage in ENGINE_STAGES
     return GpuNeeds(

@@ -1,8 +1,8 @@
-"""The rule by which a run's folder is trusted, and the program that applies it in a job before anything else.
+"""The rule for trusting a run's folder, and the program that applies it first in every job.
 
-A job's script holds the text of this file: every rank runs `python -I -c TEXT CODE DIGEST GROUPS -m MODULE ...`, which
-imports nothing from the run's folder, and then becomes `python -m MODULE ...`. So there is nothing in here but the
-standard library.
+A job's script contains the text of this file: every rank runs `python -I -c TEXT CODE DIGEST GROUPS -m MODULE ...`,
+which imports nothing from the run's folder and then becomes `python -m MODULE ...`. Hence only the standard library is
+used here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-DIGEST_LENGTH = 32  # hex digits: whoever wants other files with the same 128 bits cannot make them
+DIGEST_LENGTH = 32  # hex digits: other files with the same 128 bits cannot be constructed
 MOST_LINKS = 40  # how many symbolic links Linux follows on one path
-WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map of a process in no user namespace of a container
+WHOLE_MAP = ["0", "0", "4294967295"]  # /proc/self/uid_map of a process outside user namespaces
 
 
 class DistrustError(Exception):
-    """Somebody else can change what a run executes, or has; the message is one line with what to do."""
+    """Somebody else can change, or has changed, what a run executes; the message is one line with a remedy."""
 
 
 def check_run(run_dir: Path) -> None:
-    """Check that what a run executes and is directed by belongs to its user, who alone can write to it.
+    """Check that everything that a run executes or obeys belongs to its user and is writable only by that user.
 
-    Those are the run's folder and what lies in it, the copies of the code, and the jobs' contexts. Results below
+    This covers the run's folder and its direct contents, the copies of the code, and the jobs' contexts. Results below
     `stages/KEY` are data.
     """
     status = run_dir.stat()
@@ -48,7 +48,7 @@ def check_run(run_dir: Path) -> None:
 def _check_own(path: Path, run_dir: Path) -> None:
     try:
         status = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):  # it has just been replaced, or has never been there
+    except (FileNotFoundError, NotADirectoryError):  # just replaced, or never there
         return
     if status.st_uid != os.geteuid():
         raise DistrustError(
@@ -77,9 +77,9 @@ def _below(folder: Path) -> Iterator[Path]:  # links are not followed
 
 
 def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
-    """Check that nobody but the user, root and trusted groups can put another folder in the place of a run's.
+    """Check that only the user, root and trusted groups can replace a run's folder by another.
 
-    The result is a line for each folder above in which the members of another group could do so.
+    Returns a line for each parent folder in which members of another group could do so.
     """
     owners, notes = _trusted_owners(), []
     for path in _places(run_dir):
@@ -102,7 +102,7 @@ def check_place(run_dir: Path, groups: Collection[int]) -> list[str]:
                 f"note: members of group {name} can write to {path} and put another folder in the place of {run_dir}; "
                 f'cluster.trusted_groups = ["{name}"] says that they are trusted'
             )
-    return list(dict.fromkeys(notes))  # a path may lead through a folder twice
+    return list(dict.fromkeys(notes))  # a path may pass through a folder twice
 
 
 def _places(run_dir: Path) -> list[Path]:
@@ -156,7 +156,7 @@ def _group_name(group: int) -> str:
 
 
 def sources_digest(root: Path, names: Iterable[str]) -> str:
-    """The digest of files by their names below `root` and their contents: the name of a copy of them."""
+    """The digest of files, by names below `root` and contents, which names their copy."""
     total = hashlib.sha256()
     for name in sorted(names):
         with (root / name).open("rb") as file:
@@ -165,7 +165,7 @@ def sources_digest(root: Path, names: Iterable[str]) -> str:
 
 
 def check_code(code: Path, digest: str) -> None:
-    """Check that a folder holds the files with this digest, and nothing else that Python could import."""
+    """Check that a folder contains the files with this digest and nothing else that Python could import."""
     run = code.parents[1].name
     advice = f"continue the run with the present code: specrl resume {run} --new-code"
     if code.is_symlink() or not code.is_dir():
@@ -183,7 +183,7 @@ def check_code(code: Path, digest: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Check a copy of the code, by its digest, and the run's folder, and become `python` with the words that follow."""
+    """Check a copy of the code, by its digest, and the run's folder, then become `python` with the other arguments."""
     code, digest, groups, *command = words
     try:
         check_run(Path(code).parents[1])

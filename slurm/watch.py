@@ -1,4 +1,4 @@
-"""Wait for a job, with a limit on every kind of waiting, and say in one line what went wrong."""
+"""Wait for a job, with a limit on every wait, and say in one line what went wrong."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from specrl.progress import ProgressState, read_progress
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5  # between two looks at a job's files; its scheduler is asked every `job.ask_seconds`
-SOON_SECONDS = 2.0  # between two questions to the scheduler while the job is about to change
+POLL_SECONDS = 0.5  # between checks of a job's files; its scheduler is asked every `job.ask_seconds`
+SOON_SECONDS = 2.0  # between scheduler queries while the job is about to change
 LEAVE_SECONDS = 60  # for the ranks to end after the stage's result is written, before the job is cancelled
 RETURN_SECONDS = 30
-"""How long it may take, once a job has ended, for its result to become visible on a shared file system, and for a
-scheduler that took the job away to queue it again."""
-OVERTIME_MINUTES = 10  # how long the flow waits for the scheduler to end a job whose time is up
-LEAVING_MINUTES = 60  # how long it waits for what is left of a job to end
+"""The limits, after a job's end, for its result to appear on a shared file system, and for a scheduler that took the
+job away to requeue it."""
+OVERTIME_MINUTES = 10  # for the scheduler to end a job whose time is up
+LEAVING_MINUTES = 60  # for the remains of a job to end
 RETURNING: frozenset[Reason | None] = frozenset({"preempted", "node lost"})
-"""The reasons after which a scheduler mostly queues the job again by itself."""
+"""The reasons after which schedulers usually requeue the job themselves."""
 
 OnPoll = Callable[[State, ProgressState | None], None]
 
@@ -42,7 +42,7 @@ OnPoll = Callable[[State, ProgressState | None], None]
 def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], float] = time.monotonic) -> bool:
     """Wait until the stage's result exists and its job has ended (True), or until the stage needs another job (False).
 
-    A JobError names stage, job, error and log; an UnseenError says that the job goes on, but cannot be watched.
+    A JobError names stage, job, error and log; an UnseenError means that the job continues but cannot be watched.
     """
     watch, seen_at = _Watch(job, context, clock), clock()
     while True:
@@ -64,7 +64,7 @@ def wait(job: Job, context: StageContext, on_poll: OnPoll, clock: Callable[[], f
 
 
 def stopped_line(context: StageContext) -> str:
-    """The line about a run that has been stopped before or in this stage."""
+    """The message for a run stopped before or during this stage."""
     segments = read_segments(context.stage_dir)
     step = segments[-1].last_step if segments else None
     where = f"in {context.stage}" if step is None else f"in {context.stage} after step {step}"
@@ -72,28 +72,28 @@ def stopped_line(context: StageContext) -> str:
 
 
 class _Watch:
-    """The state of a job over time, and since when it has been in that state."""
+    """A job's state, and since when it has been in it."""
 
     def __init__(self, job: Job, context: StageContext, clock: Callable[[], float]) -> None:
         self.job, self.context, self.clock = job, context, clock
         self.cluster = context.config.cluster_of(context.stage)
         self.state = State("pending", "SUBMITTED")
-        # The time in which the job is suspended is added to `since`, as its limits do not count it.
+        # Suspended time is added to `since`, because the job's limits do not count it.
         self.since = self.answered_at = clock()
         self.asked_at = float("-inf")
         self.result_at: float | None = None
         self.num_segments = self.num_asked = 0
-        self.was_over = False  # attached to in its last moments: what it ended with is known, and another job follows
+        self.was_over = False  # attached to in its last moments: its outcome is known, and another job follows
 
     def over(self) -> bool:
-        """Look at the job once more, and return whether the stage has finished or needs another job."""
+        """Check the job again; return whether the stage has finished or needs another job."""
         now = self.clock()
         if self.result_at is None and self._has_result():
             self.result_at = now
         self._ask(now)
         if self.result_at is not None:
             if self.state.phase != "ended" and now - self.result_at > LEAVE_SECONDS:
-                said = self._cancel()  # a rank hangs on its way out and would keep the allocation
+                said = self._cancel()  # a rank hangs while exiting and would keep the allocation
                 logger.warning("%s did not end after its result, and %s", self._name(), said)
                 return True
             return self.state.phase == "ended"
@@ -103,8 +103,7 @@ class _Watch:
         return False
 
     def _ended_without_result(self, seconds: float) -> bool:
-        """Whether another job is needed; False while it is not yet certain that this one, which ended so many
-        seconds ago, has ended for good."""
+        """Whether another job is needed; False while this one, which ended so many seconds ago, may still continue."""
         context, returning = self.context, self.state.reason in RETURNING
         if self.was_over:
             return True
@@ -122,12 +121,12 @@ class _Watch:
         return segments[-1].reason if segments else None
 
     def _goes_on(self, reason: Reason | None) -> bool:
-        """End the latest segment if no rank could, and return whether the stage is to go on in another job."""
+        """End the latest segment if no rank could; return whether the stage should continue in another job."""
         segments, stage_dir = self._segments(), self.context.stage_dir
         if reason is None:
             killed = self.job.failure(self.context.config.resources_of(self.context.stage).ranks).killed
             reason = self.state.reason or ("killed" if killed else "failed")
-        # A job that was taken away before its ranks were set up counts too, or it could be submitted without end.
+        # A job taken away before its ranks' setup counts too, or it could be submitted for ever.
         last = segments[-1] if segments else begin_segment(stage_dir, self.job.job_id, "")
         return end_segment(stage_dir, last.number, reason, last_recorded_step(stage_dir), self.cluster)
 
@@ -136,7 +135,7 @@ class _Watch:
 
     def _has_result(self) -> bool:
         if not (self.context.stage_dir / RESULT_FILE).exists():
-            os.scandir(self.context.stage_dir).close()  # opening the folder makes NFS look again
+            os.scandir(self.context.stage_dir).close()  # opening the folder makes NFS revalidate it
             return False
         return True
 
@@ -188,7 +187,7 @@ class _Watch:
         return None
 
     def _is_to_leave(self) -> bool:
-        """Whether the files say that the job ends, before the scheduler does."""
+        """Whether the files show, before the scheduler does, that the job is ending."""
         if self.state.phase == "pending":
             return stop_asked(self.context.run_dir)
         return self._reason() is not None

@@ -1,6 +1,6 @@
-"""The flow of a run as a job: `specrl run --detach` submits it, and it goes on in another job before its time is up.
+"""The flow of a run as a job, which `specrl run --detach` submits; before its time is up, another job continues it.
 
-`python -m tasks.detached PARENT COMMAND...` becomes the command, which ends with its parent, however that ends.
+`python -m tasks.detached PARENT COMMAND...` becomes the command, which ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from specrl.lifetime import LeftJobError, Stop
 from specrl.processes import end_with_parent
 
 RESOURCES = {"nodes": 1, "ranks_per_node": 1, "gpus_per_rank": 0, "cpus_per_rank": 1, "memory_gib_per_rank": 4.0}
-"""What the job asks for, unless `stage_resources.flow` says otherwise."""
-IN_JOB = "SPECRL_FLOW_IN_JOB"  # a variable that is set in a flow that is a job
+"""The job's resources, unless `stage_resources.flow` says otherwise."""
+IN_JOB = "SPECRL_FLOW_IN_JOB"  # set in a flow that is a job
 LOOK_SECONDS = 0.5
-SIGNAL_SECONDS = 10  # after the end of a flow, until a signal may be heard of that has ended it
-EXIT_STOPPED = 3  # the exit code of a flow that `specrl stop` has ended
+SIGNAL_SECONDS = 10  # after a flow's end, for news of a signal that ended it
+EXIT_STOPPED = 3  # the exit code of a flow ended by `specrl stop`
 
 
 def submit_flow(config: Config, code: Path, entry: str = "tasks.detached:main") -> Job:
@@ -48,7 +48,7 @@ def _job_config(config: Config) -> Config:
     large = [name for name in config.cluster.sbatch if name in MEMORY_OPTIONS or name == "exclusive"]
     own = RESOURCES | {"sbatch": dict.fromkeys(large, False)}
     data["stage_resources"]["flow"] = own | {key: value for key, value in asked.items() if value not in (None, {})}
-    # A flow needs the scheduler's commands, and no special node.
+    # A flow needs the scheduler's commands, but no special node.
     data["cluster"] |= {"container": None, "python": None, "constraint": None, "max_segments": None}
     return parse_config(data)
 
@@ -59,13 +59,13 @@ def main(context: StageContext) -> None:
 
 
 def run_flow(context: StageContext, command: Sequence[str]) -> None:
-    """Run the command of a flow as `specrl` is run in a shell: this process has the variables and signals of a rank.
+    """Run a flow's command as in a shell, although this process has the variables and signals of a rank.
 
-    It leaves the job when the scheduler wants it back, and after its stages when `specrl stop` asks for that.
+    It leaves the job when the scheduler requests this, and after its stages on `specrl stop`.
     """
     life = lifetime.current()
-    life.begin_steps(0)  # or else the job would be left at once
-    append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # a flow that waits gets on, too
+    life.begin_steps(0)  # or the job would be left at once
+    append_line(context.stage_dir / "jobs.jsonl", json.dumps(os.uname().nodename))  # waiting counts as progress
     variables = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     environment = {name: value for name, _, value in (text.partition("=") for text in variables) if name}
     words = [sys.executable, "-m", "tasks.detached", str(os.getpid()), *command]
@@ -73,7 +73,7 @@ def run_flow(context: StageContext, command: Sequence[str]) -> None:
     ended_at = float("inf")
     while (code := flow.poll()) != 0:
         if life.stop is not None and life.stop.reason != "stopped":
-            flow.kill()  # the jobs of its stages go on
+            flow.kill()  # the jobs of its stages continue
             raise LeftJobError(life.stop)
         if code == EXIT_STOPPED:
             raise LeftJobError(Stop("stopped", "specrl stop"))

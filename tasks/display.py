@@ -1,4 +1,4 @@
-"""Show the progress of a run: bars on a terminal, plain lines when the output is piped."""
+"""Show a run's progress: bars on a terminal, plain lines if the output is piped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = max(len(stage) for stage in STAGES)  # the width of the column of stage 
 
 @contextmanager
 def make_reporter() -> Iterator[Reporter]:
-    """Yield the reporter that suits standard error, where progress goes: standard output is for results."""
+    """Yield the reporter that suits standard error; standard output is for results."""
     console = Console(file=lasting(sys.stderr), highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield Reporter(console)
@@ -32,7 +32,7 @@ def make_reporter() -> Iterator[Reporter]:
 
 
 class Reporter:
-    """Prints a line per event and, for the stage that runs, a bar or a line every `LINE_SECONDS` while it moves."""
+    """Prints a line per event and, for the running stage, a bar, or a line every `LINE_SECONDS` while it progresses."""
 
     def __init__(self, console: Console, bars: Progress | None = None) -> None:
         self.console, self._bars = console, bars

@@ -26,7 +26,7 @@ from tasks.display import Reporter
 
 @dataclass(frozen=True)
 class Run:
-    """The run on which this flow works."""
+    """The run of this flow."""
 
     config: Config
     record: RunRecord
@@ -35,7 +35,7 @@ class Run:
 
 
 def open_run(run_dir: Path, reporter: Reporter) -> Run:
-    """Read a run's folder; a run without a record begins with the present code. A DistrustError if its code changed."""
+    """Read a run's folder; a run without a record starts with the current code. A DistrustError if its code changed."""
     config = read_config(run_dir)
     record = read_record(run_dir) or begin(config)
     check_code(record.code_dir(run_dir), record.code)
@@ -43,7 +43,7 @@ def open_run(run_dir: Path, reporter: Reporter) -> Run:
 
 
 def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
-    """Copy the present code into the run's folder, compute the keys of its stages, and write its record."""
+    """Copy the current code into the run's folder, compute the keys of its stages, and write its record."""
     code = snapshot_code(config.run_dir)
     record = RunRecord(
         id=new_run_id(),
@@ -61,7 +61,7 @@ def begin(config: Config, origin: Continuation | None = None) -> RunRecord:
 def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
     """Finish a stage after those that it reads, and return its folder.
 
-    It is skipped if it has finished; or else this attaches to its job or submits one, and waits for the job.
+    A finished stage is skipped; otherwise attach to its job or submit one, and wait for it.
     """
     run_dir = run.config.run_dir
     folders = {name: run_dir / "stages" / key for name, key in run.record.stage_keys.items()}
@@ -85,7 +85,7 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
         try:
             code = run.record.code_dir(run_dir)
             work(context, entry or f"specrl.stages.{stage}:main", code, run.reporter, stage)
-        except KeyboardInterrupt:  # when another signal ends the flow, the job goes on and can be found again
+        except KeyboardInterrupt:  # if another signal ends the flow, the job continues and can be found again
             if (job := find(JobKey(run.config, context.key))) is not None:
                 run.reporter.note(f"{stage}: {_cancel(job, folder, run.config)}")
             raise
@@ -96,11 +96,11 @@ def run_stage(run: Run, stage: StageName, *, entry: str | None = None) -> Path:
     return folder
 
 
-_submitting = threading.Lock()  # while a job is looked for or submitted: who cancels all of a run's jobs waits for it
+_submitting = threading.Lock()  # while a job is looked for or submitted: cancelling all of a run's jobs waits for it
 
 
 def work(context: StageContext, entry: str, code: Path, reporter: Reporter, label: str) -> None:
-    """Attach to the job of a stage or submit one, and wait for it; and again while the stage needs another job."""
+    """Attach to a stage's job or submit one, and wait for it; repeat while the stage needs another job."""
     while True:
         with _submitting:
             if stop_asked(context.run_dir):
@@ -116,7 +116,7 @@ def work(context: StageContext, entry: str, code: Path, reporter: Reporter, labe
 
 
 def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
-    """Cancel a job, note in its stage's segments that this is why it ended, and return what became of it in a line."""
+    """Cancel a job, record this in its stage's segments, and return the outcome in a line."""
     try:
         job.cancel()
     except SilentSchedulerError as error:
@@ -128,7 +128,7 @@ def _cancel(job: Job, stage_dir: Path, config: Config) -> str:
 
 
 def ask_to_stop(run_dir: Path) -> list[str]:
-    """Ask a run to stop, and cancel its jobs in the queue; a line about each that still leaves or was not cancelled."""
+    """Ask a run to stop and cancel its queued jobs; return a line for each job still leaving or not cancelled."""
     write_text(run_dir / STOP_FILE, "")
     lines = []
     for job in live_jobs(readable_config(run_dir)).values():
@@ -143,19 +143,19 @@ def ask_to_stop(run_dir: Path) -> list[str]:
 
 
 def forget_stop(run_dir: Path) -> None:
-    """Take back that a run was asked to stop, because it is started again."""
+    """Withdraw the request to stop, because the run is started again."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 def end_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run, `say` what became of each, and let no thread of this process submit another one."""
+    """Cancel all jobs of a run, `say` the outcome of each, and keep this process's threads from submitting others."""
     write_text(run_dir / STOP_FILE, "")
-    with _submitting:  # the job that another thread is submitting is among those that are cancelled
+    with _submitting:  # includes a job that another thread is just submitting
         cancel_jobs(run_dir, say)
 
 
 def cancel_jobs(run_dir: Path, say: Callable[[str], None] = print) -> None:
-    """Cancel all jobs of a run, as far as their schedulers can be told to, and `say` what became of each."""
+    """Cancel all jobs of a run, as far as their schedulers can be reached, and `say` the outcome of each."""
     config = readable_config(run_dir)
     for key, job in live_jobs(config).items():
         say(_cancel(job, run_dir / "stages" / key, config))

@@ -1,4 +1,4 @@
-"""One task for each stage, under the stage's name: it finishes the stage after those that it reads."""
+"""One task per stage, named after it, which finishes the stage after those that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.run import Run, run_stage
 
 def _task_of(stage: StageName) -> Any:
     @task(name=stage, task_run_name=stage, cache_policy=NO_CACHE)
-    def finish(run: Run, *_inputs: Path) -> Path:  # by the inputs, Prefect draws which task follows which
+    def finish(run: Run, *_inputs: Path) -> Path:  # Prefect draws dependencies from the inputs
         return run_stage(run, stage)
 
     return finish

@@ -35,8 +35,8 @@ from specrl.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from specrl.report.results import is_run
 from specrl.tracking.runs import log_to_run
 
-OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that change a benchmark's jobs alone
-SECTION_MINUTES = 20  # the longest that a section of `bench gpu` may take
+OF_JOBS = ("cluster.", "resources.", "stage_resources.bench.")  # keys that affect only a benchmark's jobs
+SECTION_MINUTES = 20  # for a section of `bench gpu`, at most
 SOURCES = ("none", "general", "task")
 KS = f"1,3,5,7,{ADAPTIVE}"
 VARY = """Train once with each of these values of a configuration key, in every combination with other --vary and
@@ -62,7 +62,7 @@ group = typer.Typer(help="Measure a finished run, its drafter, or a GPU. Each wr
 
 
 def describe(name: str, run: str | None, runs_dir: Path, page: Path | None, sets: Sequence[str] = ()) -> BenchJob:
-    """Say what a benchmark measures and where its results go; one without a run keeps them in RUNS_DIR/bench."""
+    """Say what a benchmark measures and where its results go: without a run, into RUNS_DIR/bench."""
     run_dir = find_own_run(run, runs_dir) if run is not None else None
     if run_dir is None and sets:
         raise ConfigError(f"--set {sets[0]}: bench {name} measures no run whose setting this could be")
@@ -77,13 +77,13 @@ def describe(name: str, run: str | None, runs_dir: Path, page: Path | None, sets
 
 
 def measure(job: BenchJob, options: Any, label: str = "job", minutes: int | None = None) -> None:
-    """Run the benchmark here, wait for it, `minutes` at most, and report; a JobError if it failed."""
+    """Run the benchmark here, wait at most `minutes`, and report; a JobError if it failed."""
     run_here(replace(job, options=asdict(options)), label, minutes)
     report(job)
 
 
 def report(job: BenchJob) -> None:
-    """Say where the page is, and upload page and rows to the MLflow run of the run that was measured."""
+    """Say where the page is, and upload page and rows to the measured run's MLflow run."""
     print(f"page: {job.page}")
     if job.run_dir is not None:
         files = {f"bench/{job.name}/{path.name}": path.read_text() for path in (job.page, job.json_path)}
@@ -126,15 +126,15 @@ def bench_run(
         trainings = [one.resources_of("train") for one in configs]
         overrides = [f'stage_resources.bench.backend="{cluster}"', *of_jobs]
         measure_apart(job, options, trainings, overrides, 1 if cluster == "local" else at_once)
-    if not job.changes:  # or else the speedups are not those of the run
+    if not job.changes:  # or the speedups would not be the run's
         log_to_run(config, speedups(json.loads(job.json_path.read_text()), options.cells, config), {})
 
 
 def measure_apart(
     job: BenchJob, options: RunOptions, trainings: Sequence[Resources], overrides: Sequence[str], at_once: int
 ) -> None:
-    """Measure each cell beside its baseline in a job of its own, and write one page; a JobError if some failed."""
-    from specrl.bench.run.page import write_run_page  # imports Arrow, which the command line does without
+    """Measure each cell and its baseline in a separate job, and write one page; a JobError if some failed."""
+    from specrl.bench.run.page import write_run_page  # imports Arrow, which other commands do not need
 
     folder, config = job.folder.parent / "cells", job.subject.config
     pairs = {pair[-1].label: asdict(replace(options, cells=pair)) for pair in replace(options, together=2).groups}
@@ -227,7 +227,7 @@ def bench_drafter(
 
 
 def chosen_temperatures(text: str) -> tuple[float, ...]:
-    """Split a list with commas of temperatures."""
+    """Split a comma-separated list of temperatures."""
     found = tuple(float(part) if part.replace(".", "", 1).isdigit() else -1.0 for part in text.split(","))
     if not all(value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE for value in found):
         allowed = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"

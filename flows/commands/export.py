@@ -1,4 +1,4 @@
-"""`specrl export`: write a run's drafter, or the policy of one of its checkpoints, in a format that others load."""
+"""`specrl export`: write a run's drafter, or the policy of a checkpoint, in a format for other software."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ To = Annotated[Path, typer.Option("--to", metavar="FOLDER", help=NEW, callback=u
 PolicyName = Annotated[str | None, option("The policy's hub id or folder, as the server will know it.", "NAME")]
 PLACE = "The name of a run, or the path of its folder; with --format policy also RUN@STEP."
 RunOrCheckpoint = Annotated[str, typer.Argument(metavar="RUN", help=PLACE)]
-POLICY = "policy"  # the format that is not a drafter's
+POLICY = "policy"  # the only format that is not for drafters
 
 
 def export(

@@ -55,7 +55,7 @@ def _about(run_dir: Path) -> dict[str, Any]:
     except PermissionError:  # somebody else's run
         state = "?"
     model = readable_settings(run_dir).get("model") if is_run(run_dir) else None
-    codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied when it is started
+    codes = [path.stat().st_mtime for path in (run_dir / CODE_DIR).glob("*")]  # the first is copied at the start
     stages = {path.parent.name.partition("-")[0] for path in (run_dir / "stages").glob(f"*/{RESULT_FILE}")}
     return {
         "run": run_dir.name,
@@ -108,7 +108,7 @@ def logs(
     for _ in watcher.views() if follow else [watcher]:
         log = _newest_log(run_dir, stage or "*", rank)
         if log is not None:
-            if log != shown:  # the whole of what another job prints
+            if log != shown:  # everything that other jobs print
                 shown, position = log, _start_of_lines(log, lines) if shown is None else 0
             position = _print_from(log, position)
     if shown is None:
@@ -116,7 +116,7 @@ def logs(
 
 
 def _newest_log(run_dir: Path, stage: str, rank: int) -> Path | None:
-    """The log that was written last; that of the flow itself only where it is asked for, or alone."""
+    """The most recent log; the flow's own only if requested or the only one."""
     logs = run_dir.glob(f"jobs/{stage}-*/*_{rank}_log.out")
     found = [path for path in logs if path.is_file() and not path.is_symlink()]
     return max(found, key=lambda path: (path.parent.name != FLOW_KEY, path.stat().st_mtime), default=None)
@@ -128,7 +128,7 @@ def _start_of_lines(log: Path, count: int) -> int:
 
 
 def _print_from(log: Path, position: int) -> int:
-    """Print what a log has from a position on, or all of one that has begun anew, and return where it ends."""
+    """Print a log from a position on, or all of it if it was restarted; return where it ends."""
     with log.open("rb") as file:
         file.seek(position if position <= log.stat().st_size else 0)
         print(printable(file.read().decode(errors="replace")), end="", flush=True)

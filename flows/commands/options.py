@@ -1,4 +1,4 @@
-"""The options and arguments that several commands share."""
+"""Options and arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specrl.processes import LOOPBACK, free_port
 
 
 def option(help_text: str, metavar: str | None = None, name: str | None = None, least: int | None = None) -> Any:
-    """Describe an option, a number if it has a `least`; `name` only where it is not that of the parameter."""
+    """Describe an option, a number if it has a `least` value; `name` if it differs from the parameter's."""
     metavar = metavar or (None if least is None else "NUMBER")
     return typer.Option(*([name] if name else []), metavar=metavar, help=help_text, min=least)
 
 
 def user_path(context: typer.Context, parameter: typer.CallbackParam, place: Path) -> Path:
-    """A path of the command line or the environment, where bash, for one, leaves `--to=~/folder` as it is."""
+    """Expand a path from the command line or the environment: bash, for one, leaves `--to=~/folder` unchanged."""
     try:
         return Path(str(expanded(place)))
     except ValueError as error:
@@ -52,18 +52,18 @@ Overrides = Annotated[list[str] | None, option(SET, "KEY=VALUE", "--set")]
 
 
 def load(config_path: Path, cluster: str | None, overrides: list[str] | None) -> Config:
-    """Read a configuration as the command line asks for it, with all paths absolute; a ConfigError if it is wrong."""
+    """Read a configuration with the command line's overrides and absolute paths; a ConfigError if it is wrong."""
     backend = [f'cluster.backend="{cluster}"'] if cluster else []
     return anchor(load_config(config_path, [*(overrides or []), *backend]))
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON; what JSON does not know, such as a path, becomes its text."""
+    """Print a value as JSON; types unknown to JSON, such as paths, become text."""
     print(json.dumps(value, indent=2, default=str))
 
 
 def usable_port(asked: int | None, usual: int = 0) -> int:
-    """A free port of this machine: the one that is asked for, or a ConfigError; else the usual one if it is free."""
+    """A free port: the requested one, or a ConfigError; without a request, the usual one if it is free."""
     port = usual if asked is None else asked
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

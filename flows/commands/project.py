@@ -1,4 +1,4 @@
-"""`specrl project`: simulate the steps of a configuration or a finished run on GPUs, or what others have published."""
+"""`specrl project`: simulate steps of a configuration or a finished run on GPUs, or published results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def project(
     model and the data sheet of the GPU. Response lengths and acceptance are those of the finished run; for a
     configuration they are assumed. With --published, print published results beside simulated ones.
     """
-    # These import numpy, which the help of other commands does not wait for.
+    # These import NumPy, which other commands need not wait for.
     from specrl.projection.simulator.choices import ACCEPTANCE, hardware_of, model_of
     from specrl.projection.simulator.published import published_rows
     from specrl.report.projection import print_choices, print_published

@@ -39,7 +39,7 @@ def rm(
             raise ConfigError(
                 f"{job.backend} job {job.job_id} works on run {config.name}; end it first: specrl stop {config.name}"
             )
-        # The lock is held until the rest is gone; what makes it a run comes last, after a kill too.
+        # The lock is held until the rest is gone; the record comes last, so that a killed removal can be repeated.
         paths = sorted(run_dir.iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name))
         sizes = {path: size_of(path) for path in paths if path.name != LOCK_FILE}
         rows = [(path.name, decimal(size)) for path, size in sizes.items()]
@@ -56,13 +56,13 @@ def rm(
             for path in (*sizes, run_dir / LOCK_FILE):
                 remove(path)
     with _refusals():
-        run_dir.rmdir()  # not before: NFS keeps the file of the lock, under another name, until it is closed
+        run_dir.rmdir()  # not earlier: until it is closed, NFS keeps the lock file under another name
     print_line(f"removed {decimal(sum(sizes.values()))}")
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Make what cannot be removed a ConfigError."""
+    """Turn errors of removal into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def _refusals() -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with everything in it. What a link points to stays."""
+    """Remove a file, a link (but not its target), or a folder with everything in it."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:

@@ -1,4 +1,4 @@
-"""`specrl reward`: the score of one response, as a run would give it."""
+"""`specrl reward`: score one response as a run would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flows.commands.options import ConfigPath, Overrides, load, option, print_js
 from specrl.artifacts import write_json
 from specrl.config import Config, ConfigError
 
-LONGEST = 10_000_000  # the bytes of the longest response that is read: no run samples a longer one
+LONGEST = 10_000_000  # bytes of the longest accepted response: no run samples a longer one
 
 
 def reward(

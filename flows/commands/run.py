@@ -62,7 +62,7 @@ def run(
 
 
 def print_dry_run(config: Config, *, as_json: bool) -> None:
-    """Print the plan of a run, and then check what can be checked without the cluster and within seconds."""
+    """Print the plan of a run, then check what can be checked without the cluster and within seconds."""
     from specrl.projection.plan import plan
     from specrl.report.projection import print_plan
 

@@ -1,7 +1,7 @@
 """`specrl serve` and `specrl deploy`: run a configuration on a schedule.
 
 A helper process of `specrl serve`, whose `main` is here, waits for the scheduled times and starts a flow at each.
-Signals to `specrl serve` reach neither it nor its flows unless they are passed on.
+Signals to `specrl serve` reach the helper and its flows only if they are passed on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from specrl.processes import end_with_parent, start_helper
 from specrl.report.results import read_config
 from specrl.report.tables import print_line
 
-LOOK_SECONDS = 0.2  # the pause between two looks at signals and processes
-END_SECONDS = 30  # how long a flow may take to end after a signal, before it is killed
+LOOK_SECONDS = 0.2  # between checks of signals and processes
+END_SECONDS = 30  # for a flow to end after a signal, before it is killed
 Cron = Annotated[str, option('The schedule, as five cron fields, such as "0 2 * * *".', "FIELDS")]
 Zone = Annotated[str, option("The time zone of the schedule, such as Europe/Berlin.", "NAME", "--time-zone")]
 
@@ -88,7 +88,7 @@ def deploy(
 
 def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overrides: list[str] | None) -> Config:
     allowed = 'five cron fields (minute hour day month weekday), such as "0 2 * * *"'
-    if len(cron.split()) != 5:  # Prefect also accepts names such as @daily, and a sixth field, of seconds
+    if len(cron.split()) != 5:  # Prefect also accepts names such as @daily, and a sixth field for seconds
         raise ConfigError(f"--cron {cron!r}: {len(cron.split())} fields; allowed: {allowed}")
     quieten()
     from prefect.client.schemas.schedules import CronSchedule
@@ -106,11 +106,11 @@ def _checked(config_path: Path, cron: str, zone: str, cluster: str | None, overr
 
 
 def _end_flows(runner: subprocess.Popen[bytes], runs_dir: Path, noted: list[int]) -> Iterator[str]:
-    """Pass the first signal on to the flow that is at work, wait for its end, and yield what became of its run.
+    """Pass the first signal on to the running flow, wait for its end, and yield the outcome of its run.
 
-    SIGINT makes a flow cancel its job; SIGTERM ends it and leaves the job. A second signal ends the waiting.
+    SIGINT makes a flow cancel its job; SIGTERM ends the flow but not the job. A second signal ends the wait.
     """
-    held: list[tuple[Path, int]] = []  # the runs that flows of the runner work on, and the process of each flow
+    held: list[tuple[Path, int]] = []  # the runs of the runner's flows, and each flow's process
     for run_dir in list_runs(runs_dir):
         holder = holder_of(run_dir)
         with contextlib.suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ def _end_flows(runner: subprocess.Popen[bytes], runs_dir: Path, noted: list[int]
 
 
 def main(command: Connection) -> None:
-    """Start a flow at each scheduled time, until this process or that of the command ends."""
+    """Start a flow at each scheduled time, until this process or the command's ends."""
     end_with_parent(command.recv(), signal.SIGTERM)
     name, cron, zone, config = command.recv()
     from prefect.schedules import Cron
@@ -145,7 +145,7 @@ def main(command: Connection) -> None:
         name=name,
         schedule=Cron(cron, timezone=zone),
         parameters={"config": config},
-        limit=1,  # one run has the machine, or the allocation, to itself
+        limit=1,  # one run at a time on the machine or in the allocation
         print_starting_message=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )

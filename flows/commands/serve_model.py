@@ -21,8 +21,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""The server's, unless the user has set them."""
-FORCED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # or else vLLM's processes would outlive the command
+"""The server's defaults, which the user may override."""
+FORCED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # or vLLM's processes would outlive the command
 
 
 def serve_model(name: RunName, runs_dir: RunsDir = Path("runs"), port: Port = None) -> None:

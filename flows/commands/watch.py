@@ -30,25 +30,25 @@ from specrl.progress import clock, read_progress, words
 from specrl.report.results import readable_config, seconds_of
 from specrl.report.tables import drawn_table, print_line, print_table
 
-LOOK_SECONDS = 2.0  # the pause between two looks at the run's files
-ASK_SECONDS = 5.0  # the least number of seconds between two questions to the scheduler
-LINE_SECONDS = 10.0  # the least number of seconds between two plain lines about the same stage while its state stays
-RECENT_STEPS = 10  # how many of the last steps say how long a step takes
+LOOK_SECONDS = 2.0  # between checks of the run's files
+ASK_SECONDS = 5.0  # at least, between scheduler queries
+LINE_SECONDS = 10.0  # at least, between plain lines about a stage in an unchanged state
+RECENT_STEPS = 10  # recent steps from which the duration of a step is estimated
 SHOWN = ("timing/step_s", "reward/mean", "spec/acceptance_length", "performance/generation_tokens_per_s")
-"""The metrics of a step that are shown."""
-LAST_TIME = 2**32  # the Unix time after which no event happened
+"""The displayed metrics of a step."""
+LAST_TIME = 2**32  # the Unix time of the latest event
 UNKNOWN = "unknown"
-NUM_EVENTS = 5  # how many of the last events are shown
+NUM_EVENTS = 5  # recent events that are shown
 
 
 @dataclass(frozen=True)
 class StageView:
-    """The present state of one stage."""
+    """The current state of one stage."""
 
     stage: StageName
     state: str  # `finished`, `waits`, or the state of its job
-    detail: str  # what the stage last reported
-    is_live: bool = False  # whether a job of it is pending or running, as far as that is known
+    detail: str  # the stage's last report
+    is_live: bool = False  # whether a job of the stage is pending or running, as far as known
     has_failed: bool = False  # whether its last job failed
 
 
@@ -58,10 +58,10 @@ class RunView:
 
     run: str
     stages: list[StageView]
-    training: dict[str, float]  # what the records of the last steps say; nothing before the first step
+    training: dict[str, float]  # from the records of recent steps; empty before the first
     events: list[tuple[Event, StageName]]
     has_flow: bool  # whether a flow works on the run
-    outcome: dict[str, str]  # `state` and `error` of the last flow; empty while one works, or if it was killed
+    outcome: dict[str, str]  # `state` and `error` of the last flow; empty while one runs, or if it was killed
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """How the run is doing in one word: running, finished, failed, stopped, or unknown if its scheduler is mute."""
+        """The run's state in one word: running, finished, failed, stopped, or unknown if its scheduler is silent."""
         if not self.is_over:
             live = [view for view in self.stages if view.is_live]
             mute = not self.has_flow and all(view.state.startswith(UNKNOWN) for view in live)
@@ -81,20 +81,20 @@ class RunView:
 
     @property
     def end(self) -> str:
-        """How a run that is over ended, with what to do next."""
+        """How the run ended, with what to do next."""
         if self.state == "finished":
             return f"run {self.run} has finished: specrl show {self.run}"
         error = f"the flow failed: {self.outcome['error']}\n" if self.state == "failed" and self.outcome else ""
         return f"{error}nothing works on run {self.run}; continue it with: specrl resume {self.run}"
 
     def as_json(self) -> str:
-        """All of it in one line of JSON."""
+        """The whole view in one line of JSON."""
         events = [{"stage": stage, **asdict(event)} for event, stage in self.events]
         return json.dumps({**asdict(self), "state": self.state, "events": events})
 
 
 class Watcher:
-    """Looks at a run again and again."""
+    """Observes a run periodically."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self.run_dir, self.config = run_dir, config
@@ -102,7 +102,7 @@ class Watcher:
         self._asked: dict[str, tuple[float, tuple[str, bool]]] = {}
 
     def look(self) -> RunView:
-        """What the files and the scheduler say now."""
+        """The current view, from files and scheduler."""
         has_flow, outcome = is_worked_on(self.run_dir), outcome_of(self.run_dir)
         keys = readable_keys(self.run_dir) or {}
         folders = {stage: self.run_dir / "stages" / key for stage, key in keys.items()}
@@ -124,7 +124,7 @@ class Watcher:
         return RunView(self.run_dir.name, views, training, events, has_flow, outcome)
 
     def views(self) -> Iterator[RunView]:
-        """Look every `LOOK_SECONDS` until the run is over; the last view is the one in which it is."""
+        """Yield a view every `LOOK_SECONDS` until the run is over, including that last one."""
         while True:
             view = self.look()
             yield view
@@ -177,7 +177,7 @@ def _ask(key: JobKey, *, is_trusted: bool) -> tuple[str, bool]:
 
 
 def _recorded(key: JobKey) -> SlurmJob | Record | None:
-    """The job that a run of somebody else names; only Slurm is asked, since nothing is imported for such a run."""
+    """The job named by somebody else's run; only Slurm is asked, since nothing is imported for such a run."""
     with suppress(ValueError):
         record = Record.read(key.record_path)
         if record is not None and record.backend == SlurmJob.backend and record.job_id.isdecimal():
@@ -187,14 +187,14 @@ def _recorded(key: JobKey) -> SlurmJob | Record | None:
 
 
 def earlier_jobs(stage_dir: Path) -> str:
-    """How the jobs before the last one ended; nothing for a stage of one job."""
+    """How the jobs before the last one ended; empty for a stage with one job."""
     reasons = Counter(segment.reason or "unknown" for segment in read_segments(stage_dir)[:-1])
     counted = ", ".join(f"{number} x {reason}" for reason, number in reasons.items())
     return f"  (job {reasons.total() + 1}; before it: {counted})" if reasons else ""
 
 
 def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
-    """What the records of the last steps say; nothing before the first step."""
+    """The state of the training from the records of recent steps; empty before the first."""
     paths = [path for path in (stage_dir / "steps").glob("step=*.json") if path.stem.partition("=")[2].isdecimal()]
     last = [metrics for path in sorted(paths)[-RECENT_STEPS:] if (metrics := _metrics(path)) is not None]
     if not last:
@@ -212,7 +212,7 @@ def training_of(stage_dir: Path, config: Config) -> dict[str, float]:
 
 
 def training_rows(now: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The same in words, by name."""
+    """The state of the training as table rows."""
     if not now:
         return []
     recent = f"mean of {now['num_recent']} steps {now['reward_mean_recent']:.3f}"
@@ -233,7 +233,7 @@ def _metrics(path: Path) -> Mapping[str, float] | None:
 
 
 def event_line(event: Event, stage: StageName) -> str:
-    """An event in one line."""
+    """Describe an event in one line."""
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time if 0 <= event.time < LAST_TIME else 0))
     step = "" if event.step is None else f" step {event.step}"
     return f"{when}  {stage}{step}  {event.kind}: {event.text}"
@@ -291,7 +291,7 @@ def _watch_live(views: Iterator[RunView]) -> RunView:
 
 
 def _watch_lines(views: Iterator[RunView]) -> RunView:
-    """Print what is new in each view, and return the last one."""
+    """Print the news of each view, and return the last one."""
     said: dict[str, tuple[float, str, str]] = {}
     num_events: int | None = None
     for view in views:

@@ -1,4 +1,4 @@
-"""The trainings of `specrl bench run`: what each changes, and its configuration. This imports nothing heavy."""
+"""The trainings of `specrl bench run`: what each changes, and its configuration. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrl.keys import SECTIONS
 from specrl.lineage.revision import config_changes
 
 SECTIONS_OF_TRAINING = (*SECTIONS["train"], "validate", "resources", "stage_resources")
-"""What a training may vary: earlier stages are those of the finished run."""
+"""The sections that a training may vary; all cells share the earlier stages of the finished run."""
 SEED = "seed"
 LENGTHS = ("speculation.k", "speculation.replay_k")
 BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -20,7 +20,7 @@ BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 @dataclass(frozen=True)
 class Cell:
-    """A training, by what it changes in the run's configuration."""
+    """A training, defined by what it changes in the run's configuration."""
 
     name: str  # without the seed
     changes: tuple[str, ...]  # `KEY=VALUE` each
@@ -31,12 +31,12 @@ class Cell:
 
     @property
     def seed(self) -> str:
-        """Empty for the run's own; another one makes it a repetition and no cell of its own."""
+        """Empty for the run's own seed; another seed makes the training a repetition of its cell."""
         return self.values.get(SEED, "")
 
     @property
     def family(self) -> list[str]:
-        """What it changes beside draft lengths: cells that have this in common are a family."""
+        """Its changes other than draft lengths; cells that share them form a family."""
         return sorted(f"{key}={value}" for key, value in self.values.items() if key not in LENGTHS)
 
     @property
@@ -45,7 +45,7 @@ class Cell:
 
 
 def parse_cells(vary: Sequence[str], bundles: Sequence[str]) -> tuple[Cell, ...]:
-    """A cell for every combination of a bundle (`NAME: KEY=V, KEY=V`) with a value of each varied key (`KEY=A,B`)."""
+    """Combine every bundle (`NAME: KEY=V, KEY=V`) with every value of each varied key (`KEY=A,B`)."""
     named = [_bundle(text) for text in bundles] or [("", ())]
     combinations = list(product(*map(_axis, vary)))
     cells: list[Cell] = []
@@ -75,7 +75,7 @@ def _axis(text: str) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas that are neither quoted nor in brackets."""
+    """Split at commas outside quotes and brackets."""
     parts, depth, quoted = [""], 0, False
     for letter in text:
         quoted ^= letter == '"'
@@ -90,10 +90,10 @@ def split(text: str) -> list[str]:
 def config_of(
     config: Config, cell: Cell, steps: int, validate_every: int, sharers: int = 1, given: Sequence[str] = ()
 ) -> Config:
-    """The configuration of a cell's training, of which `sharers` use a GPU together.
+    """Make the configuration of a cell's training; `sharers` trainings share each GPU.
 
-    No preset of the cell's may replace the changes that are `given` for all cells, which `config` has already.
-    A step more is configured than is taken, since the last step of a run writes a checkpoint.
+    A preset in the cell must not override the changes `given` for all cells, which `config` already includes.
+    One step more is configured than is taken, because the last step of a run writes a checkpoint.
     """
     for key in cell.values:
         if key.split(".")[0] not in SECTIONS_OF_TRAINING:
@@ -116,7 +116,7 @@ def config_of(
 
 
 def speedups(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], config: Config) -> dict[str, float]:
-    """The run's own speedups by metric: its configuration over plain decoding, if both were measured."""
+    """The run's speedups by metric: its own configuration over plain decoding, if both were measured."""
     baseline = change_config(config, list(cells[0].changes))
     own = {cell.name for cell in cells[1:] if cell.values.keys() <= {SEED}}
     found = next((row for row in rows if row["cell"] in own and "step_ratio" in row), None)

@@ -1,8 +1,8 @@
-"""The process of a benchmark and its `BenchJob`: `python -m specrl.bench.job JOB.json PARENT`, or a cluster's job.
+"""The process of a benchmark and its `BenchJob`: `python -m specrl.bench.job JOB.json PARENT`, or a job on a cluster.
 
-A benchmark is a package `specrl.bench.NAME` with `main.main(job, options)`. It has a process of its own, because thread
-counts and devices are read once, when torch is loaded. The command line imports this module, so nothing heavy is
-imported.
+A benchmark is a package `specrl.bench.NAME` with `main.main(job, options)`. It runs in its own process, because torch
+reads thread counts and devices once, when it is loaded. The command line imports this module, which therefore imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from specrl.bench.subject import Subject, find_subject
 from specrl.context import StageContext
 from specrl.processes import OF_RANKS, end_with_parent
 
-ENTRY = "specrl.bench.job:main"  # what a cluster's job calls
-JOB_FILE, PAGE_FILE = "job.json", "page.md"  # in its folder of results
+ENTRY = "specrl.bench.job:main"  # called by a job on a cluster
+JOB_FILE, PAGE_FILE = "job.json", "page.md"  # in the folder of results
 
 
 class BenchResult(Artifact):
@@ -34,12 +34,12 @@ class BenchResult(Artifact):
 @dataclass(frozen=True)
 class BenchJob:
     name: str
-    options: dict[str, Any]  # the fields of its class in `OPTIONS`
+    options: dict[str, Any]  # the fields of the benchmark's class in `OPTIONS`
     command: str  # the command line, for the page
-    folder: Path  # for what it leaves beside page and rows
+    folder: Path  # for files other than page and rows
     page: Path
     run_dir: Path | None = None  # the finished run that is measured, if any
-    changes: tuple[str, ...] = ()  # `KEY=VALUE`, settings of the run to measure with another value
+    changes: tuple[str, ...] = ()  # `KEY=VALUE`, settings of the run that are changed for the benchmark
 
     @property
     def json_path(self) -> Path:
@@ -63,7 +63,7 @@ class BenchJob:
 
 
 def main(context: StageContext) -> None:
-    """Run the benchmark of a cluster's job, whose folder of results has `job.json`; write `result.json` last."""
+    """Run the benchmark that `job.json` in a cluster job's folder of results describes; write `result.json` last."""
     started = time.monotonic()
     for name in OF_RANKS:
         os.environ.pop(name, None)

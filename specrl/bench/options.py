@@ -1,4 +1,4 @@
-"""The options of the four benchmarks, as their processes read them. This imports nothing heavy."""
+"""The options of the four benchmarks, as their processes read them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RunOptions:
     cells: tuple[Cell, ...]  # the first of each seed is the baseline of that seed
     steps: int
     warm_up: int
-    together: int | None  # trainings in memory at once, baseline included; None for all of a seed, 1 takes no turns
-    validate_every: int  # steps; 0 validates after the last one alone
+    together: int | None  # trainings in memory at once, baseline included; None: all of a seed; 1: in sequence
+    validate_every: int  # steps; 0: only after the last one
 
     @property
     def groups(self) -> list[tuple[Cell, ...]]:
-        """The cells that take their steps in turn, baseline first: those of a seed, `together` at a time."""
+        """Group the cells of each seed that take turns, at most `together` at a time, baseline first."""
         if self.together == 1:
             return [(cell,) for cell in self.cells]
         found = []
@@ -38,12 +38,12 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    methods: tuple[str, ...]  # empty for all that the run's drafter allows
+    methods: tuple[str, ...]  # empty: all that the run's drafter allows
     ks: tuple[int | str, ...]
     batches: tuple[int, ...]
     repeats: int
     max_tokens: int
-    after_update: bool = False  # whether it is only measured how far text is followed after the run's RL steps
+    after_update: bool = False  # only measure how far responses follow stored text after the RL steps
 
     def methods_of(self, config: Config) -> tuple[str, ...]:
         """The draft methods to measure on a run."""
@@ -68,11 +68,11 @@ class DrafterOptions:
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
     repeats: int
-    sources: tuple[str, ...]  # what a run's drafters are initialised with: `none`, `general` or `task`
+    sources: tuple[str, ...]  # initialisations of a run's drafters: `none`, `general` or `task`
     steps: int
 
     def check(self, config: Config | None) -> None:
-        """Check that there is something to measure, on a run or, without one, on a file of prompts."""
+        """Check that the options name something to measure, on a run or on a file of prompts."""
         given = {"--model": self.model, "--drafter": self.drafters, "--data": self.data}
         if config is not None:
             method = config.speculation.draft_method
@@ -101,11 +101,11 @@ class GpuOptions:
 
 
 OPTIONS = {"run": RunOptions, "rollouts": RolloutOptions, "drafter": DrafterOptions, "gpu": GpuOptions}
-"""The options of each benchmark, by its name."""
+"""The options class of each benchmark."""
 
 
 def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Split a list at its commas."""
+    """Split a comma-separated list of allowed words."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in words:
         if word not in allowed:
@@ -114,7 +114,7 @@ def chosen(text: str, option: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def numbers(text: str, option: str, *words: str) -> tuple[int | str, ...]:
-    """Split a list of positive numbers, and of these words, at its commas."""
+    """Split a comma-separated list of positive numbers and allowed words."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if part not in words and not (part.isdigit() and int(part)):

@@ -1,4 +1,4 @@
-"""Write what a benchmark measured: rows as JSON, and a page with command, date, machine and tables of the rows."""
+"""Write a benchmark's results: rows as JSON, and a page with the command, date, machine and tables of the rows."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_results(job: BenchJob, rows: Rows, title: str, sections: Sequence[str], machine: str | None = None) -> None:
-    """Write rows and page; `machine` is what `hardware` returned where the rows were measured, if not here."""
+    """Write rows and page; `machine` describes where the rows were measured, by default this machine."""
     write_json(job.json_path, list(rows))
     how = f"Command: `{job.command}`. Date: {date.today().isoformat()}. Hardware: {machine or hardware()}."
     write_text(job.page, "\n\n".join([f"# {title}", how, *(section.strip() for section in sections)]) + "\n")
 
 
 def table(rows: Rows, columns: Mapping[str, str]) -> str:
-    """A Markdown table, given the rows' columns by title; `step` is `step_ratio`, `step_min` and `step_max`."""
+    """Make a Markdown table of columns given by title; `step` combines `step_ratio`, `step_min` and `step_max`."""
     lines = [f"| {' | '.join(columns)} |", "| " + " | ".join("---" for _ in columns) + " |"]
     lines += ["| " + " | ".join(_word(row, name) for name in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def titled(*names: str) -> dict[str, str]:
-    """Columns whose titles are their names in words."""
+    """Map titles, which are the names in words, to columns."""
     return {name.replace("_", " "): name for name in names}
 
 

@@ -1,8 +1,8 @@
-"""Stock vLLM, in a process of its own: the plain generation that speculative generation is compared with.
+"""Stock vLLM in its own process: the baseline for generation.
 
-It has vLLM's own sampler, scheduler and limits, asynchronous scheduling and CUDA graphs where the device has them. Its
-environment variables and compiled kernels are not those of `VllmEngine`, hence the other process, which runs
-`stock_process`.
+It uses vLLM's own sampler, scheduler and limits, and asynchronous scheduling and CUDA graphs where the device supports
+them. Its environment variables and compiled kernels differ from those of `VllmEngine`, hence the separate process,
+which runs `stock_process`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from specrl.rollout.requests import Generation, Request
 from specrl.rollout.vllm.engine.arguments import BATCH_INVARIANT, ENVIRONMENT
 
 KEPT_VARIABLES = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE")
-"""Those of `ENVIRONMENT` that stock vLLM gets too: the cores of its threads, and no reports to anybody."""
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")  # what it is told of each request
-FREE_SHARE = 0.92  # the most of a GPU's free memory that it takes
+"""The variables of `ENVIRONMENT` that stock vLLM gets too: cores for its threads, and no telemetry."""
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")  # the fields of a request that it receives
+FREE_SHARE = 0.92  # at most, of a GPU's free memory
 ANSWER_SECONDS = 3600  # to start or to generate one batch
-POLLING_SECONDS = 1.5  # a worker of vLLM polls after its last order, which takes most of a core
-EXIT_SECONDS = 30  # to end after it was told to
+POLLING_SECONDS = 1.5  # a vLLM worker polls after its last command, which occupies most of a core
+EXIT_SECONDS = 30  # to exit after being told to
 
 
 class StockError(RuntimeError):
-    """Stock vLLM did not start, or it ended before it was told to."""
+    """Stock vLLM did not start, or ended early."""
 
 
 class StockEngine:
-    """A process with stock vLLM, which decodes plainly unless `overrides` say otherwise."""
+    """A process with stock vLLM; plain decoding unless `overrides` say otherwise."""
 
     def __init__(
         self, policy_dir: Path, config: Config, log: Path, *, overrides: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the engine, and wait until it can generate; StockError if it does not start.
+        """Start the engine and wait until it can generate; StockError if it does not start.
 
-        FP8 recipes in `policy_dir` are not read: it computes in `model.dtype`. On a CPU it is compiled only if
-        `engine.compile` says so. `overrides` are arguments of vLLM's `LLM`.
+        It computes in `model.dtype` and ignores FP8 recipes in `policy_dir`. On a CPU, only `engine.compile` enables
+        compilation. `overrides` are arguments of vLLM's `LLM`.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -57,10 +57,10 @@ class StockEngine:
         self._ask(stock_arguments(policy_dir, config, gpu_share(config)) | dict(overrides or {}))
 
     def generate(self, requests: Sequence[Request], batch: int) -> list[Generation]:
-        """Generate exactly `max_tokens` tokens for each request, `batch` requests at a time, with no prompt cached.
+        """Generate exactly `max_tokens` tokens for each request, `batch` requests at a time, without cached prompts.
 
-        Its tokens are its own, since its sampler has other random numbers, and they are not returned; nothing ends at
-        a stop token. Its iterations, the prompts' among them, count as `decode_steps`.
+        Stop tokens end nothing. The tokens are not returned, since vLLM's sampler uses other random numbers. All
+        iterations, including those of prefill, count as `decode_steps`.
         """
         prompts = [{"prompt_token_ids": request.prompt_tokens} for request in requests]
         fixed = {"ignore_eos": True, "detokenize": False}
@@ -71,11 +71,11 @@ class StockEngine:
         if tokens != asked:
             raise StockError(f"stock vLLM made {tokens} tokens instead of {asked}")
         if not torch.cuda.is_available():
-            time.sleep(POLLING_SECONDS)  # or it would slow down what is measured next
+            time.sleep(POLLING_SECONDS)  # or it would slow down the next measurement
         return [Generation([], SpeculationStats(decode_steps=steps), took, made) for took, made, steps in answers]
 
     def shutdown(self) -> None:
-        """End the process, and those that vLLM has started for it, some of which outlive it."""
+        """End the process and those that vLLM started for it, some of which would outlive it."""
         self._engine.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
@@ -99,7 +99,7 @@ class StockEngine:
 
 
 def gpu_share(config: Config) -> float | None:
-    """The part of the GPU's memory that it may take, beside the engines that are there; None on a CPU."""
+    """The fraction of the GPU's memory left for it by the engines already there; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -107,7 +107,7 @@ def gpu_share(config: Config) -> float | None:
 
 
 def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables, without those that are meant for its own engine."""
+    """This process's environment variables, without those meant for its own engine."""
     own = ENVIRONMENT | VARIABLES | {BATCH_INVARIANT: "1"}
     kept = {name: value for name, value in environment.items() if name not in OF_RANKS}
     kept = {name: value for name, value in kept.items() if name in KEPT_VARIABLES or own.get(name) != value}
@@ -115,7 +115,7 @@ def stock_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def stock_arguments(policy_dir: Path, config: Config, share: float | None) -> dict[str, Any]:
-    """The arguments of vLLM's `LLM`: the model, its length, its memory, and nothing that vLLM chooses itself."""
+    """The arguments of vLLM's `LLM`: model, length and memory; everything else keeps vLLM's default."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": config.model.dtype,

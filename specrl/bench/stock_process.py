@@ -1,4 +1,4 @@
-"""The process of `StockEngine`. It imports what stock vLLM imports, and nothing that changes vLLM."""
+"""The process of `StockEngine`. It imports nothing that changes vLLM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specrl.processes import end_with_parent
 
 
 def main(bench: Connection) -> None:
-    """Start the engine that `bench` describes, then generate what it asks for, until it closes the connection."""
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # vLLM's processes end too
+    """Start the engine that the parent describes, then generate on request until the connection is closed."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # ends vLLM's processes too
     end_with_parent(bench.recv(), signal.SIGTERM)
     from vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""The finished run that a benchmark measures. This imports nothing heavy."""
+"""The finished run that a benchmark measures. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Subject:
 
     @property
     def prompts_dir(self) -> Path:
-        """The folder of the prompts that `prepare` began."""
+        """The folder of prompts that `prepare` started."""
         return self.stages["prepare"] / PROMPTS_DIR
 
 
 def find_subject(run_dir: Path, changes: Sequence[str] = ()) -> Subject:
-    """Find a finished run's policy and drafter; `changes` are `KEY=VALUE`, settings to measure with another value."""
+    """Find a finished run's policy and drafter; `changes` are `KEY=VALUE`, settings changed for the benchmark."""
     trained, prepared = result_of(run_dir, "train", TrainResult), result_of(run_dir, "prepare", PrepareResult)
     stages = find_stages(run_dir)
     before: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate")

@@ -1,4 +1,4 @@
-"""Findings about a machine, which `specrl doctor` prints and every job with GPUs makes in its first seconds."""
+"""Findings about a machine, printed by `specrl doctor` and checked by every GPU job in its first seconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """A finding. With the status `fail` nothing runs; with `warn` something does not run, or runs slowly."""
+    """A finding. With status `fail` nothing runs; with `warn` something does not run, or runs slowly."""
 
     name: str
     status: Status
-    found: str  # the state of the machine, in a few words
-    fix: str = ""  # a command, or what to do, if anything
+    found: str  # what was found, in a few words
+    fix: str = ""  # a command or advice, if any

@@ -1,4 +1,4 @@
-"""Which file systems several hosts share, where neither SQLite's databases nor, on some, locks are safe."""
+"""Detects shared file systems, on which SQLite databases and sometimes locks are unsafe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 SHARED = re.compile(
     r"(fuse\.)?(nfs4?|lustre|gpfs|beegfs|cifs|smb3?|ceph(fs)?|wekafs|glusterfs|pvfs2|orangefs|panfs|afs|sshfs|daos|"
     r"juicefs|vast\w*|ocfs2|gfs2)"
-)  # as Linux calls them
+)  # Linux's names
 SERVER = "tracking.uri = the address of an MLflow server (mlflow server --backend-store-uri sqlite:////LOCAL/mlflow.db)"
 
 
@@ -24,25 +24,25 @@ FULL = {
     errno.EDQUOT: "has no room left for you: your quota is used up",
     errno.EFBIG: "takes no file of this length from this process (ulimit -f)",
 }
-"""The errors of a file system that takes no more, and what they say of it."""
+"""The errors of a file system without room, and their meanings."""
 
 
 def lack_of_room(error: BaseException) -> str:
-    """What is the matter with a file system that took no more, by its mount point; empty for any other error."""
+    """Why a file system has no room, with its mount point; empty for any other error."""
     if not isinstance(error, OSError) or (words := FULL.get(error.errno or 0)) is None:
         return ""
-    is_path = isinstance(error.filename, str | bytes | os.PathLike)  # which a number of an open file is not
+    is_path = isinstance(error.filename, str | bytes | os.PathLike)  # not for a file descriptor
     point, kind = mount_of(Path(os.fsdecode(error.filename if is_path else ".")))
     return f"the file system {point} ({kind}) {words}"
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system on which a path lies or would be made, such as ext4; empty where nobody says."""
+    """The file system type, such as ext4, where a path is or would be created; empty if unknown."""
     return mount_of(path)[1]
 
 
 def mount_of(path: Path) -> tuple[str, str]:
-    """The mount point and the type of the file system of a path; empty texts where nobody says."""
+    """The mount point and file system type of a path; empty if unknown."""
     place, best = existing(path).resolve(), ("", "")
     for line in MOUNTS.read_text().splitlines() if MOUNTS.exists() else ():
         fields, _, kind = line.partition(" - ")
@@ -53,18 +53,18 @@ def mount_of(path: Path) -> tuple[str, str]:
 
 
 def existing(path: Path) -> Path:
-    """A path or, where nothing is there yet, the innermost folder above it that is."""
+    """A path or, if it does not exist, the innermost existing folder above it."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def is_shared(path: Path) -> bool:
-    """Whether a path lies on a file system that several hosts may have mounted."""
+    """Whether several hosts may have mounted a path's file system."""
     return SHARED.fullmatch(file_system(path)) is not None
 
 
 def has_locks(folder: Path) -> bool:
-    """Whether a process can hold a file in an existing folder by `flock`, as a flow does with its run."""
+    """Whether a process can lock a file in an existing folder by `flock`, as a flow does with its run."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,12 +76,12 @@ def has_locks(folder: Path) -> bool:
 
 
 def prefect_home(runs_dir: Path) -> Path:
-    """The folder of Prefect's database, which has nothing that the runs do not: beside them, or of this node alone."""
+    """The folder of Prefect's database, which holds nothing essential: beside the runs, or local to this node."""
     return node_folder() / "prefect" if is_shared(runs_dir) else runs_dir.absolute() / ".prefect"
 
 
 def shared_database(runs_dir: Path, tracking_uri: str | None) -> str | None:
-    """One line about an MLflow database that jobs on several hosts would write, or None."""
+    """One line about an MLflow database to which jobs on several hosts would write, or None."""
     if tracking_uri is not None and not tracking_uri.startswith("sqlite:///"):
         return None
     database = Path(tracking_uri.removeprefix("sqlite:///")) if tracking_uri else runs_dir.absolute() / "mlflow.db"

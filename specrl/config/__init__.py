@@ -72,7 +72,7 @@ __all__ = [
 
 
 RESERVED = ("mlflow.db", "mlartifacts")
-"""What MLflow has in the folder of the runs, beside files whose names begin like its database's."""
+"""MLflow's entries in the runs folder, besides files whose names start like its database's."""
 
 
 def _unreserved(name: str) -> str:
@@ -82,19 +82,19 @@ def _unreserved(name: str) -> str:
 
 
 MAY_LEAVE_OTHERS = ("speculation.method", "data.source")
-"""The settings of a run that may change although others then have no effect."""
+"""Settings of a run that may change even if others then have no effect."""
 RUNS_DIR = "SPECRL_RUNS_DIR"
-"""The variable that names the folder of the runs, where neither configuration nor command does."""
+"""The variable that names the runs folder if neither configuration nor command does."""
 
 
 class Config(Section):
     """The whole configuration of a run."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=128), AfterValidator(_unreserved)]
-    """The run's name: letters, digits, `.`, `_` and `-`, at most 128, because jobs, models and temporary files append
-    to it. Its results are in `runs_dir/NAME`."""
+    """The run's name: letters, digits, `.`, `_` and `-`, at most 128, because jobs, models and temporary files add to
+    it. Its results are in `runs_dir/NAME`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy want it."""
+    """The seed from which all random numbers of the run are derived, below 2^32, as vLLM and NumPy require."""
     runs_dir: Annotated[
         RunsPath, Field(default_factory=lambda: Path(os.environ.get(RUNS_DIR, "runs")), validate_default=True)
     ]
@@ -126,22 +126,22 @@ class Config(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything in the types of JSON; `parse_config` makes an equal configuration of it."""
+        """All settings as JSON types; `parse_config` restores an equal configuration."""
         return self.model_dump(mode="json", by_alias=True)
 
     def updated(self, **sections: dict[str, Any]) -> Self:
-        """A copy with other values in some sections, which are not checked."""
+        """A copy with other values in some sections, unchecked."""
         made = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=made)
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
-        """The functions that the run has chosen by name, each with the registry it is from."""
+        """The functions that the run chose by name, each with its registry."""
         return *self.train.algorithms, (DRAFT_LOSSES, self.drafter.loss)
 
     @property
     def import_paths(self) -> list[str]:
-        """The import paths `module:name` of the user's own functions and classes that the configuration names."""
+        """The import paths `module:name` of the user's functions and classes in the configuration."""
         chosen = (*(algorithm.name for _, algorithm in self.algorithms), self.environment.name, self.cluster.backend)
         rewards = (self.data.reward, *(chosen_set.reward or () for chosen_set in self.validate_.sets.values()))
         of_rewards = (part.name for parts in rewards for part in parts)
@@ -150,19 +150,19 @@ class Config(Section):
 
     @property
     def best_metric(self) -> str | None:
-        """The metric by which the best policy is chosen; None where nothing is validated during training."""
+        """The metric by which the best policy is chosen; None without validation during training."""
         if not self.validate_.every:
             return None
         return self.train.best_metric or f"validation/{self.validate_.first_set}/accuracy"
 
     @property
     def adopts_drafter(self) -> bool:
-        """Whether the run drafts with the drafter of `drafter.source`, and goes on training it."""
+        """Whether the run drafts with the drafter of `drafter.source`, and trains it further."""
         return self.drafter.source is not None and self.speculation.draft_method.model == "drafter"
 
     @property
     def unused(self) -> list[str]:
-        """A line for each setting that has no effect beside the others; `load_config` refuses them."""
+        """A line for each setting without effect alongside the others; `load_config` refuses them."""
         return [
             *unused_drafting(self.speculation, self.drafter),
             *unused_data(self.data, self.validate_),
@@ -171,7 +171,7 @@ class Config(Section):
         ]
 
     def unused_after(self, changed: Collection[str]) -> list[str]:
-        """Those lines that a change of these settings has brought about: what a run has had before hinders nothing."""
+        """Those lines that a change of these settings caused; earlier ones do not prevent a change."""
         keys = "|".join(re.escape(key.removesuffix(".name")) for key in changed if key not in MAY_LEAVE_OTHERS)
         return [line for line in self.unused if keys and re.search(rf"\b({keys})\b", line)]
 
@@ -182,7 +182,7 @@ class Config(Section):
     def cluster_of(self, stage: StageName) -> ClusterConfig:
         """`[cluster]` with the stage's own overrides applied.
 
-        The options of sbatch that ask for GPUs, and those that are `false`, are left out where they do not apply.
+        Options of sbatch that request GPUs are dropped for stages without GPUs, and so are those set to `false`.
         """
         own = self._own(stage, ClusterConfig)
         has_gpus = bool(self.resources_of(stage).gpus_per_rank)
@@ -346,7 +346,7 @@ class Config(Section):
             )
 
     def _check_gpu_options(self) -> None:
-        """Check that the options of sbatch ask for as many GPUs as the ranks of a node need."""
+        """Check that the options of sbatch request as many GPUs as the ranks of a node need."""
         for stage in STAGES:
             resources = self.resources_of(stage)
             needed = resources.ranks_per_node * resources.gpus_per_rank
@@ -364,7 +364,7 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file, and apply overrides `a.b=c`, whose values are TOML or, where they are none, strings."""
+    """Read a TOML file and apply overrides `a.b=c`, whose values are parsed as TOML or else taken as strings."""
     if path.is_dir() or not path.exists():  # a pipe will do
         raise ConfigError(f"no configuration file at {path}")
     text = ""
@@ -387,7 +387,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def change_config(config: Config, overrides: list[str]) -> Config:
-    """A configuration with overrides applied as `load_config` takes them; a preset replaces only what it stands for."""
+    """Apply overrides in the form of `load_config`; a preset replaces only the settings that it defines."""
     data, given = config.settings, dict[str, Any]()
     for override in overrides:
         _apply_override(data, override)
@@ -402,8 +402,8 @@ def change_config(config: Config, overrides: list[str]) -> Config:
 def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
     """Validate a nested dict, as read from TOML or from a run's `config.json`.
 
-    With `import_own`, algorithms that are given by import paths are imported, so that their options are checked and
-    completed. A run's `config.json` has them complete.
+    With `import_own`, algorithms given by import path are imported, so that their options are checked and completed. A
+    run's `config.json` contains complete options.
     """
     try:
         return Config.model_validate(data, context={IMPORT_OWN: import_own})
@@ -412,13 +412,13 @@ def parse_config(data: dict[str, Any], *, import_own: bool = False) -> Config:
 
 
 def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
-    """The configuration of a run that may be somebody else's, without what this version does not understand.
+    """The configuration of a run that may be somebody else's, without settings that this version does not know.
 
     Nothing is imported.
     """
     known = {name: dict(value) if isinstance(value, dict) else value for name, value in data.items()}
     while True:
-        known |= {"name": "unknown", "runs_dir": "runs"}  # in place of both stands where the run lies
+        known |= {"name": "unknown", "runs_dir": "runs"}  # both are replaced by the run's actual place
         try:
             config = Config.model_validate(known)
         except ValidationError as error:
@@ -430,7 +430,7 @@ def understood_config(data: dict[str, Any], run_dir: Path) -> Config:
 
 
 def _left_out(data: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Remove the key of a section, or the section, in which something is wrong; return whether there was one."""
+    """Remove the offending key of a section, or the section; return whether there was one."""
     name, key = (*map(str, place[:2]), "", "")[:2]
     section = data.get(name)
     if isinstance(section, dict) and key in section:

@@ -54,9 +54,9 @@ class Registered:
     function: Callable[..., Any]
     options: type[Options]
     metrics: tuple[str, ...] | None
-    """The names of all metrics that it returns; None where they are not known."""
+    """The names of all metrics that it returns; None if unknown."""
     of_parts: bool
-    """Whether it takes the parts of rewards and their weights, in place of the rewards."""
+    """Whether it takes the parts of rewards and their weights instead of rewards."""
 
 
 class Registry:
@@ -77,7 +77,7 @@ class Registry:
         *,
         of_parts: bool = False,
     ) -> Callable[[Function], Function]:
-        """The decorator that registers a function, which is called with its options as the last argument.
+        """Decorator that registers a function, which is called with its options as the last argument.
 
         Args:
             metrics: The names of all metrics that the function returns; None if it does not say.
@@ -100,9 +100,9 @@ class Registry:
         return self.choose(self._default)
 
     def choose(self, value: Any, *, import_own: bool = False) -> Algorithm:
-        """The function that a name or a table of `name` and options chooses, its options checked and completed.
+        """Resolve a name, or a table of `name` and options, to a function with checked and completed options.
 
-        Unless `import_own`, a function given by its import path is not imported, and its options are taken as given.
+        Without `import_own`, a function given by import path is not imported, and its options stay as given.
         """
         if isinstance(value, Algorithm):
             value = {"name": value.name, **value.options}
@@ -118,7 +118,7 @@ class Registry:
         return Algorithm(name=name, options=self._options(name, options).model_dump(mode="json"))
 
     def validate(self, value: Any, info: ValidationInfo) -> Algorithm:
-        """What `choose` returns; this is its form as a pydantic validator."""
+        """`choose` as a pydantic validator."""
         return self.choose(value, import_own=bool(info.context and info.context.get(IMPORT_OWN)))
 
     def function(self, algorithm: Algorithm) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class Registry:
             raise ValueError(explain(error, model, tuple(self.key.split(".")))) from None
 
     def find(self, name: str) -> Registered:
-        """The row of a name or an import path; a ValueError where there is none."""
+        """The entry for a name or an import path; a ValueError if there is none."""
         if ":" in name:
             function = import_function(self.key, name)
             for registered in self._by_name.values():
@@ -186,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def expand_preset(settings: dict[str, Any]) -> dict[str, Any]:
-    """Put what `algorithm` stands for in its place among the settings of `[train]`."""
+    """Replace `algorithm` by the settings of `[train]` that it stands for."""
     name = settings.get("algorithm")
     if name is None:
         return settings

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 StageName = Literal["prepare", "pretrain", "calibrate", "train", "validate", "export", "bench", "flow"]
-"""What a job of a run can be: one of `STAGES`, `bench`, a benchmark of the finished run, or `flow`, the run's flow."""
+"""The kinds of jobs: one of `STAGES`, `bench` (a benchmark of the finished run), or `flow` (the run's flow)."""
 STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train", "validate", "export")
-"""The stages in the order in which a run takes them."""
+"""The stages in the order in which they run."""
 TRAINER_STAGES: tuple[StageName, ...] = ("prepare", "pretrain", "calibrate", "train")
 ENGINE_STAGES: tuple[StageName, ...] = ("pretrain", "train", "validate", "export")
-"""Those in which Megatron holds the policy (in `prepare` for a warm start alone), and those with an engine."""
+"""Stages in which Megatron holds the policy (`prepare` only for a warm start), and stages with an engine."""
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -30,21 +30,21 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class Mark:
-    """Marks a field that a run may change while it goes on."""
+    """Marks a field that may change during a run."""
 
 
 T = TypeVar("T")
 Adjustable = Annotated[T, Mark()]
-"""A field that a run may change while it goes on: training continues from its checkpoint with the new value, and what
-earlier stages made stays. A change of another field that they or training read makes training start over."""
+"""A field that may change during a run: training continues from its checkpoint with the new value, and the results of
+earlier stages stay. A change of another field that a stage reads makes training start over."""
 
 
 class ConfigError(ValueError):
-    """A configuration cannot run; the message has one line for each problem, with the key and what is allowed."""
+    """The configuration cannot run; the message has one line per problem, with the key and what is allowed."""
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration, which refuses unknown keys; a docstring below a field describes it."""
+    """A frozen section of the configuration that refuses unknown keys; docstrings below fields describe them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -53,12 +53,12 @@ class Section(BaseModel):
     def _no_switch_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {*(get_args(annotation) or (annotation,))} <= {int, float, NoneType}:
-            raise ValueError(f"{str(value).lower()} is a switch; allowed: a number")  # Python takes it for 1 or 0
+            raise ValueError(f"{str(value).lower()} is a switch; allowed: a number")  # Python treats it as 1 or 0
         return value
 
 
 def import_function(key: str, path: str) -> Any:
-    """What an import path `package.module:function`, the value of `key`, names in the current folder or `sys.path`."""
+    """Import `package.module:function`, the value of `key`, from the current folder or `sys.path`."""
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise ConfigError(f'{key} = "{path}": an import path has the form package.module:function')
@@ -66,12 +66,12 @@ def import_function(key: str, path: str) -> Any:
         module = file.stem if file.is_absolute() else ".".join(file.with_suffix("").parts)
         raise ConfigError(f'{key} = "{path}": name the module, not its file: "{module}:{name}", from PYTHONPATH')
     if str(Path.cwd()) not in sys.path:
-        # Users keep their functions in the current folder, where a console script does not look by itself. It comes
-        # last, as in a job: a file there must not take the place of a package.
+        # Users keep functions in the current folder, which console scripts do not search. It comes last, as in a job: a
+        # file there must not shadow a package.
         sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # the module is a user's, and may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             reason += f"; it is looked for in the folder {Path.cwd()} and on PYTHONPATH"

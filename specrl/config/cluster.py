@@ -155,13 +155,13 @@ class ClusterConfig(Section):
 
 
 PASSWORD = re.compile(r"\b(?:ssl)?(?:password|passwd|pwd)\s*=", re.IGNORECASE)
-"""What databases call a password in the query of a URI, and in a connection string of ODBC within one."""
+"""Names of a password in a URI's query, and in an ODBC connection string inside it."""
 URI_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
-"""What a tracking URI may begin with; a database's driver may follow, as in `mysql+pymysql`."""
+"""The schemes of a tracking URI; a database's driver may follow, as in `mysql+pymysql`."""
 
 
 def checked_uri(uri: str) -> str:
-    """A tracking URI without a user or a password; the path of SQLite's file is made absolute."""
+    """Check that a tracking URI contains no credentials, and make the path of an SQLite file absolute."""
     scheme, has_scheme, rest = uri.partition("://")
     is_file = scheme.partition("+")[0] == "sqlite"
     if uri != "databricks" and not uri.startswith("/"):

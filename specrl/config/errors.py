@@ -13,11 +13,11 @@ from pydantic import BaseModel, ValidationError
 from specrl.config.text import NAME, redacted
 
 SCALARS = ("int", "float", "str", "bool")
-"""The names by which pydantic reports the members of a union of plain types."""
+"""Pydantic's names for the members of a union of plain types."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], where: tuple[str, ...] = ()) -> str:
-    """A line for each different mistake that validating a `root` found; `where` are the keys that lead to it."""
+    """One line per distinct mistake found in validating a `root`; `where` is the path of keys to it."""
     return "\n".join(dict.fromkeys(_line(problem, root, where) for problem in error.errors()))
 
 
@@ -27,7 +27,7 @@ def _line(problem: Any, root: type[BaseModel], where: tuple[str, ...]) -> str:
     path, given = [*where, *within], redacted(value.isoformat() if hasattr(value, "isoformat") else repr(value))
     last = str(path[-1]) if path else ""
     if last in SCALARS or last.startswith("list["):
-        # The value fits no member of a union: pydantic reports each, and the user needs one line.
+        # The value fits no member of a union: pydantic reports each member, but the user needs one line.
         return f"{_join(path[:-1])} = {given}: allowed: a number, a string, true, false, or a list of them"
     key = _join(path) or "config"
     if problem["type"] == "extra_forbidden":
@@ -67,13 +67,13 @@ def _allowed(root: type[BaseModel], path: list[Any]) -> str:
 
 
 def _elsewhere(root: type[BaseModel], name: str) -> list[str]:
-    """The keys of this name in the sections of the whole configuration."""
+    """Keys with this name in all sections of the configuration."""
     sections = {key: _plain(field.annotation) for key, field in root.model_fields.items()}
     return [f"{key}.{name}" for key, section in sections.items() if name in getattr(section, "model_fields", {})]
 
 
 def _description(root: type[BaseModel], path: list[Any]) -> str:
-    """The first sentence about a key, with its unit."""
+    """The first sentence of a key's documentation, with its unit."""
     field = getattr(reduce(_descend, path[:-1], root), "model_fields", {}).get(path[-1]) if path else None
     return " ".join((field.description or "").split()).partition(". ")[0].rstrip(".") if field is not None else ""
 

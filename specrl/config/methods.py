@@ -1,7 +1,7 @@
 """The table of draft methods: one row for each value of `speculation.method`.
 
-Configuration, engine, benchmarks and reports ask the row what a method has and needs. None of them compares names, so a
-new row is all that a new method needs. `CONTRIBUTING.md` shows how to add one.
+Configuration, engine, benchmarks and reports read the properties of a method from its row and never compare names, so a
+new method needs only a new row. `CONTRIBUTING.md` shows how to add one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 class DraftMethod:
     """Where drafts come from.
 
-    A method drafts with one of vLLM's own speculators (`vllm`), from text (`replays`), or with both; in that case text
-    drafts where it is expected to get more tokens accepted. A method that has neither decodes without speculation.
+    A method drafts with one of vLLM's speculators (`vllm`), from text (`replays`), or with both; then text is used
+    where more tokens are expected to be accepted. A method with neither decodes without speculation.
     """
 
     name: str  # the value of `speculation.method`
@@ -24,11 +24,11 @@ class DraftMethod:
     """The arguments of vLLM's `speculative_config`, except the number of tokens and the model's directory, which follow
     from the configuration. None if vLLM itself proposes nothing."""
     model: Literal["drafter", "policy_layer", "draft_model"] | None = None
-    """The model that drafts inside vLLM: a `drafter` in a directory of its own, trained along with the policy; a
+    """The model that drafts inside vLLM: a `drafter` in its own directory, trained along with the policy; a
     `policy_layer`, the multi-token-prediction layer of the policy's own checkpoint, which is trained as well; or the
     `draft_model` of the configuration, which stays as it is. None if vLLM drafts without a model."""
     replays: bool = False
-    """Whether text serves as drafts: stored responses to the same prompt, such as those generated ahead in bubbles, and
+    """Whether text serves as drafts: stored responses to the same prompt, such as those pre-generated in idle time, and
     the engine's latest responses to any prompt."""
 
     @property
@@ -47,12 +47,12 @@ class DraftMethod:
         return self.model == "policy_layer"
 
     def same_model(self, other: DraftMethod) -> bool:
-        """Whether this method can draft with the model that was made for `other`."""
+        """Whether this method can draft with the model made for `other`."""
         kinds = [(method.model, (method.vllm or {}).get("method")) for method in (self, other)]
         return kinds[0] == kinds[1]
 
 
-EAGLE3 = {"method": "eagle3", "use_local_argmax_reduction": True}  # no logits of the whole vocabulary
+EAGLE3 = {"method": "eagle3", "use_local_argmax_reduction": True}  # without logits of the whole vocabulary
 MTP = {"method": "mtp"}
 NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """N-gram lookup in the sequence so far, with the lengths in tokens of the shortest and the longest n-gram."""
@@ -73,7 +73,7 @@ METHODS: dict[str, DraftMethod] = {
         DraftMethod("draft_model+replay", DRAFT_MODEL, "draft_model", replays=True),
     )
 }
-"""All rows by name."""
+"""All methods by name."""
 
 
 def check_method(name: str) -> str:

@@ -83,12 +83,12 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_len
 
 
 class RewardPart(Section):
-    """One of the rewards whose weighted sum a response earns."""
+    """One of the rewards in a weighted sum."""
 
     name: str
     """The reward, named as in `data.reward`."""
     weight: float = 1.0
-    """The factor for its number; 0 only measures it."""
+    """The factor of this reward; with 0 it is only measured."""
     label: Annotated[str, Field(pattern=NAME)] | None = None
     """Its name in tables and metrics; by default `name`, without the module of an import path."""
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -96,7 +96,7 @@ class RewardPart(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the user has written it."""
+        """Whether it is the user's own function."""
         return ":" in self.name
 
     @property
@@ -127,7 +127,7 @@ Rewards = Annotated[
     PlainSerializer(_as_in_toml),
     Field(min_length=1),
 ]
-"""The parts of a reward; one alone with nothing but a name is given by that."""
+"""The parts of a reward; a single part without options is given by its name."""
 
 
 class DataConfig(Section):
@@ -138,14 +138,14 @@ class DataConfig(Section):
     generators: tuple[GeneratorConfig, ...] = (GeneratorConfig(name="worked_sums"),)
     """The generators from which problems are drawn, for `source = "generators"`."""
     num_problems: PositiveInt | None = None
-    """How many training problems the generators give before the same ones repeat in the same order; without it they
-    never repeat."""
+    """Number of training problems after which the generators' problems repeat in the same order; by default they never
+    repeat."""
     path: Places | None = None
     """The problems, for `source = "file"`: a file (`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`; with `.gz` too), a
     folder of such files, a pattern such as `data/*.jsonl`, a data set of the Hugging Face hub as
     `hub:OWNER/NAME:SUBSET#SPLIT` (fetched once into the runs folder), or a list of these."""
     weights: tuple[PositiveFloat, ...] = ()
-    """How often rows of each entry of `path` are drawn, relative to the others; by default all equally often."""
+    """How often rows of each entry of `path` are drawn, relative to the others; by default equally often."""
     validation_path: Places | None = None
     """The held-out problems, for `source = "file"`; without it, the last `validation_fraction` of the rows of each
     entry of `path` is held out."""
@@ -161,7 +161,7 @@ class DataConfig(Section):
     """A Python format string that puts the question in place of `{prompt}`, or `chat` for the tokenizer's chat
     template."""
     system_prompt: str | None = None
-    """The system message put before each question that has none of its own, for `template = "chat"`."""
+    """The system message for questions without one, for `template = "chat"`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `enable_thinking = false`."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
@@ -203,12 +203,12 @@ class DataConfig(Section):
 
     @property
     def has_epochs(self) -> bool:
-        """Whether the same training prompts come again."""
+        """Whether training prompts repeat."""
         return self.source == "file" or self.num_problems is not None
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the reward's parts, in their order; empty where it has only one."""
+        """The names of the reward's parts, in order; empty if there is only one."""
         return tuple(part.shown_name for part in self.reward) if len(self.reward) > 1 else ()
 
     @property
@@ -217,7 +217,7 @@ class DataConfig(Section):
 
     @property
     def reward_words(self) -> str:
-        """The reward for people, such as `math_verify + 0.2 x mine:format`."""
+        """The reward in readable form, such as `math_verify + 0.2 x mine:format`."""
         return " + ".join(str(part) if part.weight == 1 else f"{part.weight:g} x {part}" for part in self.reward)
 
     @model_validator(mode="after")

@@ -11,13 +11,13 @@ from specrl.config.methods import METHODS, DraftMethod, check_method
 from specrl.config.text import UserPath
 
 MIN_TEMPERATURE = 0.01
-"""The lowest temperature of sampling; vLLM would raise lower ones to this."""
+"""The lowest sampling temperature, to which vLLM raises lower ones."""
 MAX_TEMPERATURE = 2.0
-"""The highest temperature; vLLM takes no higher one."""
+"""The highest temperature that vLLM accepts."""
 ALONE_FRACTION = 0.86
-"""The fraction of a GPU's memory for an engine that shares it with no trainer, at least."""
+"""The least fraction of a GPU's memory for an engine that shares the GPU with no trainer."""
 MIN_BATCHED_TOKENS = 2048
-"""The number of tokens that an engine can compute in one forward pass, at least: vLLM's default inside a process."""
+"""The least number of tokens that an engine can compute in one forward pass: vLLM's in-process default."""
 
 
 def _check_temperature(temperature: float) -> float:
@@ -41,7 +41,7 @@ def _check_top_k(top_k: int) -> int:
 class SamplingConfig(Section):
     """How responses are sampled.
 
-    The trainer's log-probs are of the whole distribution at this temperature, whatever `top_p` and `top_k` drop; see
+    The trainer's log-probs refer to the whole distribution at this temperature, regardless of `top_p` and `top_k`; see
     `specrl/algorithms/objective.py`.
     """
 
@@ -60,17 +60,17 @@ class SamplingConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """Where drafts come from and how long they are. They change how long a rollout takes, but none of its tokens."""
+    """Where drafts come from and how long they are. They affect the duration of a rollout, but none of its tokens."""
 
     method: Adjustable[Annotated[str, AfterValidator(check_method)]] = "eagle3"
     """The source of drafts, the name of a row in `specrl/config/methods.py`. `mtp` drafts with the
     multi-token-prediction layer of a policy that has one."""
     k: Adjustable[NonNegativeInt] = 3
-    """The longest draft of vLLM's proposer (drafter or n-gram lookup), in tokens per iteration; 0 only with
+    """The longest draft of vLLM's proposer (drafter or n-gram lookup), in tokens per iteration. It is 0 only with
     `method = "none"`. Methods that draft only from text ignore it."""
     adaptive: Adjustable[bool] = True
-    """Whether the engine chooses the draft length, from 0 up, for the requests that are running, by the tokens and
-    seconds that it expects of an iteration; otherwise drafts always have their full length."""
+    """Whether the engine chooses the draft length, from 0 up, for the running requests, from the tokens and seconds
+    that it expects of an iteration; otherwise drafts always have full length."""
     replay_k: Adjustable[PositiveInt] = 16
     """The longest draft from text, in tokens per iteration, for the methods that draft from text."""
     recent_tokens: Adjustable[NonNegativeInt] = 100_000
@@ -87,7 +87,7 @@ class SpeculationConfig(Section):
 
     @property
     def draft_lengths(self) -> tuple[int, int]:
-        """The longest draft of vLLM's proposer and the longest from text, in tokens; 0 where the method has none."""
+        """The longest draft of vLLM's proposer and the longest from text, in tokens; 0 if the method has none."""
         method = self.draft_method
         return self.k if method.vllm is not None else 0, self.replay_k if method.replays else 0
 
@@ -144,7 +144,7 @@ class RefitConfig(Section):
 
 
 def batched_tokens(max_num_seqs: int, longest_draft: int) -> int:
-    """The largest number of tokens in a forward pass of an engine; every running draft can be verified at once."""
+    """The largest number of tokens in an engine's forward pass, which can verify all running drafts at once."""
     return max(MIN_BATCHED_TOKENS, max_num_seqs * (longest_draft + 1))
 
 
@@ -152,11 +152,11 @@ BubbleUse = Literal["none", "pregenerate", "train_drafter", "both"]
 
 
 class BubblesConfig(Section):
-    """How an engine that has finished its rollouts of a step uses the time until the slowest engine has."""
+    """How an engine that has finished its rollouts of a step uses the time until the slowest engine finishes."""
 
     use: Adjustable[BubbleUse] = "none"
     """How to use the time: `pregenerate` generates responses to the next step's prompts, which become its drafts;
-    `train_drafter` updates the drafter; `both` updates it once all of these responses are there."""
+    `train_drafter` updates the drafter; `both` updates it once all of these responses exist."""
 
     @property
     def pregenerates(self) -> bool:

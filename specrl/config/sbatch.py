@@ -1,4 +1,4 @@
-"""Options of sbatch that a configuration passes through, and those that specrl sets itself."""
+"""Options of sbatch that a configuration may pass through, and those that specrl sets itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWN_OPTIONS: Mapping[str, str] = {
     "time": "resources.minutes",
     **dict.fromkeys(_WITHOUT_KEY.split(), ""),
 }
-"""The options that specrl sets itself, with the keys that decide them; empty where no key does."""
+"""The options that specrl sets itself, with the keys that determine them, if any."""
 _OTHERS = (
     "acctg-freq batch bb bbf begin cluster-constraint comment consolidate-segments container container-id "
     "contiguous core-spec cores-per-socket cpu-freq deadline delay-boot dependency distribution exclude exclusive "
@@ -44,18 +44,18 @@ _OTHERS = (
     "threads-per-core time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait-all-nodes wckey"
 )
 OTHER_OPTIONS = frozenset(_OTHERS.split())
-"""The options that a configuration may give, as Slurm 20.11 to 25.11 have them; a site's plugins add some."""
+"""The options of Slurm 20.11 to 25.11 that a configuration may set; a site's plugins add more."""
 MEMORY_OPTIONS = frozenset({"mem-per-cpu", "mem-per-gpu"})
-"""The options that replace `--mem`, for sites that share out memory by cores or GPUs."""
+"""The options that replace `--mem`, for sites that allocate memory by cores or GPUs."""
 GPU_NUMBERS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
-"""The options, beside `gres`, that say how many GPUs a job has."""
+"""The options, besides `gres`, that set a job's number of GPUs."""
 GPU_OPTIONS = (*GPU_NUMBERS, "gpu-bind", "gpu-freq")
-"""The options, beside `gres`, that only jobs with GPUs may have."""
+"""The options, besides `gres`, that only jobs with GPUs may have."""
 LONG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def _check(options: object) -> object:
-    """Check the names and the values, and write the names with dashes, as sbatch does."""
+    """Check names and values, and write names with dashes, as sbatch does."""
     if not isinstance(options, Mapping):
         return options
     checked: dict[str, object] = {}
@@ -75,21 +75,21 @@ def _check(options: object) -> object:
 
 
 SbatchOptions = Annotated[dict[str, OptionValue], BeforeValidator(_check)]
-"""Options of sbatch by their long names; `true` stands for an option without a value, `false` for none."""
+"""Options of sbatch by their long names; `true` for an option without a value, `false` to omit it."""
 
 
 def asks_for_gpus(name: str, value: OptionValue) -> bool:
-    """Whether an option of sbatch is one that only jobs with GPUs may have."""
+    """Whether only jobs with GPUs may have this option of sbatch."""
     return name in GPU_OPTIONS or (name == "gres" and bool(_gpu_parts(value)))
 
 
 def names_gpus(name: str, value: OptionValue) -> bool:
-    """Whether an option of sbatch says how many GPUs a job has."""
+    """Whether an option of sbatch sets a job's number of GPUs."""
     return name in GPU_NUMBERS or (name == "gres" and bool(_gpu_parts(value)))
 
 
 def gpus_per_node(name: str, value: OptionValue, nodes: int, ranks_per_node: int) -> int | None:
-    """How many GPUs of a node an option of sbatch asks for, or None where it does not say."""
+    """How many GPUs per node an option of sbatch requests, or None if it does not say."""
     if name == "gres":
         return sum(_count(part) for part in _gpu_parts(value)) or None
     if name not in ("gpus", "gpus-per-node", "gpus-per-task"):

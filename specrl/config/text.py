@@ -1,6 +1,6 @@
-"""What the text of a setting may be: it becomes an option of sbatch, a word of a shell, a line of a log.
+"""Restrictions on the text of settings, which becomes options of sbatch, shell words and log lines.
 
-`check_text` is called for the whole configuration before anything else reads it, so that no field can forget to ask.
+`check_text` checks the whole configuration before anything else reads it, so that no field can be forgotten.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What the name of a run, and what else becomes a part of a path, looks like."""
+"""The form of run names and of other parts of paths."""
 SHOWN_CHARACTERS = 80
-"""How much of a wrong value its line repeats."""
+"""How many characters of a wrong value its message repeats."""
 UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode's categories of what is refused: controls (NUL, ESC, line ends), bytes that are no text, U+2028, U+2029."""
+"""Refused Unicode categories: controls (NUL, ESC, line ends), undecodable bytes, U+2028, U+2029."""
 REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters by which a terminal shows a line in another order than it is read in."""
+"""Characters that make a terminal display a line in another order."""
 VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 LINE_CHARACTERS = "\n\t"
 ENVIRONMENT_FILE = "put it into a file that only you can read, as NAME=VALUE, and name that: cluster.environment_file"
@@ -33,15 +33,15 @@ SECRET_NAME = re.compile(
 )
 """Names of variables and settings that hold secrets: HF_TOKEN, PGPASSWORD, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
 _NO_SECRET = r"(?:~|\.{1,2})?/[\w.@%:,/-]*|\d{1,5}|(?i:true|false|yes|no|on|off)"
-"""The path of a file, a small number, or a switch: MASTER_KEY=~/.ssh/key, PAD_TOKEN=0."""
+"""Harmless values: paths, small numbers, switches, as in MASTER_KEY=~/.ssh/key, PAD_TOKEN=0."""
 _END = r"[\"']?(?:[\s;&|)]|$)"
 _TEXT = r"[\"']?(?:[^\s\"'$`;&|]|\$\{\w+:?[-=+][^\s}$`])|\$'"
-"""The beginning of a value that is text, or of the text that `${NAME:-text}` falls back on."""
+"""The start of a literal value, or of the default in `${NAME:-text}`."""
 _STANDS_THERE = rf"(?![\"']?(?:{_NO_SECRET}){_END})(?={_TEXT})"
 ASSIGNMENT = re.compile(
     rf"(?<![\w$])([A-Za-z_]\w*)\+?={_STANDS_THERE}|\b(?:setenv|set)(?: +-\w+)* +([A-Za-z_]\w*) +{_STANDS_THERE}"
 )
-"""A variable of a shell that is given a value which stands there, and not one that another variable or program has."""
+"""A shell variable that is set to a literal value, rather than to that of a variable or program."""
 OPTION = re.compile(r"--?(?:[\w-]*-)?(?:token|secret|password|passwd|passphrase|api-?key)[= ]+(?=[\"']?[^\s\"'$`;&|-])")
 SECRET = re.compile(
     r"(?<![A-Za-z0-9-])(?:"
@@ -60,17 +60,17 @@ SECRET = re.compile(
     r"|\bcurl\b.* (?:-u|--user)[ =]*(?=[\"']?[^\s\"'$:]+:[^\s\"'$])"
     r"|\blogin +\S+ +password +(?=[^\s\"'$`])"  # .netrc
 )
-"""Secrets that are known by their form, wherever they stand."""
+"""Secrets recognised by their form, anywhere."""
 IN_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s/@:$]*:(?=[^\s/@$])[^\s/@]+@|https?://[^\s/@:$]+@")
 """A password or token in an address: scheme://user:password@host, https://token@host."""
 
 
 MULTILINE = ("data.template", "data.system_prompt", "*.reward.*.parameters.template", "sampling.stop.*")
-"""The settings whose text may have several lines; every other text of a configuration is one line."""
+"""The settings whose text may have several lines; all others are a single line."""
 
 
 def check_text(data: Any) -> None:
-    """Refuse control characters and secrets in all texts of a configuration, its keys included."""
+    """Refuse control characters and secrets in all texts of a configuration, including keys."""
     if problems := list(dict.fromkeys(_problems(data, ""))):
         raise ValueError("\n".join(problems))
 
@@ -98,17 +98,17 @@ def _problems_of(text: str, what: str, *, multiline: bool) -> Iterator[str]:
 
 
 def is_control(character: str) -> bool:
-    """Whether a character is not shown, but changes what is shown, read or run."""
+    """Whether a character is invisible but changes what is shown, read or run."""
     return unicodedata.category(character) in UNPRINTABLE or character in REORDERING
 
 
 def shown(text: str) -> str:
-    """A text as one short line, with what cannot be printed escaped."""
+    """Shorten a text to one line, with unprintable characters escaped."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
 
 
 def secret_name(line: str) -> str | None:
-    """The name of the secret in a line of a shell or a word of a command, or None where none is seen."""
+    """The name of the secret in a shell line or a command's word, or None."""
     if (named := next(_secret_assignments(line), None)) is not None:
         return named[1] or named[2]
     if (option := OPTION.search(line)) is not None:
@@ -117,7 +117,7 @@ def secret_name(line: str) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """A text up to its first secret."""
+    """Cut a text before its first secret."""
     named = (found.end() for found in (*_secret_assignments(text), *OPTION.finditer(text)))
     known = (found.start() for pattern in (SECRET, IN_ADDRESS) for found in pattern.finditer(text))
     first = min((*named, *known), default=None)
@@ -140,8 +140,8 @@ def _word(text: str) -> str:
 
 
 Word = Annotated[str, AfterValidator(_word)]
-"""A value that Slurm or a program gets as a word. One with - could be an option, and sbatch reads a backslash between
-quotes otherwise than a shell does."""
+"""A value passed to Slurm or a program as a word. A leading - could make it an option, and sbatch treats a backslash
+between quotes differently than a shell."""
 
 
 def _slurm_name(text: str) -> str:
@@ -151,16 +151,16 @@ def _slurm_name(text: str) -> str:
 
 
 SlurmName = Annotated[Word, AfterValidator(_slurm_name)]
-"""The name of something that Slurm's administrators have made, such as a partition."""
+"""A name set by Slurm's administrators, such as a partition's."""
 
 
 def expanded(place: object) -> object:
-    """A path with the present values of `$VARIABLES` and `~`, as a shell would have it."""
+    """Expand `$VARIABLES` and `~` in a path, as a shell would."""
     if not isinstance(place, str | Path):
         return place
     if not str(place).strip():
         raise ValueError("an empty path is none; leave the key out, or write . for the present folder")
-    path = os.path.expanduser(os.path.expandvars(place))  # noqa: PTH111 - a name of the hub is no path
+    path = os.path.expanduser(os.path.expandvars(place))  # noqa: PTH111 - a hub id is not a path
     if (unknown := VARIABLE.search(path)) is not None:
         raise ValueError(f"{shown(str(place))}: the variable {unknown[0]} is not set")
     if path.startswith("~"):
@@ -169,17 +169,17 @@ def expanded(place: object) -> object:
 
 
 UserPath = Annotated[Path, BeforeValidator(expanded)]
-"""The path of a file or folder, in which variables and `~` stand for what they are where the run is started."""
+"""The path of a file or folder; variables and `~` are expanded where the run is started."""
 Places = Annotated[
     tuple[UserPath, ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, str | Path) else given),
     Field(min_length=1),
 ]
-"""One or several of them, or patterns such as `*.jsonl`, or data sets of the hub; one alone needs no list."""
+"""One or several paths, patterns such as `*.jsonl`, or data sets of the hub; a single one needs no list."""
 UserPlace = Annotated[str, BeforeValidator(expanded)]
-"""The same for what may be a name of the hub as well."""
+"""A path or a hub id."""
 UserWord = Annotated[Word, BeforeValidator(lambda given: given if "://" in str(given) else expanded(given))]
-"""The same for a word of a command. An address stays as it is: NGC's user is called `$oauthtoken`."""
+"""A word of a command, which may also be the name of a program, or an address: NGC's user is called `$oauthtoken`."""
 
 
 def _path_without(refused: str) -> AfterValidator:
@@ -193,9 +193,9 @@ def _path_without(refused: str) -> AfterValidator:
 
 
 PlainPath = Annotated[UserPath, _path_without(":,\\")]
-"""A path that stands in a list of import paths or of mounts, or in the pattern of a log's name."""
+"""A path for use in a list of import paths or mounts, or in the pattern of a log's name."""
 RunsPath = Annotated[UserPath, _path_without(":,?\\")]
-"""The same for the folder of the runs, in which MLflow's database has an address."""
+"""The same for the runs folder, whose path is part of the address of MLflow's database."""
 
 
 def _setup_line(line: str) -> str:
@@ -211,4 +211,4 @@ def _setup_line(line: str) -> str:
 
 
 SetupLine = Annotated[str, AfterValidator(_setup_line)]
-"""One line of a shell, which holds no secret and no option of sbatch."""
+"""A shell line without secrets and options of sbatch."""

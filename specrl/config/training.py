@@ -44,7 +44,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """The factor of the product."""
         return self.alpha / self.rank
 
 
@@ -88,15 +88,15 @@ class PolicyConfig(Section):
 
 
 MIN_SAVED = 2**28
-"""The numbers that hidden states must save for them to be kept instead of logits."""
+"""The numbers to be saved above which hidden states are kept instead of logits."""
 
 
 class DrafterConfig(Section):
     """The drafter: the shape of EAGLE-3, pretraining on the policy's own responses, and the online update.
 
     A policy's multi-token-prediction layer (`speculation.method = "mtp"`) is trained in the same way, starting from its
-    own weights; its shape is the policy's. The drafter's loss is never added to the policy's: the drafter has an
-    optimizer of its own, and its learning rates take the place of a loss weight.
+    own weights; its shape is the policy's. The drafter's loss is never added to the policy's: the drafter has its own
+    optimizer, and learning rates replace a loss weight.
     """
 
     source: UserPlace | None = None
@@ -168,14 +168,14 @@ class DrafterConfig(Section):
 
     @property
     def num_features(self) -> int:
-        """The number of the policy's hidden states that EAGLE-3 reads for each token; 3 where none are chosen."""
+        """The number of the policy's hidden states that EAGLE-3 reads for each token; 3 by default."""
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def keeps_hidden_states(self, hidden_size: int) -> bool:
-        """Whether EAGLE-3's targets are kept as the policy's last hidden states and the rows of its head.
+        """Whether EAGLE-3's targets are stored as the policy's last hidden states plus the rows of its head.
 
-        They are where that takes much less memory than its logits on the draft vocabulary, which are then computed
-        again where they are needed.
+        So they are if this takes much less memory than logits on the draft vocabulary, which are then recomputed when
+        needed.
         """
         tokens, vocabulary = max(self.max_tokens_per_step, self.max_tokens_per_window), self.draft_vocab_size
         return tokens * vocabulary - (tokens + vocabulary) * hidden_size >= MIN_SAVED
@@ -206,23 +206,23 @@ class TrainConfig(Section):
     advantage: Adjustable[Advantage] = Field(default_factory=ADVANTAGES.default)
     """The advantage estimator from `specrl/algorithms/advantages.py`, given in the same way as the loss."""
     correction: Adjustable[Correction] = Field(default_factory=CORRECTIONS.default)
-    """How tokens are weighted whose probability differs between engine and trainer, from
+    """The correction, which weights tokens whose probabilities differ between engine and trainer, from
     `specrl/algorithms/corrections.py`, given in the same way as the loss."""
     loss_mean: Adjustable[LossMean] = "token"
     """What the loss is averaged over: all response tokens of the step (`token`: DAPO), responses, each with the mean
     over its own tokens (`response`: GRPO, GSPO), or responses, each with the sum over its tokens divided by
     `sampling.max_response_tokens` (`constant`: Dr. GRPO)."""
     refill_rounds: Adjustable[NonNegativeInt] = 0
-    """How many times in a step groups whose rewards are all equal are dropped and as many other prompts asked in their
-    place (DAPO's dynamic sampling); 0 asks none. If groups are still missing after that, dropped ones fill the gap:
-    they count in the mean of the loss, but without a teacher teach nothing."""
+    """How many times per step groups whose rewards are all equal are replaced by other prompts (DAPO's dynamic
+    sampling); 0 replaces none. If groups are still missing after that, dropped ones fill the gap: they count in the
+    mean of the loss, but contribute no gradient without a teacher."""
     overlong_filter: Adjustable[bool] = False
     """Whether responses that were cut off at `sampling.max_response_tokens` are left out of the update, and of the mean
     of the loss. Their rewards still count for the advantages of their groups."""
     overlong_window: Adjustable[Annotated[float, Field(ge=0, le=1)]] = 0.0
     """The last part of `sampling.max_response_tokens`, as a fraction, in which a response is punished for its length:
-    what is added to its reward falls from 0 to -1 (DAPO's soft overlong punishment); 0 punishes none. Reported rewards
-    do not include it, nor do those that `refill_rounds` looks at."""
+    the penalty grows linearly from 0 to -1 (DAPO's soft overlong punishment); with 0 there is none. Reported rewards
+    exclude the penalty, and so do those that `refill_rounds` considers."""
     kl_coef: Adjustable[Annotated[float, Field(ge=0)]] = 0.0
     """Weight of the KL penalty towards the reference policy, which is the policy before RL unless `reference_every`
     renews it; with 0, no reference is kept in memory."""
@@ -272,23 +272,23 @@ class TrainConfig(Section):
 
     @property
     def penalises_tokens(self) -> bool:
-        """Whether the loss of each token has a KL penalty."""
+        """Whether the token loss includes a KL penalty."""
         return bool(self.kl_coef) and self.kl_in == "loss"
 
     @property
     def leaves_groups_out(self) -> bool:
-        """Whether groups without signal have no gradient, and are left out."""
+        """Whether groups without signal have no gradient and are left out."""
         on_all = self.penalises_tokens or bool(self.entropy_coefficient) or self.teacher is not None
         return self.drop_zero_signal_groups and not on_all
 
     @property
     def renews_reference(self) -> bool:
-        """Whether there is a reference that changes, and so is a part of checkpoints."""
+        """Whether there is a changing reference, which checkpoints must include."""
         return bool(self.kl_coef) and self.reference_every is not None
 
     @property
     def algorithms(self) -> tuple[tuple[Registry, Algorithm], ...]:
-        """The chosen functions, each with the registry it is from."""
+        """The chosen functions, each with its registry."""
         return (LOSSES, self.loss), (ADVANTAGES, self.advantage), (CORRECTIONS, self.correction)
 
 
@@ -300,7 +300,7 @@ class PrecisionConfig(Section):
     training: Literal["bf16", "fp8"] = "bf16"
     """The precision in which the trainer's linear layers compute."""
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    """The type of the engine's KV cache; the scales of an FP8 cache are measured anew in every step."""
+    """The type of the engine's KV cache; the scales of an FP8 cache are measured again in every step."""
     bf16_edges: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
     """How many of the first and of the last transformer layers stay in BF16, whatever the calibration finds."""
     max_kl: PositiveFloat = 0.005
@@ -315,5 +315,5 @@ class PrecisionConfig(Section):
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether anything computes in FP8 or is stored in it."""
+        """Whether anything is computed or stored in FP8."""
         return "fp8" in (self.generation, self.training, self.kv_cache)

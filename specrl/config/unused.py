@@ -1,8 +1,8 @@
-"""Settings that would have no effect beside the others, each with the line that refuses it.
+"""Settings that would have no effect alongside the others, each with the line that refuses it.
 
-No section's validator looks for them, because a run may come to have some while it goes on: `drafter.source` stays when
-`speculation.method` changes. What is stored with a run must load, so only what a user gives is refused. A value counts
-as given where it is not the default, since a resolved configuration holds every field.
+Validators of sections do not look for them, because a run may acquire some: `drafter.source` stays when
+`speculation.method` changes. Stored configurations must load, so only a user's input is refused. A value counts as
+given if it differs from the default, since a resolved configuration contains every field.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from specrl.metrics import METRICS, POLICY, find_metric
 
 
 def unused_drafting(speculation: SpeculationConfig, drafter: DrafterConfig) -> Iterator[str]:
-    """Yield the settings of drafts that `speculation.method` does not make.
+    """Yield the settings for drafts that `speculation.method` does not produce.
 
-    The drafter's sizes and its training are left alone: a file that has them is also run with other methods, as a
-    baseline. Which drafter it is, and on which file it learns, nobody gives without meaning it.
+    The drafter's sizes and training are exempt, because the same file is also run with other methods as a baseline. The
+    drafter's source and data are not: nobody sets them without purpose.
     """
     method, chosen = speculation.draft_method, f'with speculation.method = "{speculation.method}"'
     if method.drafts and method.vllm is None and _is_given(speculation, "k"):
@@ -59,7 +59,7 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[str]:
     elif (
         data.validation_path is not None
         and _is_given(data, "validation_fraction")
-        and not any(chosen.generators for chosen in validate.sets.values())  # what these hold out goes by the fraction
+        and not any(chosen.generators for chosen in validate.sets.values())  # these hold out by fraction
     ):
         yield (
             f"data.validation_fraction = {data.validation_fraction:g} beside {path}: that file alone is held out; "
@@ -68,7 +68,7 @@ def unused_data(data: DataConfig, validate: ValidateConfig) -> Iterator[str]:
 
 
 def unused_reward(data: DataConfig, validate: ValidateConfig, environment: EnvironmentConfig) -> Iterator[str]:
-    """Yield the rewards that an environment takes the place of, and the turns where there is no environment."""
+    """Yield rewards that an environment replaces, and the number of turns without an environment."""
     if environment.name is None and _is_given(environment, "max_turns"):
         yield (
             f"environment.max_turns = {environment.max_turns} without environment.name: a response is one turn; leave "
@@ -85,7 +85,7 @@ def unused_reward(data: DataConfig, validate: ValidateConfig, environment: Envir
 
 
 def unused_training(train: TrainConfig) -> Iterator[str]:
-    """Yield the settings of the RL steps that would never come to anything."""
+    """Yield the settings of the RL steps that would never have an effect."""
     every, step = train.keep_every, train.checkpoint_every
     if every is not None and every % step and step % every:
         yield (
@@ -100,7 +100,7 @@ def unused_training(train: TrainConfig) -> Iterator[str]:
 
 
 def _clips_nothing(train: TrainConfig) -> Iterator[str]:
-    """Yield the settings of ratios that are 1, because a step's only update trains the policy that sampled."""
+    """Yield the settings for ratios that are always 1, because a step's only update trains the policy that sampled."""
     loss, defaults = train.loss, LOSSES.default().options
     why = "with train.updates_per_step = 1: the ratio p / p_old is 1, and nothing is clipped"
     if train.updates_per_step > 1:
@@ -113,7 +113,7 @@ def _clips_nothing(train: TrainConfig) -> Iterator[str]:
 
 
 def _penalises_nothing(train: TrainConfig) -> Iterator[str]:
-    """Yield the settings of a KL penalty that is not there, or that has no effect but noise."""
+    """Yield the settings of an absent KL penalty, or of one that only adds noise."""
     for name in ("kl_estimator", "kl_in", "reference_every") if not train.kl_coef else ():
         if _is_given(train, name):
             line = f"train.{name} = {_words(getattr(train, name))} with train.kl_coef = 0: nothing is penalised; "
@@ -124,7 +124,7 @@ def _penalises_nothing(train: TrainConfig) -> Iterator[str]:
 
 
 def _teaches_nothing(train: TrainConfig) -> Iterator[str]:
-    """Yield what is learned from nobody, and what acts through rewards where nothing is learned from these."""
+    """Yield the settings of an absent teacher, and those that act through rewards that are not learned from."""
     if train.teacher is None and _is_given(train, "teacher_coef"):
         line = f"train.teacher_coef = {train.teacher_coef:g} without train.teacher: there is no teacher; "
         yield line + "leave it out, or name a teacher"
@@ -147,7 +147,7 @@ def _teaches_nothing(train: TrainConfig) -> Iterator[str]:
 
 
 def _is_never_measured(train: TrainConfig, metric: str) -> Iterator[str]:
-    """Yield why no step measures a metric; names that are made at run time may be right unless all are known."""
+    """Yield why no step measures a metric; names created at run time are accepted unless all are known."""
     if metric in METRICS and metric.endswith("_I"):
         yield f'train.stop_when.metric = "{metric}": I stands for a number, as in {metric.removesuffix("I")}1'
     if metric == "policy/teacher_kl" and train.teacher is None:

@@ -15,16 +15,16 @@ from specrl.config.text import NAME, Places
 from specrl.metrics import METRICS, VALIDATION, find_metric
 
 HELD_OUT = "held-out"
-"""The name of the only set where `validate.sets` gives none."""
+"""The name of the only set if `validate.sets` is empty."""
 SetName = Annotated[str, Field(pattern=NAME)]
 
 
 WATCHED = ("validation", "reward", "rollout", "policy", "drafter", "spec", "mismatch")
-"""The groups of the metrics that `train.stop_when` may watch: results, not times."""
+"""The groups of metrics that `train.stop_when` may watch: results, not times."""
 
 
 def suggest_metric(metric: str, names: Iterable[str] = ()) -> str:
-    """The end of a message about a wrong name: the nearest metric that may be watched or is one of `names`."""
+    """The end of a message about a wrong name: the closest metric that may be watched or is in `names`."""
     watched = [name for name in METRICS if name.partition("/")[0] in WATCHED and not name.endswith("_I")]
     near = get_close_matches(metric, [*watched, *names], n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""
@@ -80,18 +80,18 @@ class ValidationSetConfig(Section):
     temperature: float | None = None
     """The temperature: 0 for greedy decoding, or from 0.01 to 2; by default `sampling.temperature`."""
     top_p: Fraction | None = None
-    """As `sampling.top_p`, which is the default."""
+    """As `sampling.top_p`, whose value is the default."""
     reward: Rewards | None = None
-    """As `data.reward`, which is the default; for instance one of its parts."""
+    """As `data.reward`, whose value is the default; for instance one of its parts."""
 
     @property
     def has_problems(self) -> bool:
-        """Whether the set has problems of its own, and not the held-out share of `[data]`."""
+        """Whether the set has its own problems instead of the held-out part of `[data]`."""
         return self.path is not None or bool(self.generators)
 
     @property
     def pass_sizes(self) -> list[int]:
-        """The sizes for which pass@size is reported: the powers of two up to `samples_per_prompt`, and that."""
+        """The k for which pass@k is reported: the powers of two up to `samples_per_prompt`, and that number itself."""
         k = self.samples_per_prompt
         return sorted({k, *(1 << power for power in range(k.bit_length()))})
 
@@ -139,7 +139,7 @@ class ValidateConfig(Section):
 
     @property
     def held_out_sets(self) -> dict[str, ValidationSetConfig]:
-        """The sets by name: those of `sets`, or else the one called `held-out`."""
+        """The sets by name: those in `sets`, or else the one named `held-out`."""
         return self.sets or {HELD_OUT: ValidationSetConfig()}
 
     @property
@@ -148,7 +148,7 @@ class ValidateConfig(Section):
         return next(iter(self.held_out_sets))
 
     def check_metric(self, key: str, metric: str, *, with_better: bool = False) -> None:
-        """Check that validations measure the metric that `key` names, and `with_better` which values are better."""
+        """Check that validations measure the metric of `key` and, `with_better`, know which values are better."""
         if not self.every:
             raise ValueError(f'{key} = "{metric}": nothing is validated during training; set validate.every above 0')
         scores = [score for score, found in VALIDATION.items() if found.better is not None or not with_better]

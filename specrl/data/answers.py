@@ -1,8 +1,8 @@
-"""The forms in which responses and data sets state a final answer, how it is extracted, and when two are the same.
+"""How responses and data sets state a final answer, how it is extracted, and when two answers are the same.
 
-What counts is stated after the thoughts (`</think>`) and before a base model goes on with a question of its own; of
-several statements there the last one. `math_verify` and `exact_match` read references by the same rules, so that whole
-solutions (GSM8K's `#### 19`, MATH's `\\boxed{19}`) serve as references.
+Only the last statement counts that follows the thoughts (`</think>`) and precedes any new question that a base model
+asks itself. `math_verify` and `exact_match` read references by the same rules, so that whole solutions (GSM8K's `####
+19`, MATH's `\\boxed{19}`) serve as references.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SENTENCE = re.compile(
     rf"(?:\b(?:result|solution|option|choice) |{_NAME} ?){_IS}(\S.*?)(?:\.(?:\s|$)|。|$)", re.I | re.M
 )
 _WITHIN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*$")  # `\text{The answer is } 5`
-_DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on lines of its own
+_DISPLAYED = re.compile(r"^[ \t]*(\$\$|\\\[)[ \t]*\n(.+)\n[ \t]*(\$\$|\\\])", re.M)  # on separate lines
 _UNBRACED = re.compile(r"\\boxed +(-?[\d\\][^\s$]*)")  # as MATH has some: `$\boxed 2$`
 _RUN_ON = re.compile(
     r"\n\s*(?:Question|Q|Human|User|Problem|Exercise|Instruction)[ \t]*\d*[ \t]*[:：]"
@@ -32,7 +32,7 @@ _RUN_ON = re.compile(
 )
 _ENDS = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|user)\|>|</s>|\[INST\]")
 _THOUGHTS_BEGIN = re.compile(r"<(?:think|thinking|thought|reasoning|\|begin_of_thought\|)>")
-_THOUGHTS_BEGUN = re.compile(rf"({_THOUGHTS_BEGIN.pattern})\s*\Z")  # by a prompt, as chat templates do
+_THOUGHTS_BEGUN = re.compile(rf"({_THOUGHTS_BEGIN.pattern})\s*\Z")  # added by the prompt, as some chat templates do
 _THOUGHTS_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
 _WRAPPERS = (
     *((mark, mark) for mark in ("$$", "$", "**", "```", "`", '"')),
@@ -44,7 +44,7 @@ _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "
 _NO_UNITS |= {"factorial", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters"}
 _PLAIN = r"(?:the|an?|is|are|its?|so|thus|hence|therefore|final|answer|value|result|solution|sum|total|domain|range|of"
 _PLAIN += r"|we|get|have|obtain|find|then|that|this|probability|area|volume|length|distance|ratio|number|equals)"
-"""A word with which a sentence says no more than the formula in it; with others, such as `twice`, it may say more."""
+"""A word that adds nothing to the formula in its sentence; others, such as `twice`, may change the meaning."""
 _IN_SENTENCE = re.compile(rf"(?:{_PLAIN}[,:]?\s+)*(?:\$\$?|\\\()([^$]+?)(?:\$\$?|\\\))(?:\s+{_PLAIN})*\s*\.?", re.I)
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "log", "exp", "sqrt", "inf", "infinity"}
 _GAP = r"(?:\\[ ,;]|\\q?quad|[\s~])"
@@ -53,7 +53,7 @@ _SET_CHOICE = re.compile(
     r"(?![+*/^=<>,:&|×·÷∪∩∈→≤≥]|[-−–](?:\s|\\text|\\math)|(?:or|and)\b|.*\([a-j]\)\s*\}|\\(?!left\b|[${]|"
     r"(?:[dt]?frac|sqrt|text|math|pi|log|ln|sin|cos|tan|angle|triangle|overline|d?binom|infty)))"
 )
-"""The letter of a choice in a font of its own, as competitions set it: `\\textbf{(B)}\\ 5`; no operator follows."""
+"""The letter of a choice in its own font, as in competitions: `\\textbf{(B)}\\ 5`; no operator follows."""
 
 
 def _column(found: re.Match[str]) -> str:
@@ -106,7 +106,7 @@ _TO_LATEX = [
             r"\\\1\2{\\frac{\3\\pi}{180}}",
         ),
         (r"\\(?:mathrm|operatorname)\s?\{([ei])\}", r"\1 "),
-        # math-verify leaves an ellipsis out, and of a list what is before it, too: there it is an item of its own.
+        # math-verify drops an ellipsis and, in a list, also the items before it: there it becomes an item.
         (rf"((?:^|[,;{{(\[]){_GAP}*)(?:{_DOTS}|\.{{3,}}){_GAP}*(?=[,;)\]}}]|\\[}}]|\\right|$)", r"\1\\Xi "),
         (r"\*\*", "^"),
         (r"\\([dt]?)binom(\d)(?=[\d{])", r"\\\1binom{\2}"),
@@ -123,7 +123,7 @@ _LEAD = re.compile(
     r"(?:\\therefore|\\approx|≈|=>?|→|\(?\w\)(?=\s)|\\text\{[^{}]*(?:is|:)\s*\}"
     r"|(?:(?!(?:\\text\{\s*)?\b(?:and|or|not|neq?|[lg]eq?)\b)[^,;=<>≤≥≠{}!:]|\{(?:[^{}]|\{[^{}]*\})*\})*=)\s*(?=.)"
 )
-"""What an answer may have before its value that is no part of it: `\\therefore 5`, `f_{\\max} = 5`."""
+"""What may precede an answer's value without being part of it: `\\therefore 5`, `f_{\\max} = 5`."""
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _TEX = str.maketrans(
     {"²": "^2", "³": "^3", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
@@ -131,21 +131,21 @@ _TEX = str.maketrans(
 _SIGNS = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "percent": "%", "degrees": "°"}
 _SIGNS |= {"rs": "₹", "rupees": "₹"}
 _WIDTHS = {0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}, 0xFF0C: ", "}
-"""Full-width characters and ASCII's, which Chinese and Japanese models mix: `（１，２）`; a comma of these separates,
-and no exclamation mark is a factorial."""
+"""Full-width characters and their ASCII forms, which Chinese and Japanese models mix: `（１，２）`. Such a comma
+separates items, and such an exclamation mark is no factorial."""
 _TYPED = str.maketrans({"−": "-", "–": "-", "²": "^2", "³": "^3"})
 _GROUPED = re.compile(
     r"(?<![\w.^])\d{1,3}(?:([ \u00a0\u2007\u2009\u202f~'’_]|\\[,;:! ])\d{3})(?:\1\d{3})*(?![\d/'’]|[ ]/)"
 )
-"""A number in groups of three digits, `10 000` or `10\\,000`, but for commas, which also separate."""
+"""A number in groups of three digits, `10 000` or `10\\,000`, without commas, which also separate items."""
 _REPEATING = re.compile(
     r"(?<![\w.])(\d{0,20})\.(\d{0,20})(?:\\(?:overline|bar|dot)(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))"
 )
 _CHOICE = re.compile(r"(?:\\(?:text|math)\w*\{)*[(\[]?([a-z]|yes|no|true|false)(?:[)}\]]|[.:](?=\s)|,(?=[a-z]{2})|$)")
 _OFFERED = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-Ja-j])(?:[):]\s|\.\s(?!\s*(?:[a-z]|[A-Z]\.)))(?!\s*[-+*/^=(])")
-"""A reference that has the choice's text as well, `(B) Paris`, and is no name: `E. coli`, `J. K. Rowling`."""
+"""A reference that includes the choice's text, `(B) Paris`, but not a name: `E. coli`, `J. K. Rowling`."""
 _ANOTHER = re.compile(r"\W*(?:(?:or|and)\W*)?([a-j])\)|\W*(?:or|and)\W*([a-j])(?:[}.:](?!\w)|$)")
-"""The letter of one more choice: a response that names several has not chosen."""
+"""The letter of a further choice: a response that names several has not chosen."""
 _APART = [
     re.compile(mark)
     for mark in (
@@ -157,7 +157,7 @@ _APART = [
         r"(?<![a-z])(?:[cmk]?m|ft|in|units?|meters|inches|feet)\}?\^\{?([23])",
     )
 ]
-"""What tells answers apart and math-verify does not: bases, halves of the day, signs, units, and their powers."""
+"""Distinctions that math-verify ignores: number bases, a.m. and p.m., signs, units and their powers."""
 _FRACTION = re.compile(r"(?<!\d)(\d*)([¼-¾⅐-⅞])")
 _UNIT = r"(?:(?:[a-z]{2,}\.?|m)(?:\^[23])?|[glsh])(?:/[a-z]+(?:\^[23])?)?"
 _NUMBER = re.compile(
@@ -171,18 +171,18 @@ _MEASURED = re.compile(r"(?:[kcm]?[mgl]|in|ft|yd|mi|min|[sh])(?:\^[23])?(?:/(?:m
 _BEFORE_UNIT = re.compile(r"(?<=\d)(?=[kcm]?m$)")
 _POWER = re.compile(r"\^[23]")
 _IN_FONT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
-# math-verify leaves out such a letter at an end, as a unit; elsewhere it is a variable, but for a unit behind a blank.
+# math-verify drops such a letter at the end as a unit; elsewhere it is a variable, or a unit after a blank.
 _LAST_LETTER = re.compile(r"(?<=[\d}\s])([cdghlmost])\s*$")
 _LETTER = re.compile(r"(?<![a-zA-Z\\'])(?<!\d )[cdghlmost](?![a-zA-Z]|\s*[=$]|\s*$)")
 
 
 def format_answer(answer: str) -> str:
-    """An answer as demonstrations state it, so that `extract_answer` finds it unchanged but for outer spaces."""
+    """State an answer as demonstrations do; `extract_answer` recovers it up to surrounding spaces."""
     return f"<answer>{answer}</answer>" if "\n" in answer else f"Answer: {answer}"
 
 
 def close_thoughts(prompt: str, response: str) -> str:
-    """A response that first ends the thoughts, where its prompt has begun some."""
+    """Prefix a response with the end of thoughts if its prompt has opened them."""
     begun = _THOUGHTS_BEGUN.search(prompt)
     if begun is None:
         return response
@@ -190,26 +190,26 @@ def close_thoughts(prompt: str, response: str) -> str:
 
 
 def final_part(response: str, prompt: str = "") -> str:
-    """What a response says after its thoughts and before a run-on; nothing where the thoughts do not end."""
+    """The part of a response after its thoughts and before a run-on; empty if the thoughts do not end."""
     said = next((part for part in _ENDS.split(after_thoughts(response, prompt)) if part.strip()), "")
     parts = _RUN_ON.split(said)
-    own = parts[0] if re.search(r"\d", parts[0]) else said  # where it is no answer, it may introduce the question
+    own = parts[0] if re.search(r"\d", parts[0]) else said  # if it is no answer, it may introduce the next question
     return next((part for part in parts if _stated(part) is not None), own)
 
 
 def after_thoughts(response: str, prompt: str = "") -> str:
-    """What a response says after its thoughts, which the prompt may have begun; nothing where they do not end."""
+    """The part of a response after its thoughts, which the prompt may have opened; empty if they do not end."""
     *thoughts, said = _THOUGHTS_END.split(response)
     begun = _THOUGHTS_BEGUN.search(prompt) or _THOUGHTS_BEGIN.search(response)
     return said if thoughts or not begun else ""
 
 
 def extract_answer(response: str) -> str:
-    r"""The answer that a response states.
+    r"""Extract the answer that a response states.
 
-    It is the text of the last `<answer>...</answer>`; without one it is the last of `\boxed{...}`, `Answer: ...` (also
-    as a heading, in Markdown's bold, and in some other languages) and `#### ...`; without these what follows the last
-    `the answer is`, and without that the whole response. An empty box states nothing.
+    In order of precedence: the text of the last `<answer>...</answer>`; the last of `\boxed{...}`, `Answer: ...` (also
+    as a heading, in bold Markdown, and in some other languages) and `#### ...`; what follows the last `the answer is`;
+    the whole response. An empty box states nothing.
     """
     stated = _stated(response)
     return (response if stated is None else stated).strip()
@@ -248,11 +248,11 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def references(answer: str, *, named: bool = True) -> list[str]:
-    """The answers that a reference stands for: what a worked solution or JSON holds, the whole, and JSON's texts."""
+    """The answers in a reference: the one that a worked solution states, the whole text, and JSON strings."""
     text, items = bare(extract_answer(answer)), None
     with suppress(ValueError, RecursionError):
         items = json.loads(text) if text.startswith(("[", "{")) else None
-    if named and isinstance(items, dict) and len(items) == 1:  # as in `{"target": ["Paris"]}`, of references alone
+    if named and isinstance(items, dict) and len(items) == 1:  # as in `{"target": ["Paris"]}`; only in references
         (items,) = items.values()
     values = items if isinstance(items, list) else [items]
     kinds = set(map(type, values))
@@ -260,12 +260,12 @@ def references(answer: str, *, named: bool = True) -> list[str]:
         return [text]
     members = [bare(str(value)) for value in values]
     if str not in kinds and len(values) == 2:
-        return [json.dumps(values), text]  # numbers in brackets are an interval as well
+        return [json.dumps(values), text]  # numbers in brackets may also be an interval
     return [", ".join(members) or text, text, *filter(None, members if kinds == {str} else [])]
 
 
 def bare(answer: str) -> str:
-    """An answer without what is around it, such as dollar signs and Markdown, and without gaps in its numbers."""
+    """Strip an answer of what surrounds it, such as dollar signs and Markdown, and of gaps in its numbers."""
     text = normalize("NFC", answer).translate(_WIDTHS)
     text = _FRACTION.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".replace("⁄", "/"), text).strip()
     text = _GROUPED.sub(lambda found: found[0].replace(found[1], ""), text)
@@ -282,10 +282,10 @@ def bare(answer: str) -> str:
 
 
 def same(stated: str, reference: str) -> bool:
-    """Whether an answer is a reference as text or as a plain number.
+    """Whether an answer equals a reference as text or as a plain number.
 
-    Case, spacing, thousands separators, a final full stop, a fraction of 0, a unit or currency that only one of both
-    has, and what stands around the letter of a choice, `Option (B) Paris`, do not matter.
+    Ignored are case, spacing, thousands separators, a final full stop, a fraction of 0, a unit or currency that only
+    one of them has, and what surrounds the letter of a choice, as in `Option (B) Paris`.
     """
     own, wanted = normalise(stated), normalise(reference)
     if own == wanted:
@@ -299,13 +299,13 @@ def same(stated: str, reference: str) -> bool:
     if re.fullmatch(r"[a-z]", own) and (offered := _OFFERED.match(reference)):
         return offered[1].casefold() == own
     if "," not in wanted and re.search(r"\d,(?:\d\d|[1-9])", stated) and own.count(",") == 1:
-        own = own.replace(",", ".")  # where no pair is asked for, it is a decimal comma
+        own = own.replace(",", ".")  # a decimal comma, unless a pair is expected
     (number, unit), (other, other_unit) = _amount(own), _amount(wanted)
     return number is not None and number == other and (unit == other_unit or not unit or not other_unit)
 
 
 def contradicts(stated: str, reference: str) -> bool:
-    """Whether two answers have numbers of different bases, some units that differ, or different choices."""
+    """Whether two answers differ in number base, in certain units, or in the choice."""
     letter, choice = _SET_CHOICE.match(reference), _CHOICE.match(normalise(stated).lstrip("{"))
     another = letter and choice and letter[1].casefold() != choice[1] <= "j"
     amounts = [_amount(normalise(_BEFORE_UNIT.sub(" ", answer))) for answer in (stated, reference)]
@@ -318,8 +318,8 @@ def contradicts(stated: str, reference: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    """An answer without case, needless spacing, thousands separators, and a final full stop."""
-    if re.fullmatch(r"[A-J](?:(?:, ?|、|,? and )[A-J])+", answer):  # several choices are `AC` as well
+    """Normalise case, spacing, thousands separators, and a final full stop."""
+    if re.fullmatch(r"[A-J](?:(?:, ?|、|,? and )[A-J])+", answer):  # several choices, also written `AC`
         return "".join(re.findall(r"[A-J]", answer)).casefold()
     text = " ".join(answer.split()).casefold().translate(_TYPED)
     text = re.sub(rf" ?(?:{_DOTS}|\.{{3}}(?=.)|(?:(?<=,)|(?<=, ))\.{{3}}) ?", "…", text).rstrip(".").strip()
@@ -329,7 +329,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r" ?([-+*/^=<>,(){}\[\]|]) ?", r"\1", text)
     text = re.sub(r"(?<=\d) ?(?:\\(?:text|mathrm)\{)?([ap])\.? ?m\b\.?\}?", r" \1m", text)
     text = re.sub(r"(?<!\\) (?=\\[a-z])", "", text)
-    # Of a choice, `B) Paris` is `(B) Paris` and `Option B: Paris`.
+    # The choice `B) Paris` equals `(B) Paris` and `Option B: Paris`.
     text = re.sub(r"^(?:option |choice )(?=[a-z](?:[.:]|$))|^(?:option|choice)?\((?=[a-z]\))", "", text)
     text = text[0] if re.fullmatch(r"[a-z]\)", text) else text
     return str(_NUMBERS.index(text)) if text in _NUMBERS else text
@@ -358,19 +358,19 @@ def _symbol_of_word(word: str) -> str:
 
 
 def is_text(answer: str) -> bool:
-    """Whether a reference is words, such as a name, and no expression: letters would be read as factors."""
+    """Whether a reference consists of words, such as a name, whose letters must not be read as factors."""
     words = re.findall(r"[^\W\d_]{3,}", answer)
     return bool(words) and not re.search(r"[\d\\^=<>+*/_|]", answer) and not {*map(str.casefold, words)} & _FUNCTIONS
 
 
 def formula(reference: str) -> str:
-    r"""The only formula of a sentence, `The sum is $\frac{1}{2}$.`, if the words do not change what it says, or all."""
+    r"""The only formula of a sentence, `The sum is $\frac{1}{2}$.`, if its words add nothing, or else everything."""
     found = _IN_SENTENCE.fullmatch(reference)
     return reference if found is None else found[1]
 
 
 def as_latex(answer: str) -> str:
-    """An expression with the signs and the numbers that are not LaTeX written as LaTeX."""
+    """Rewrite the signs and numbers of an expression that are not LaTeX as LaTeX."""
     answer = _REPEATING.sub(_fraction, answer.translate(_TEX))
     for pattern, replacement in _TO_LATEX:
         answer = pattern.sub(replacement, answer)
@@ -378,7 +378,7 @@ def as_latex(answer: str) -> str:
 
 
 def without_lead(latex: str, other: str) -> str:
-    """The value of an expression that has a name or a word before it, unless the other one has another name."""
+    """Drop the name or word before an expression's value, unless the other expression has a different name."""
     lead = _LEAD.match(latex)
     if lead is None or ("=" in lead[0] and "=" in other.replace(" ", "").removeprefix(lead[0].replace(" ", ""))):
         return latex
@@ -386,7 +386,7 @@ def without_lead(latex: str, other: str) -> str:
 
 
 def in_order(latex: str, other: str) -> str:
-    """What letters stand for, `y=2, x=1`, as the point of these values, (1, 2), where the other answer names none."""
+    """Turn assignments, `y=2, x=1`, into a point, (1, 2), if the other answer names no variables."""
     pairs = [part.split("=") for part in re.split(r",|;|\\text\{\s*and\s*\}|\band\b", latex)]
     names = {pair[0].strip() for pair in pairs if len(pair) == 2}
     if "=" in other or not 1 < len(names) == len(pairs) or not (names <= set("xyz") or names <= set("abcd")):
@@ -395,9 +395,9 @@ def in_order(latex: str, other: str) -> str:
 
 
 def keep_variable(latex: str, other: str) -> str:
-    """An expression whose last letter is in braces if it is a variable, there or in the other: `2+3t`.
+    """Put an expression's last letter in braces if it is a variable there or in the other expression: `2+3t`.
 
-    math-verify would take it for a unit, and leave it out.
+    math-verify would take it for a unit and drop it.
     """
     own, others = _IN_FONT.sub("", latex), _LETTER.findall(_IN_FONT.sub("", other))
     last = _LAST_LETTER.search(own)

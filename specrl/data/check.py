@@ -1,4 +1,4 @@
-"""The checks of data and reward that are made before a job is submitted."""
+"""Checks of data and reward before a job is submitted."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from specrl.data.rendering import check_template
 from specrl.data.rewards.environments import check_scoring
 from specrl.data.rewards.trial import Trial, try_reward
 
-PATIENCE_S = 5.0  # to draw each held-out set; where that takes longer, `prepare` sees whether there are enough
+PATIENCE_S = 5.0  # for drawing each held-out set; beyond that, `prepare` checks whether there are enough problems
 
 
 def empty_and_right(config: Config) -> tuple[Trial, Trial]:
-    """Score an empty response and the reference answer of the first problem, by the reward that a run would have."""
+    """Score an empty response and the reference answer of the first problem with the run's reward."""
     (problem,) = make_problems(config, fit_all).draw("train", 0, 1)
     return try_reward(config, "", 0), try_reward(config, close_thoughts(config.data.template, problem.demonstration), 0)
 
 
 def check_data(config: Config) -> None:
-    """Check what the data of a configuration names: generators, files, columns, template, rewards and the number of
-    problems, as far as `PATIENCE_S` lets them be counted.
+    """Check what `[data]` names: generators, files, columns, template, rewards and, within `PATIENCE_S`, the problem
+    count.
 
     This imports the user's reward function or environment, and torch only if that does.
     """

@@ -1,4 +1,4 @@
-"""Work dealt out in shares of nearly equal size."""
+"""Dividing work into shares of nearly equal size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Deal items, the longest first, each to the share with the smallest sum of lengths so far.
+    """Assign items, longest first, each to the share with the smallest sum of lengths so far.
 
-    Ties are broken by index, so that every rank comes to the same shares.
+    Ties are broken by index, so that every rank computes the same shares.
     """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     queue = [(0.0, share) for share in range(num_shares)]
@@ -21,16 +21,16 @@ def deal_longest_first(lengths: Sequence[float], num_shares: int) -> list[list[i
 
 
 def piece(left: int, num_engines: int) -> int:
-    """How many of the `left` responses an idle engine claims at once, given that all engines but one may be idle."""
+    """How many of the `left` responses an idle engine claims at once, as all engines but one may be idle."""
     return -(-left // max(1, num_engines - 1))
 
 
 def deal_near_home(lengths: Sequence[float], homes: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Deal items in shares of nearly equal size so that few of them leave the share that they are in already.
+    """Divide items into shares of nearly equal size while moving few of them to another share.
 
-    An item, the longest first, stays where it is as long as its share gets no longer than the longest of
-    `deal_longest_first`. The others go to the share with the smallest sum of lengths. So the longest share exceeds that
-    of `deal_longest_first` by one item at most, and every rank comes to the same indices.
+    Items, longest first, stay where they are as long as their share does not exceed the longest share of
+    `deal_longest_first`. The others go to the share with the smallest sum of lengths. The longest share therefore
+    exceeds that of `deal_longest_first` by at most one item. Every rank computes the same indices.
     """
     even = deal_longest_first(lengths, num_shares)
     most = max(sum(lengths[index] for index in share) for share in even)

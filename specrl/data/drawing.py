@@ -1,4 +1,4 @@
-"""Processes that draw shards of problems: all cores of `prepare` the first ones, one process of `train` the others."""
+"""Processes that draw shards of problems: all cores in `prepare` for the first ones, one process in `train` later."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specrl.data.prompts import PromptSource
 from specrl.models.sources import load_tokenizer
 from specrl.processes import become_helper, end_helper, start_helper
 
-FIRST_STEPS = 3  # drawn before the first step, which in idle time asks for the next one's problems too
-QUICK_S = 2.0  # seconds that `prepare` draws by itself before it starts processes for what it still needs
+FIRST_STEPS = 3  # steps drawn in advance; in idle time, the first step also needs the second one's problems
+QUICK_S = 2.0  # seconds for which `prepare` draws by itself before it starts processes
 NICENESS = 10
 
 
 def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place: tuple[int, int]) -> None:
-    """Draw this rank's part of what is needed before the first step; `place` is (rank, number of ranks)."""
+    """Draw this rank's part of the problems needed before the first step; `place` is (rank, number of ranks)."""
     (rank, ranks), cores, first = place, config.resources_of("prepare").cpus_per_rank, range(FIRST_STEPS)
     deadline, needs_more = time.monotonic() + QUICK_S, False
     needed = islice(source.shards(first, others=True), rank, None, ranks)
@@ -41,8 +41,8 @@ def draw_first(source: PromptSource, config: Config, tokenizer_dir: Path, place:
 
 @contextlib.contextmanager
 def drawn_ahead(source: PromptSource, config: Config, tokenizer_dir: Path, first_step: int) -> Iterator[None]:
-    """Draw the problems of all steps from this one on in a process of low priority, unless all are there."""
-    steps = range(first_step, config.train.num_steps + 1)  # there is one after the last step, which is validated
+    """Draw the problems of all steps from this one on in a low-priority process, unless all exist."""
+    steps = range(first_step, config.train.num_steps + 1)  # the last step is followed by one more, for `validate`
     is_missing = not all(mixture.has(stream, number) for mixture, stream, number in source.shards(steps))
     processes = _start(source, config, tokenizer_dir, steps, range(1), 1, needed=False) if is_missing else []
     try:
@@ -58,7 +58,7 @@ def _start(
     processes = []
     for index in own:
         process, connection = start_helper(__name__)
-        with connection, contextlib.suppress(OSError):  # it has ended, and whoever needs a shard draws it
+        with connection, contextlib.suppress(OSError):  # it has ended; whoever needs a shard draws it
             arguments = (source.begun, source.prompts_dir, needed, steps, index, total)
             connection.send((dump_config(config), tokenizer_dir, *arguments))
         processes.append(process)
@@ -66,14 +66,14 @@ def _start(
 
 
 def main(rank: Connection) -> None:
-    """Draw one process's part of the shards."""
+    """Draw this process's part of the shards."""
     become_helper(rank.recv())
     text, tokenizer_dir, begun, prompts_dir, needed, steps, index, total = rank.recv()
     if not needed:  # nobody waits for it
         os.nice(NICENESS)
-        with contextlib.suppress(OSError):  # where the kernel groups processes by session, that of the group counts
+        with contextlib.suppress(OSError):  # if the kernel schedules sessions as groups, the group's priority counts
             Path("/proc/self/autogroup").write_text(str(NICENESS))
     source = PromptSource(parse_config(json.loads(text)), load_tokenizer(tokenizer_dir), begun, prompts_dir=prompts_dir)
-    with contextlib.suppress(ConfigError):  # the rank comes to the same, and says it
+    with contextlib.suppress(ConfigError):  # the rank meets the same error and reports it
         for mixture, stream, number in islice(source.shards(steps, others=needed), index, None, total):
             mixture.keep(stream, number)

@@ -1,4 +1,4 @@
-"""Problems from files with a prompt and an answer column, and the requests of files of chats."""
+"""Problems from files with prompt and answer columns, and requests from files of chats."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from specrl.data.formats.rows import find, read_rows
 from specrl.data.problems import Counts, Fit, Misfit, Problem, derive_seed
 
 ALIASES = {"prompt": CHATS, "answer": ("reward_model.ground_truth",)}
-"""Tried where a default column is missing: chats, and verl's layout."""
-COMPARING = ("math_verify", "exact_match")  # the rewards that no response can earn where the answer is empty
-TRUTH = "ground_truth"  # the part of verl's `reward_model` that is the answer
+"""Columns tried if a default one is missing: chats, and verl's layout."""
+COMPARING = ("math_verify", "exact_match")  # rewards that no response can earn if the answer is empty
+TRUTH = "ground_truth"  # the answer in verl's `reward_model`
 Request = str | list[Message]
 
 
 def read_problems(place: Path, config: Config, fit: Fit, counts: Counts) -> list[Problem]:
-    """The rows of a place's files as problems, in the files' order; answers of any type become text."""
+    """Read the rows of a place's files as problems, in the files' order; answers of any type become text."""
     data, environment = config.data, config.environment.name
     columns = (data.prompt_column, data.answer_column)
     judges = [part.name for part in data.reward] if environment is None else [environment]
     others, compared = any(":" in name for name in judges), any(name in COMPARING for name in judges)
     named = [*columns, *(name for column in columns for name in ALIASES.get(column, ())), "system", TOOLS]
-    wanted = () if others else named  # what the user has written gets all columns
+    wanted = () if others else named  # the user's own functions get all columns
     found = [(where, row) for path in _files(place) for where, row in read_rows(path, wanted)]
     if not found:
         raise ConfigError(f"data file {place} is empty")
@@ -40,7 +40,7 @@ def read_problems(place: Path, config: Config, fit: Fit, counts: Counts) -> list
     fitted = fit([_problem(where, row, columns, others=others, compared=compared) for where, row in found], counts)
     misfits = [(where, one) for (where, _), one in zip(found, fitted, strict=True) if isinstance(one, Misfit)]
     for where, misfit in misfits:
-        if not misfit.dropped or len(misfits) == len(found):  # the latter where all prompts are too long
+        if not misfit.dropped or len(misfits) == len(found):  # the latter if all prompts are too long
             raise ConfigError(f"{where}: {misfit.text}")
     return [one for one in fitted if isinstance(one, Problem)]
 
@@ -50,9 +50,9 @@ def read_requests(place: Path) -> list[Request]:
 
 
 def placed_requests(places: Sequence[Path]) -> list[tuple[str, Request]]:
-    """What files ask, row by row, with the rows' places: a text, or a chat up to its last request.
+    """The requests in files, row by row, with the rows' places: a text, or a chat up to its last request.
 
-    A row has `messages` (or `conversations`), of which the assistant's last ones are left out, or a `prompt`.
+    A row has a `prompt`, or `messages` (or `conversations`) whose final assistant messages are dropped.
     """
     found = [(place, _request(place, row)) for one in places for path in _files(one) for place, row in read_rows(path)]
     if not found:
@@ -112,7 +112,7 @@ def _problem(place: str, row: dict[str, Any], columns: tuple[str, str], *, other
 
 
 class FileProblems:
-    """The problems of files, drawn in shuffled epochs; held out are others, or the last rows of each set."""
+    """Problems from files, drawn in shuffled epochs; held out are other files, or the last rows of each set."""
 
     def __init__(self, config: Config, fit: Fit, counts: Counts) -> None:
         data, self.seed = config.data, config.seed
@@ -143,7 +143,7 @@ class FileProblems:
         self._drawn = drawn or self._sizes
 
     def notes(self, count: int) -> list[str]:
-        """A line for each thing about the rows that a user may not expect of steps of `count` prompts."""
+        """Lines about what users may not expect of these rows in steps of `count` prompts."""
         path, lines = self._names[0], []
         if self._num_reserved:
             lines.append(f"data file {path}: rows left out because a held-out one asks the same: {self._num_reserved}")
@@ -164,16 +164,16 @@ class FileProblems:
         return len(repeated) - len(answers), sum(own != first for own, first in repeated)
 
     def draw(self, stream: str, first: int, count: int) -> list[Problem]:
-        """Rows `first` to `first + count` of the stream's epochs, each of which is shuffled anew.
+        """Draw rows `first` to `first + count` of the stream's epochs, each shuffled anew.
 
-        Where sets have weights, an epoch repeats or leaves out rows of each to suit its weight.
+        If sets have weights, an epoch repeats or omits rows of each accordingly.
         """
         size = sum(self._drawn)
         positions = range(first, first + count)
         return [self._training[self._order(stream, position // size)[position % size]] for position in positions]
 
     def held_out(self, count: int, patience_s: float = math.inf) -> list[Problem]:
-        """The first `count` distinct held-out rows."""
+        """Return the first `count` distinct held-out rows."""
         if count > len(self._held_out):
             raise ConfigError(
                 f"{self._names[-1]} has only {len(self._held_out)} distinct held-out rows of the {count} asked for: "

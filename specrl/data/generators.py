@@ -1,4 +1,4 @@
-"""Problem generators by name: reasoning-gym's and specrl's own."""
+"""Problem generators by name: those of reasoning-gym, and specrl's own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specrl.data.scorers.expressions import NotAnAnswerError
 from specrl.data.scorers.review import REVIEWED, refuse_unreviewed
 from specrl.data.worked_sums import WorkedSums
 
-CHUNK = 64  # problems in a reasoning-gym data set, of which some make all at once
-MAX_MISSES = 2000  # draws without a (new) problem after which generators count as exhausted
+CHUNK = 64  # problems per reasoning-gym data set, some of which generate all of them at once
+MAX_MISSES = 2000  # draws without a new problem after which generators count as exhausted
 
 
 class ReasoningGym:
-    """One of reasoning-gym's generators, with its parameters; it has the methods of `WorkedSums`."""
+    """A reasoning-gym generator with its parameters, with the interface of `WorkedSums`."""
 
     def __init__(self, name: str, parameters: dict[str, Any]) -> None:
         self.name = name
@@ -46,10 +46,9 @@ class ReasoningGym:
             chunk += 1
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """Reasoning-gym's own score, 0 to 1, of the answer that the response states.
+        """Score the stated answer from 0 to 1 with reasoning-gym's own scorer.
 
-        What the response says reaches the library only if it is the right answer to the letter, or as `REVIEWED` makes
-        it safe.
+        The library sees the answer only if it equals the right one to the letter, or as `REVIEWED` makes it safe.
         """
         review, stated = REVIEWED[self.name], extract_answer(response)
         no_answer: tuple[type[Exception], ...] = (NotAnAnswerError, *review.refusals)
@@ -62,7 +61,7 @@ class ReasoningGym:
     def _item(self, dataset: Any, index: int) -> dict[str, Any] | None:
         try:
             item: dict[str, Any] = dataset[index]
-        except Exception as error:  # a library's generator that fails on one in a million seeds shall not end a run
+        except Exception as error:  # a generator that fails on one seed in a million must not end a run
             self._failed += 1
             if self._failed == MAX_MISSES:
                 raise ConfigError(f"data.generators: {self.name} fails on every item: {error}") from error
@@ -88,7 +87,7 @@ def make_generator(config: GeneratorConfig) -> ReasoningGym | WorkedSums:
 
 def _reasoning_gym(config: GeneratorConfig) -> ReasoningGym:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies' sources causes them
+        warnings.simplefilter("ignore", SyntaxWarning)  # caused by the source of a dependency
         from reasoning_gym.factory import DATASETS
     if config.name not in DATASETS:
         names = ["worked_sums", *sorted(DATASETS)]
@@ -111,7 +110,7 @@ def _refused(name: str, reason: str, allowed: list[str]) -> ConfigError:
 
 
 def plain(value: Any) -> Any:
-    """A value as a Python literal can hold it: NumPy's numbers become Python's, anything unknown becomes text."""
+    """Convert a value for a Python literal: NumPy's numbers become Python's, anything unknown becomes text."""
     match value:
         case dict():
             return {plain(key): plain(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""The held-out sets of `validate.sets`: the configuration under which each is answered, and its problems."""
+"""The held-out sets of `validate.sets`: the configuration for answering each, and its problems."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specrl.data.problems import Counts, Fit, Problem
 from specrl.data.shards import GeneratorMixture
 
 DRAWN_BY = {"generators", "validation_fraction", "template", "system_prompt", "chat_template_kwargs", "overlong"}
-"""The fields of `[data]` that decide what is drawn."""
+"""The fields of `[data]` that determine what is drawn."""
 
 
 def make_problems(
     config: Config, fit: Fit, counts: Counts | None = None, prompts_dir: Path | None = None
 ) -> FileProblems | GeneratorMixture:
-    """The run's problems; without `prompts_dir`, the folder of all shards, generators draw them each time."""
+    """Open the run's problems; without `prompts_dir`, the folder of shards, generators draw them every time."""
     data, counts = config.data, counts or Counts()
     if data.source == "file":
         return FileProblems(config, fit, counts)
@@ -29,7 +29,7 @@ def make_problems(
 
 
 def config_of_set(config: Config, name: str) -> Config:
-    """The configuration under which a held-out set is answered: the run's, with the set's own settings."""
+    """The configuration for answering a held-out set: the run's, with the set's own settings."""
     chosen = config.validate_.held_out_sets[name]
     data: dict[str, Any] = {}
     if chosen.path is not None:
@@ -55,7 +55,7 @@ def held_out_problems(
     counts: Counts | None = None,
     prompts_dir: Path | None = None,
 ) -> list[Problem]:
-    """The distinct problems of a held-out set; of generators, those found within `patience_s` seconds."""
+    """The distinct problems of a held-out set; from generators, those found within `patience_s` seconds."""
     chosen, own, counts = config.validate_.held_out_sets[name], config_of_set(config, name), counts or Counts()
     count = chosen.num_prompts or config.validate_.num_prompts
     try:

@@ -21,11 +21,11 @@ from specrl.data.rendering import Rendering
 from specrl.data.shards import HELD_OUT, GeneratorMixture
 
 Shard = tuple[GeneratorMixture, str, int]
-"""Whose problems it has, the stream, and the shard's number."""
+"""Whose problems a shard holds, the stream, and the shard's number."""
 
 
 class PromptSource:
-    """All prompts of a run. Those that are too long are dropped or truncated as `data.overlong` says."""
+    """All prompts of a run; `data.overlong` decides whether overlong ones are dropped or truncated."""
 
     def __init__(
         self, config: Config, tokenizer: Any, begun: tuple[int, int] = (0, 0), *, prompts_dir: Path | None = None
@@ -33,8 +33,8 @@ class PromptSource:
         """Open the problems of `[data]`.
 
         `begun` is the step from which the configuration holds and the number of prompts before it, when
-        `train.prompts_per_step` may have been another. `prompts_dir` has the shards, which whoever needs one fills;
-        without it, problems are drawn each time.
+        `train.prompts_per_step` may have differed. `prompts_dir` holds the shards, which are drawn on demand; without
+        it, problems are drawn every time.
         """
         self._config = config
         self.begun = begun
@@ -48,9 +48,9 @@ class PromptSource:
         return self._prompts("train", self._drawn(step))
 
     def refill(self, step: int, number: int) -> list[Prompt]:
-        """As many prompts for a step's refill of this number, from 1: a pure function of seed, step and number.
+        """The prompts of a step's n-th refill, counted from 1: a pure function of seed, step and refill number.
 
-        Their ids are unique within the step, however few prompts of each refill are asked.
+        Their ids are unique within the step, however few prompts of each refill are used.
         """
         drawn = [self._drawn(step), *(self._drawn_again(step, earlier) for earlier in range(1, number + 1))]
         return self._prompts("train", [problem for problems in drawn for problem in problems])[-len(drawn[-1]) :]
@@ -78,9 +78,9 @@ class PromptSource:
         return [self._problems.draw("train", others[place % len(others)], 1)[0] for place in places]
 
     def shards(self, steps: range, *, others: bool = False) -> Iterator[Shard]:
-        """Yield the shards of some steps in order; before them, with `others`, those that other stages need.
+        """Yield the shards of some steps in order, preceded (with `others`) by those that other stages need.
 
-        Of refills these are the first ones: whoever needs another draws it.
+        Only first refills are included; further ones are drawn on demand.
         """
         config, validate = self._config, self._config.validate_
         first, count = self._first(steps.start), len(steps) * config.train.prompts_per_step
@@ -112,7 +112,7 @@ class PromptSource:
         return max([validate.num_prompts, *sets])
 
     def held_out(self, count: int) -> list[Prompt]:
-        """Distinct prompts that are never trained on; fewer are the first ones of more."""
+        """Distinct prompts that are never trained on; a smaller number is a prefix of a larger."""
         return self._prompts("held-out", self._problems.held_out(count))
 
     def validation(self, name: str) -> list[Prompt]:
@@ -126,13 +126,13 @@ class PromptSource:
         return self._prompts(f"held-out/{name}", found)
 
     def pretraining(self, count: int) -> list[Prompt]:
-        """The prompts whose responses the drafter is pretrained on."""
+        """The prompts whose responses pretrain the drafter."""
         return self._prompts("pretraining", self._problems.draw("pretraining", 0, count))
 
     def drafter_data(self, count: int) -> list[Prompt]:
         """Prompts of `drafter.data`, shuffled by the seed, repeated if there are too few.
 
-        One that leaves no room for a response is cut at its beginning.
+        Prompts that leave no room for a response lose their beginning.
         """
         assert self._config.drafter.data is not None
         requests = placed_requests(self._config.drafter.data)
@@ -150,14 +150,14 @@ class PromptSource:
         return prompts
 
     def demonstrations(self, count: int) -> list[tuple[Prompt, str]]:
-        """Prompts, each with a response that earns full reward, with worked steps if there are any."""
+        """Prompts, each with a response that earns full reward, including worked steps if available."""
         problems = self._problems.draw("demonstrations", 0, count)
         prompts = self._prompts("demonstrations", problems)
         pairs = zip(prompts, problems, strict=True)
         return [(prompt, close_thoughts(prompt.text, problem.demonstration)) for prompt, problem in pairs]
 
     def check(self) -> Counts:
-        """Look at the first training batch and all held-out and pretraining prompts, so that mistakes show early."""
+        """Make the first training batch and all held-out and pretraining prompts, to reveal mistakes early."""
         self.batch(0)
         self.held_out(self._num_held_out)
         sets = self._config.validate_.held_out_sets.items()

@@ -16,26 +16,26 @@ from specrl.config import Config, ConfigError
 from specrl.data.formats.messages import TOOLS, Message
 from specrl.data.problems import Counts, Misfit, Problem, misfit_of
 
-CHAT = "chat"  # stands for the tokenizer's chat template in `data.template`
-TOKENS_PER_BYTE = 3  # a token stands for at least one byte, and NFC makes at most three of one
-MOST_SPECIAL = 16  # tokens that a tokenizer adds to a text
+CHAT = "chat"  # in `data.template`: the tokenizer's chat template
+TOKENS_PER_BYTE = 3  # a token covers at least one byte, and NFC turns one into at most three
+MOST_SPECIAL = 16  # tokens that a tokenizer may add to a text
 TODAY = date(2024, 7, 26)
-"""For templates that write the date, so that it is the same in a run's prompts on all days; where the function for it
-is missing, Llama's write this one."""
-TURN = "words of a turn"  # stands for a turn where only what follows it is looked at
-CHUNK = 1000  # prompts that the tokenizer gets at once
-LONGEST_TOKEN = 64  # characters of a token at most, when a question is cut: of a longer one less is left than fits
+"""The date for templates that write one, so that a run's prompts do not change from day to day; Llama's templates use
+it as their default."""
+TURN = "words of a turn"  # placeholder for a turn, where only what follows matters
+CHUNK = 1000  # prompts per call of the tokenizer
+LONGEST_TOKEN = 64  # characters per token, at most, when a question is cut; if longer, less is kept than would fit
 
 
 class Rendering:
-    """Makes prompts of questions. Everything here depends on the configuration and the tokenizer alone."""
+    """Turns questions into prompts; depends only on the configuration and the tokenizer."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._template, self._rule, self.limit = config.data.template, config.data.overlong, config.max_prompt_tokens
         self._tokenizer = tokenizer
         normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else ...
         self._bounded = type(normalizer).__name__ in ("NoneType", "NFC")  # few bytes are few tokens
-        # One that was saved for fine-tuning ends each text, after which there would be nothing to say.
+        # A tokenizer saved for fine-tuning ends each text, after which nothing could follow.
         self._ends_texts = tokenizer("a", verbose=False)["input_ids"][-1:] == [tokenizer.eos_token_id]
         check_template(self._template)
         if self._template == CHAT and not tokenizer.chat_template:
@@ -46,18 +46,18 @@ class Rendering:
         check_chat_template(str(tokenizer.chat_template or ""), self._arguments)
 
     def text(self, question: str, context: Sequence[Message] = ()) -> str:
-        """The question with the template applied; in a format string it stands below the messages before it."""
+        """Apply the template to a question; in a format string, the question follows the messages before it."""
         return self.opening([*context, {"role": "user", "content": question}])
 
     def opening(self, messages: Sequence[Message]) -> str:
-        """The prompt of a conversation that begins with these messages."""
+        """The prompt of a conversation that starts with these messages."""
         if self._template != CHAT:
             return self._template.format(prompt="\n".join(message["content"] for message in messages))
         has_system = any(message["role"] in ("system", "developer") for message in messages)
         system = [{"role": "system", "content": self._system}] if self._system and not has_system else []
         text = self._of_chat([*system, *messages])
         other = [{**message, "content": TURN} for message in system if str(self._system).strip() not in text]
-        if other and text == self._of_chat([*other, *messages]):  # a template may also leave out a part of it
+        if other and text == self._of_chat([*other, *messages]):  # a template may also drop a part of it
             raise ConfigError(
                 "the tokenizer's chat template leaves data.system_prompt out: write it into the questions"
             )
@@ -70,9 +70,9 @@ class Rendering:
         return text
 
     def between(self, messages: Sequence[Message], last: int) -> tuple[str, list[int]]:
-        """What stands between two turns of the policy where an environment writes these messages: text and tokens.
+        """The text and tokens between two turns of the policy when an environment writes these messages.
 
-        With a chat template it begins with the end of the policy's turn, unless that is `last`, the turn's last token.
+        With a chat template, they start with the end of the policy's turn, unless `last`, its last token, is that.
         """
         if self._template != CHAT:
             text = "".join(message["content"] for message in messages)
@@ -86,7 +86,7 @@ class Rendering:
         return text, tokens[1:] if self._template == CHAT and tokens[:1] == [last] else tokens
 
     def chat(self, request: str | list[Message]) -> str:
-        """The text of a request: as the tokenizer's chat template has it, or its messages one after another."""
+        """The text of a request, by the tokenizer's chat template or as concatenated messages."""
         messages = [{"role": "user", "content": request}] if isinstance(request, str) else request
         if self._tokenizer.chat_template or messages[0]["role"] == TOOLS:
             return self._of_chat(messages)
@@ -112,11 +112,11 @@ class Rendering:
             raise ConfigError(f"the tokenizer's chat template refuses it: {' '.join(str(error).split())}") from error
 
     def tokens(self, text: str, *, of_chat: bool = False) -> list[int]:
-        """The tokens of a prompt's text; with `of_chat`, of what `chat` has returned."""
+        """Tokenize a prompt's text; with `of_chat`, text returned by `chat`."""
         return self._encode([text], of_chat=of_chat)[0]
 
     def fit(self, problems: Sequence[Problem], counts: Counts) -> list[Problem | Misfit]:
-        """The problems as they can be asked, `data.overlong` applied, and a `Misfit` in place of each that cannot."""
+        """Turn problems into prompts as `data.overlong` says, with a `Misfit` in place of those that do not fit."""
         fitted: list[Problem | Misfit] = []
         for start in range(0, len(problems), CHUNK):
             chunk = [(problem, self._renderable(problem, counts)) for problem in problems[start : start + CHUNK]]
@@ -187,9 +187,9 @@ class Rendering:
 
 
 def check_chat_template(template: str, arguments: Iterable[str]) -> None:
-    """Check a tokenizer's chat template, and that it reads what `data.chat_template_kwargs` give it."""
+    """Check a tokenizer's chat template, and that it uses `data.chat_template_kwargs`."""
     try:
-        # transformers has one tag of its own, which marks the assistant's words.
+        # transformers adds a tag that marks the assistant's words.
         own = re.sub(r"{%-? *(end)?generation *-?%}", "", template)
         Environment(extensions=["jinja2.ext.loopcontrols"]).compile(own)
     except TemplateSyntaxError as error:
@@ -200,7 +200,7 @@ def check_chat_template(template: str, arguments: Iterable[str]) -> None:
 
 
 def check_template(template: str) -> None:
-    """Refuse a `data.template` that is neither `chat` nor a format string whose only field is `{prompt}`."""
+    """Refuse a `data.template` other than `chat` or a format string whose only field is `{prompt}`."""
     if template == CHAT:
         return
     try:

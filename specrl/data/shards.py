@@ -1,6 +1,6 @@
-"""Mixtures of generators, drawn in shards: small Arrow files, each a pure function of seed, stream and number.
+"""Mixtures of generators, drawn in shards: small Arrow files, each a pure function of seed, stream and shard number.
 
-One that is not there, or cannot be read, is drawn again and is the same.
+A missing or unreadable shard is drawn again, with the same contents.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specrl.schemas import read_table, write_table
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT = "held-out"  # the stream whose problems no other stream has
+HELD_OUT = "held-out"  # the stream whose problems appear in no other
 FRUITLESS = 12  # shards without a new held-out problem after which the generators count as exhausted
 SHARD, HELD_OUT_SHARD = 64, 16
-"""The problems in a shard: fewer where most of what is drawn is not held out, so that all cores have work."""
+"""Problems per shard: fewer for held-out problems, most draws of which are discarded, so that all cores have work."""
 SCHEMA = pa.schema(
     [pa.field(name, pa.string(), nullable=False) for name in ("question", "answer", "demonstration", "entry")]
     + [pa.field("generator", pa.int32(), nullable=False)]
@@ -40,17 +40,17 @@ class GeneratorMixture:
     """Problems drawn from several generators by weight; `is_held_out` decides which of them are held out."""
 
     def __init__(self, config: DataConfig, seed: int, fit: Fit, counts: Counts, folder: Path | None) -> None:
-        """Without a `folder` of shards, problems are drawn each time, and no more than are asked for."""
+        """Without a `folder` of shards, problems are drawn every time, and only as many as requested."""
         self.config = config
         self.seed = seed
         self._fit, self._counts, self._folder = fit, counts, folder
-        self._misfit = ""  # what was wrong with the last problem that could not be asked
+        self._misfit = ""  # what was wrong with the last misfit
         self.generators = [make_generator(generator) for generator in config.generators]
         if not self.generators:
             raise ConfigError("data.generators is empty: name at least one generator")
 
     def draw(self, stream: str, first: int, count: int) -> list[Problem]:
-        """Problems that are distinct within a shard as long as the generators have new ones, and then repeats."""
+        """Draw problems, distinct within a shard until the generators are exhausted, then repeated."""
         found: list[Problem] = []
         for number in self.shards(stream, first, count):
             place = first + len(found) - number * SHARD
@@ -85,7 +85,7 @@ class GeneratorMixture:
         return list(found.values())
 
     def shards(self, stream: str, first: int, count: int) -> range:
-        """The numbers of the shards that have problems `first` to `first + count` of a stream."""
+        """The numbers of the shards that hold problems `first` to `first + count` of a stream."""
         size = _size(stream)
         return range(first // size, -(-(first + count) // size) if count else first // size)
 
@@ -113,7 +113,7 @@ class GeneratorMixture:
         return problems
 
     def _distinct(self, stream: str, number: int, counts: Counts, until: float = math.inf) -> Iterator[Problem]:
-        """Yield distinct problems; when there are no new ones, end (if held out) or start to repeat them."""
+        """Yield distinct problems; once exhausted, end (if held out) or repeat them."""
         seen: set[str] = set()
         misses, held_out = 0, stream == HELD_OUT
         for candidate in self._candidates(stream, number):
@@ -158,7 +158,7 @@ def _size(stream: str) -> int:
 
 
 def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None:
-    """Write problems whose entries are `plain`, and what was counted as they were drawn."""
+    """Write problems with `plain` entries, and the counts of drawing them."""
     rows = [{**vars(problem), "entry": repr(problem.entry)} for problem in problems]
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({"counts": json.dumps(asdict(counts))}))
     try:
@@ -168,7 +168,7 @@ def write_shard(path: Path, problems: Sequence[Problem], counts: Counts) -> None
 
 
 def read_shard(path: Path) -> tuple[list[Problem], Counts] | None:
-    """What `write_shard` wrote; None where nothing is there that can be read."""
+    """Read what `write_shard` wrote; None if missing or unreadable."""
     try:
         table = read_table(path)
         rows = [{**row, "entry": ast.literal_eval(row["entry"])} for row in table.to_pylist()]

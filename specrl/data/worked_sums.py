@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from specrl.config.base import PositiveInt, Section
 from specrl.data.problems import Problem
 
-ANSWER = re.compile(r"Answer: (-?\d+)")  # how a response states its sum
+ANSWER = re.compile(r"Answer: (-?\d+)")  # the sum that a response states
 
 
 class WorkedSums(Section):
@@ -40,7 +40,7 @@ class WorkedSums(Section):
         return self
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Yield sums without end, a pure function of the seed and the parameters."""
+        """Yield endless sums, a pure function of the seed and the parameters."""
         rng = Random(seed)
         while True:
             for size in rng.sample(self.terms, len(self.terms)):
@@ -48,13 +48,13 @@ class WorkedSums(Section):
                 yield worked_sum([rng.randint(self.low, high) for high in highest])
 
     def score(self, response: str, answer: str, entry: dict[str, Any]) -> float:
-        """1 if the last `Answer: N` of the response states the sum, else 0."""
+        """1 if the response's last `Answer: N` states the sum, else 0."""
         stated = ANSWER.findall(response)
         return float(bool(stated) and stated[-1].lstrip("0") == answer.lstrip("0"))
 
 
 def worked_sum(terms: list[int]) -> Problem:
-    """The problem of adding these terms, two or more, one after the other."""
+    """The problem of adding two or more terms one after the other."""
     total, steps = terms[0], []
     for term in terms[1:]:
         steps.append(f"{total} + {term} = {total + term}")

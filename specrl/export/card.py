@@ -1,4 +1,4 @@
-"""An exported drafter, and its model card, or that of a policy with a multi-token-prediction layer."""
+"""An exported drafter and its model card, or that of a policy with a multi-token-prediction layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExportedDrafter:
 
     directory: Path
     policy_dir: Path
-    policy: str  # the directory or hub id, as the serving side will name it
+    policy: str  # the directory or hub id on the serving side
     k: int  # recommended draft tokens per iteration
 
     @property
@@ -38,11 +38,11 @@ class ExportedDrafter:
 def serve_arguments(
     policy: Path | str, drafter_dir: Path, k: int, config: Config | None = None, *, files: Path | None = None
 ) -> list[str]:
-    """The words of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
+    """The arguments of the `vllm serve` command that uses the drafter, whose files may still be elsewhere (`files`).
 
-    With a run's configuration, a run without GPUs is served as its engine generated, with a KV cache of the same size;
-    vLLM would take nearly all memory of the machine. A drafter directory that is the policy's stands for a layer of the
-    policy.
+    Given the configuration of a run without GPUs, it serves as the run's engine generated, with a KV cache of the same
+    size: vLLM would take nearly all of the machine's memory. If the drafter's directory is the policy's, a layer of the
+    policy drafts.
     """
     speculative: dict[str, str | int] = {"method": "mtp"}
     if drafter_dir != policy:
@@ -54,9 +54,9 @@ def serve_arguments(
 
 
 def window_options(directory: Path) -> list[str]:
-    """What `vllm serve` must be told about a drafter with a sliding window.
+    """The options of `vllm serve` for a drafter with a sliding window.
 
-    vLLM would divide the policy's layers into groups as small as the drafter, each with a table of blocks of its own.
+    vLLM would divide the policy's layers into groups as small as the drafter, each with its own block table.
     """
     windowed = (directory / CONFIG_FILE).is_file() and has_window(directory)
     return ["--disable-hybrid-kv-cache-manager"] if windowed else []
@@ -73,14 +73,14 @@ def _options(config: Config) -> list[str]:
 
 
 def serve_command(policy: Path | str, drafter_dir: Path, k: int, config: Config, *, files: Path | None = None) -> str:
-    """The same as one line for a shell, for the drafter of a run."""
+    """The shell command that serves a run's drafter."""
     return shlex.join(serve_arguments(policy, drafter_dir, k, config, files=files))
 
 
 def model_card(
     config: Config, trained: TrainResult, validated: ValidateResult, exported: ExportResult, command: str
 ) -> str:
-    """The card as Markdown, with what the run measured."""
+    """The card as Markdown, with the run's measurements."""
     data, temperature = data_name(config), f"{config.sampling.temperature:g}"
     k, positions = config.speculation.k, " / ".join(f"{rate:.2f}" for rate in validated.acceptance_rate_per_pos)
     acceptance = [
@@ -111,13 +111,13 @@ def _table(head: str, rows: list[str]) -> str:
 
 
 def learner(config: Config) -> str:
-    """The model that was trained and, where there is one, its teacher."""
+    """The trained model and, if any, its teacher."""
     teacher = f" with the teacher `{config.train.teacher}`" if config.train.teacher is not None else ""
     return f"`{config.model.source}`{teacher}"
 
 
 def data_name(config: Config) -> str:
-    """The names of the files or generators that problems come from."""
+    """The names of the files or generators of the problems."""
     path = config.data.path
     return (
         ", ".join(place.name for place in path)

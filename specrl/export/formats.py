@@ -1,8 +1,8 @@
-"""The formats that a drafter is exported in, each from the EAGLE-3 directory that specrl itself writes.
+"""The export formats of a drafter, each converted from the EAGLE-3 directory that specrl writes.
 
-SGLang (0.5.23; older versions know neither the norms of EAGLE-3.1 nor several layers) silently leaves out tensors that
-it has no place for, so what it does not compute is refused here. The format of the `speculators` library has the
-policy's embeddings, too: version 0.9 leaves them undefined where they are missing.
+SGLang (0.5.23; older versions support neither the norms of EAGLE-3.1 nor several layers) silently ignores tensors that
+it does not know, so unsupported drafters are refused here. The format of the `speculators` library includes the
+policy's embeddings, because version 0.9 leaves missing ones undefined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specrl.models.hf_io import TensorReader, write_tensors
 
 
 def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
-    """The command with which SGLang serves the policy with a folder of this format."""
+    """The SGLang command that serves the policy with a folder in this format."""
     options = {
         "--model-path": drafter.policy,
         "--speculative-algorithm": "EAGLE3",
@@ -34,7 +34,7 @@ def sglang_command(drafter: ExportedDrafter, directory: Path) -> str:
         "--speculative-num-draft-tokens": str(drafter.k + 1),
     }
     if (window := drafter.config.get("sliding_window")) is not None:
-        # SGLang counts the positions before a token, and not the token's own.
+        # SGLang does not count the token's own position.
         options["--speculative-draft-window-size"] = str(window - 1)
     words = [word for option in options.items() for word in option]
     return shlex.join(["python", "-m", "sglang.launch_server", *words])
@@ -45,15 +45,15 @@ def sglang_tensors(drafter: ExportedDrafter) -> dict[str, Tensor]:
 
 
 def sglang_name(name: str) -> str:
-    """SGLang's name of a tensor: the norm before the attention is called `hidden_norm` in all layers."""
+    """SGLang's name of a tensor: in all layers, it calls the norm before the attention `hidden_norm`."""
     prefix, _, rest = name.partition(".input_layernorm.")
     return f"{prefix}.hidden_norm.{rest}" if rest and prefix.startswith("layers.") else name
 
 
 def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """SGLang's `config.json`, given that of the EAGLE-3 directory and the number of the policy's layers.
+    """SGLang's `config.json`, made from the EAGLE-3 directory's and the number of the policy's layers.
 
-    SGLang names a feature by the layer that it leaves, in `eagle_config`, and not by the one that it enters.
+    In `eagle_config`, SGLang names a feature by the layer that outputs it, not by the one that reads it.
     """
     layers = eagle3[LAYERS]
     reasons = {
@@ -71,7 +71,7 @@ def sglang_config(eagle3: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 DRAFTER_KEYS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
-"""Keys of the EAGLE-3 directory's `config.json` that describe the drafter; most others are of its decoder layer."""
+"""Keys of the EAGLE-3 directory's `config.json` that describe the drafter; most others describe its decoder layer."""
 LEFT_OUT = ("architectures", "bos_token_id", "eos_token_id", "rope_scaling", "specrl_policy_version", LOSS_KEY, LAYERS)
 EMBEDDINGS = "embed_tokens.weight"  # the policy's has a prefix
 
@@ -112,12 +112,12 @@ def speculators_config(drafter: ExportedDrafter) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    config: Callable[[ExportedDrafter], dict[str, Any]]  # ValueError where it cannot hold the drafter
+    config: Callable[[ExportedDrafter], dict[str, Any]]  # ValueError if the format does not support the drafter
     tensors: Callable[[ExportedDrafter], dict[str, Tensor]]
     command: Callable[[ExportedDrafter, Path], str]  # the command that serves the folder
 
     def write(self, drafter: ExportedDrafter, directory: Path) -> None:
-        """Write a new folder; ValueError where the library that loads it would compute something else, or nothing."""
+        """Write a new folder; ValueError if the library that loads it would compute something else, or nothing."""
         config = self.config(drafter)
         directory.mkdir(parents=True, exist_ok=True)
         write_tensors(directory / WEIGHTS_FILE, self.tensors(drafter))
@@ -139,7 +139,7 @@ FORMATS: dict[str, Format] = {
         lambda own: sglang_config(own.config, own.policy_config["num_hidden_layers"]), sglang_tensors, sglang_command
     ),
 }
-"""`eagle3` is the original layout, which vLLM loads."""
+"""The formats; `eagle3` is the original layout, which vLLM loads."""
 
 
 def find_format(name: str) -> Format:

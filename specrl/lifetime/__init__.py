@@ -1,8 +1,8 @@
-"""The lifetime of a rank: whether the next RL step may begin, and whether the work that is under way takes too long.
+"""The lifetime of a rank: whether the next RL step may begin, and whether the current work takes too long.
 
-Whoever ends jobs (the scheduler, `specrl stop`, a rank that hangs) is listened to by a thread of the rank, which writes
-down in this object what it heard. The loop asks at the boundary of each step, and all ranks get the same answer. A rank
-that no job started has an object that knows of no end.
+A thread of the rank listens for whatever ends jobs (the scheduler, `specrl stop`, a hanging rank) and records it in
+this object. The loop asks at the boundary of each step, and all ranks get the same answer. Outside a job, the lifetime
+has no end.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING
 from specrl.config import ClusterConfig
 from specrl.lifetime.segments import Reason
 
-if TYPE_CHECKING:  # flows do without NumPy and torch
+if TYPE_CHECKING:  # flows do not import NumPy and torch
     from specrl.distributed import Ranks
 
-RECENT_STEPS = 20  # how many of the last steps say how long a step takes
-STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5  # times the longest recent step and checkpoint: what the next may take
-HANG_FACTOR = 10  # how many times the median of the recent steps a step may take before it counts as hanging
+RECENT_STEPS = 20  # recent steps from which the duration of a step is estimated
+STEP_MARGIN, CHECKPOINT_MARGIN = 1.25, 1.5  # factor on the longest recent step and checkpoint, as a bound for the next
+HANG_FACTOR = 10  # factor on the median of recent steps beyond which a step counts as hanging
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A request that a stage leaves its job."""
+    """A request to leave the job."""
 
     reason: Reason
-    text: str  # who asks for it, in a few words
+    text: str  # who requested it, in a few words
 
 
 class LeftJobError(BaseException):
-    """All ranks leave the stage at a boundary of steps, from where another job goes on. It is no error of theirs."""
+    """All ranks leave the stage at a step boundary, where another job continues. This is not a failure."""
 
     def __init__(self, stop: Stop) -> None:
         super().__init__(stop.text)
@@ -42,17 +42,17 @@ class LeftJobError(BaseException):
 
 
 class Lifetime:
-    """What this rank knows of the end of its job, and how long its steps take.
+    """What a rank knows about the end of its job and the duration of its steps.
 
-    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; one thread
-    calls the others at any time.
+    The stage calls `expect_steps`, `begin_steps`, `saved`, `at_boundary` and `end_steps`, in this order; one thread may
+    call the other methods at any time.
     """
 
     def __init__(self, cluster: ClusterConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """The lifetime of a rank that has just been started, on a clock that only goes forward."""
-        self.leave_by: float | None = None  # on this object's clock; None where no end of the job is known
+        """Start the lifetime of a new rank, on a monotonic clock."""
+        self.leave_by: float | None = None  # on this object's clock; None if no end of the job is known
         self.first_step: int | None = None
-        self.step: int | None = None  # the step that runs; None before the first and after the last one
+        self.step: int | None = None  # the current step; None before the first and after the last one
         self._cluster, self._clock = cluster or ClusterConfig(), clock
         self._expects_steps = False
         self.stop: Stop | None = None
@@ -69,26 +69,26 @@ class Lifetime:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that this job has completed."""
+        """The last step completed in this job."""
         if self.first_step is None:
             return None
         done = self.first_step + len(self._seconds) - 1
         return done if done >= self.first_step else None
 
     def ask_to_leave(self, stop: Stop, leave_by: float | None = None) -> None:
-        """Have the ranks leave at the next boundary; the first request stays, and so does the earliest time."""
+        """Make the ranks leave at the next boundary; the first request and the earliest time win."""
         self.stop = self.stop or stop
         if leave_by is not None:
             self.leave_by = leave_by if self.leave_by is None else min(self.leave_by, leave_by)
 
     def expect_steps(self) -> None:
-        """Say that the stage has steps, so that its start is watched too."""
+        """Announce that the stage has steps, so that its start is watched too."""
         self._expects_steps, self._began_at = True, self._clock()
 
     def begin_steps(
         self, step: int, past_seconds: Sequence[float] = (), past_validations: Sequence[float] = ()
     ) -> None:
-        """Say that steps begin, with this one, and how long those of earlier jobs and their validations took."""
+        """Announce the first step, and the durations of earlier jobs' steps and validations."""
         self.first_step = self.step = step
         self._past_seconds = list(past_seconds)[-RECENT_STEPS:]
         self._validations = list(past_validations)
@@ -96,7 +96,7 @@ class Lifetime:
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Measure a validation apart from the step that it is in, whose usual time it may exceed many times over."""
+        """Measure a validation separately from its step, whose usual time it may exceed many times over."""
         step_began_at, self._began_at, self._validates = self._began_at, self._clock(), True
         try:
             yield
@@ -106,7 +106,7 @@ class Lifetime:
             self._began_at, self._validates = step_began_at + seconds, False
 
     def at_boundary(self, ranks: Ranks, step: int, *, validates: bool = False) -> Stop | None:
-        """Why this step, which may have a validation, is not to begin, or None if it is (collective)."""
+        """Why this step, which may include a validation, must not begin, or None (collective)."""
         assert self.first_step is not None, "begin_steps comes first"
         now = self._clock()
         if step > self.first_step:
@@ -124,11 +124,11 @@ class Lifetime:
         self.step, self._began_at = None, now
 
     def held_up(self, seconds: float) -> None:
-        """Say that this process was held up for so long, as by a scheduler that suspends jobs: no work takes longer."""
+        """Discount the time for which this process was held up, as by a scheduler that suspends jobs."""
         self._began_at += seconds
 
     def overdue(self) -> str | None:
-        """What takes too long and since when, in one line, or None while nothing does."""
+        """What takes too long and since when, in one line, or None."""
         seconds, limit = self._clock() - self._began_at, self._limit_seconds()
         if seconds <= limit:
             return None
@@ -141,7 +141,7 @@ class Lifetime:
 
     def _limit_seconds(self) -> float:
         if not self._expects_steps:
-            return float("inf")  # only the time limit of the job tells how long such a stage may take
+            return float("inf")  # only the job's time limit bounds such a stage
         known = self._usual_seconds()
         if self.step is None or not known:
             return 60 * self._cluster.start_minutes
@@ -151,9 +151,9 @@ class Lifetime:
         return (self._validations if self._validates else self._seconds)[-RECENT_STEPS:]
 
     def _too_late(self, now: float, validates: bool) -> Stop | None:
-        """A request to leave, or None if the next step and a checkpoint fit into the time left.
+        """A request to leave, or None if the next step and a checkpoint fit into the remaining time.
 
-        The first step of a job begins in any case: if it does not fit now, it does not fit into another job either.
+        The first step of a job always begins: if it does not fit now, it does not fit into another job either.
         """
         if self.leave_by is None or not self._seconds:
             return None
@@ -174,5 +174,5 @@ def current() -> Lifetime:
 
 
 def set_current(lifetime: Lifetime) -> None:
-    """Make this the lifetime of this process, before the stage begins."""
+    """Set the lifetime of this process, before the stage begins."""
     _of_process.append(lifetime)

@@ -1,8 +1,8 @@
-"""The jobs in which a stage was worked on, one after the other: a job is a segment of its stage.
+"""The consecutive jobs of a stage; each job is a segment of its stage.
 
-`stages/KEY/segments.jsonl` is only ever appended to, since its writers may be killed at any time: by the first rank, by
-whoever ends the job, and by the flow. A line holds the number of a segment and what has become known about it; what is
-known first stays.
+The first rank, whoever ends the job, and the flow append to `stages/KEY/segments.jsonl`, which is never rewritten,
+since its writers may be killed at any time. A line holds a segment's number and new facts about it; the first value of
+each fact stays.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ Reason = Literal[
     "failed",
 ]
 AGAIN: frozenset[Reason] = frozenset({"walltime", "preempted", "requeued", "node lost", "hang", "killed"})
-"""The reasons after which the stage goes on in another job."""
+"""The reasons after which the stage continues in another job."""
 TAKEN_AWAY: frozenset[Reason] = frozenset({"preempted", "requeued", "node lost"})
-"""The reasons for which the cluster, and not the stage, is answerable."""
-TAKEN_AWAY_FACTOR = 10  # how many times as many jobs without progress are allowed when the cluster took them away
+"""The reasons caused by the cluster, not the stage."""
+TAKEN_AWAY_FACTOR = 10  # factor on the allowed jobs without progress if the cluster took them away
 SEGMENTS_FILE = "segments.jsonl"
-TRAIN_PROGRESS = "checkpoints"  # says how far training is; all else is redone from there
+TRAIN_PROGRESS = "checkpoints"  # marks the progress of training; all else is redone from there
 NO_PROGRESS = frozenset({SEGMENTS_FILE, "events.jsonl", "progress.json", "mlflow_run_id", "tracking"})
-"""Files and folders into which a stage writes although it gets no further."""
+"""Files and folders that a stage writes without making progress."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One job of a stage. Times are Unix seconds; what is not known is None."""
+    """One job of a stage. Times are Unix seconds; None is unknown."""
 
     number: int  # counted from 1
     job_id: str
     host: str  # the host of the first rank
     started: float
-    mark: str  # a digest of what the stage had completed when the job began
-    attempt: int = 0  # how many times the scheduler had started the job of this id before
+    mark: str  # a digest of the stage's progress when the job began
+    attempt: int = 0  # how many times the scheduler had started this job id before
     ended: float | None = None
-    reason: Reason | None = None  # why it ended; None while it runs, and where nobody has said so yet
-    first_step: int | None = None  # of RL, or the part of the drafter's pretraining, counted by its checkpoints
-    last_step: int | None = None  # the last one that it completed
-    failed_node: str | None = None  # the node of the rank that was found to hang
-    gave_up: str | None = None  # why the stage was not to go on in another job, although the reason allows that
+    reason: Reason | None = None  # why it ended; None while it runs or nobody has recorded it
+    first_step: int | None = None  # of RL, or of the drafter's pretraining, counted in checkpoints
+    last_step: int | None = None  # the last step that it completed
+    failed_node: str | None = None  # the node of the hanging rank
+    gave_up: str | None = None  # why the stage does not continue in another job although the reason allows it
 
     @property
     def has_failed(self) -> bool:
@@ -77,13 +77,13 @@ def read_segments(stage_dir: Path) -> list[Segment]:
             known[line["number"]] = {**line, **known.get(line["number"], {})}
     segments = []
     for number in sorted(known):
-        with contextlib.suppress(ValidationError):  # a segment that has not begun, or of another version of specrl
+        with contextlib.suppress(ValidationError):  # a segment that has not begun, or from another version of specrl
             segments.append(_SEGMENT.validate_python(known[number]))
     return segments
 
 
 def begin_segment(stage_dir: Path, job_id: str, host: str, attempt: int = 0) -> Segment:
-    """Append the segment of the job that begins now, and return it; `Segment` describes the arguments."""
+    """Append and return the segment of the job that begins now; `Segment` describes the arguments."""
     number = max((segment.number for segment in read_segments(stage_dir)), default=0) + 1
     segment = Segment(number, job_id, host, time.time(), progress_mark(stage_dir), attempt)
     append_line(stage_dir / SEGMENTS_FILE, json.dumps(_without_none(asdict(segment))))
@@ -91,19 +91,19 @@ def begin_segment(stage_dir: Path, job_id: str, host: str, attempt: int = 0) -> 
 
 
 def add_to_segment(stage_dir: Path, number: int, **known: object) -> None:
-    """Append what has become known about a segment, by the names of its fields."""
+    """Append new facts about a segment, by field name."""
     append_line(stage_dir / SEGMENTS_FILE, json.dumps({"number": number, **_without_none(known)}))
 
 
 def end_segment(
     stage_dir: Path, number: int, reason: Reason, last_step: int | None, cluster: ClusterConfig, text: str = ""
 ) -> bool:
-    """Say that the latest segment has ended, unless that is known, and return whether the stage is to go on.
+    """Record, unless known, that the latest segment has ended; return whether the stage should continue.
 
-    `text` says more about the reason, in a few words.
+    `text` details the reason in a few words.
     """
     known = read_segments(stage_dir)[-1]
-    if known.number != number:  # another job has taken over meanwhile
+    if known.number != number:  # another job has taken over
         return False
     if known.reason is None:
         add_to_segment(stage_dir, number, ended=time.time(), reason=reason, last_step=last_step)
@@ -117,7 +117,7 @@ def end_segment(
 
 
 def progress_mark(stage_dir: Path) -> str:
-    """A digest of what the stage has completed: its files, or in the train stage its checkpoints."""
+    """A digest of the stage's progress: its files or, in the train stage, its checkpoints."""
     is_train = stage_dir.name.startswith("train-")
     root = stage_dir / TRAIN_PROGRESS if is_train else stage_dir
     found = []
@@ -129,14 +129,14 @@ def progress_mark(stage_dir: Path) -> str:
 
 
 def last_recorded_step(stage_dir: Path) -> int | None:
-    """The last RL step whose record lies in the stage's folder, or None."""
+    """The last RL step with a record in the stage's folder, or None."""
     return max((int(path.stem.partition("=")[2]) for path in stage_dir.glob("steps/step=*.json")), default=None)
 
 
 def reached_limit(segments: Sequence[Segment], mark: str, cluster: ClusterConfig) -> str | None:
-    """Why a stage, which has completed what `mark` says, is not to go on in another job, in one line, or None if it is.
+    """Why a stage with the progress `mark` must not continue in another job, in one line, or None.
 
-    Only segments since the stage was last ended for good count: `specrl resume` begins anew.
+    Only segments since the stage was last given up count, because `specrl resume` starts afresh.
     """
     series = list(takewhile(lambda segment: segment.gave_up is None and segment.reason in AGAIN, reversed(segments)))
     if cluster.max_segments is not None and len(series) >= cluster.max_segments:

@@ -1,1 +1,1 @@
-"""Where a run's results come from: its code, its stages' keys, and the checkpoint that its training goes on from."""
+"""Where a run's results come from: its code, its stages' keys, and the checkpoint that its training continues."""

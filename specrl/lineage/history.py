@@ -1,4 +1,4 @@
-"""The history of a train stage that continues another: its records and rollouts, as links to the other's files."""
+"""The history of a train stage that continues another: records and rollouts, linked to the other's files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from specrl.artifacts import CURVE_FOLDER, atomic_path
 from specrl.events import EVENTS_FILE, read_events, record_event
 from specrl.lineage.record import BEST_FILE, MANIFEST, Continuation, saved_steps
 
-RUN_ID = "mlflow_run_id"  # the file that a continuation goes on with, as a copy
+RUN_ID = "mlflow_run_id"  # a file that a continuation extends, and therefore copies
 
-ADOPTED = "adopted"  # the folder of the best checkpoint of the stages before a continuation. It is none to go on from
-CHANGES = ("settings", "code")  # the kinds of events that say what was changed while a run went on
+ADOPTED = "adopted"  # the folder of the best checkpoint before a continuation; training does not continue from it
+CHANGES = ("settings", "code")  # the kinds of events that record changes during a run
 
 
 def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Sequence[tuple[str, str]]) -> None:
-    """Make the folder of a train stage that goes on under another key from `step`, with the events so far and new ones.
+    """Make the folder of a train stage that continues from `step` under another key, with old and new events.
 
     `previous` is the run's train stage before the change, which may not have trained yet.
     """
     stage_dir.mkdir(parents=True, exist_ok=True)
-    (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # of a call that was killed
+    (stage_dir / EVENTS_FILE).unlink(missing_ok=True)  # left by a killed call
     for name in (EVENTS_FILE, RUN_ID):
         if (previous / name).exists():
             with atomic_path(stage_dir / name) as temporary:
@@ -34,10 +34,10 @@ def begin_continuation(stage_dir: Path, previous: Path, step: int, events: Seque
 
 
 def adopt_history(stage_dir: Path, start: Continuation) -> None:
-    """Link the records and rollouts of the steps before the continuation, unless the stage has a checkpoint of its own.
+    """Link the records and rollouts of the steps before the continuation, unless the stage has its own checkpoint.
 
-    So are the scores of the policies that were validated, and the checkpoint of the best of them. The history of the
-    run is then whole in the new folder, and the old one stays as it is.
+    The scores of validated policies and the best checkpoint are linked too. The new folder then contains the whole
+    history of the run, and the old one stays unchanged.
     """
     if not start.counts_on or saved_steps(stage_dir):
         return
@@ -53,7 +53,7 @@ def adopt_history(stage_dir: Path, start: Continuation) -> None:
 
 
 def kept_checkpoints(stage_dir: Path) -> dict[int, Path]:
-    """The folders of the complete checkpoints of a train stage, the adopted one included, by their steps."""
+    """The folders of a train stage's complete checkpoints, including an adopted one, by step."""
     folders = [path for parent in (ADOPTED, "checkpoints") for path in (stage_dir / parent).glob("step=*")]
     return {_step(Path(folder.name)): folder for folder in folders if (folder / MANIFEST).exists()}
 
@@ -64,7 +64,7 @@ def _best_step(stage_dir: Path) -> int:
 
 
 def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:
-    """What was changed while the run went on, in words, by the RL step from which on it holds."""
+    """The changes made during the run, in words, by the RL step from which they apply."""
     found: dict[int, list[str]] = {}
     for event in read_events(stage_dir):
         if event.kind in CHANGES and event.step is not None:
@@ -73,13 +73,13 @@ def changes_by_step(stage_dir: Path) -> dict[int, list[str]]:
 
 
 def link_files(folder: Path, target: Path) -> None:
-    """Put the files of a folder into another one, without a second copy of gigabytes where that is possible."""
+    """Put the files of a folder into another one, without copying gigabytes if possible."""
     for path in sorted(folder.iterdir()):
         link(path, target / path.name)
 
 
 def link(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`, or a copy of it where the file system has no hard links."""
+    """Hard-link `target` to `source`, or copy it if the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:

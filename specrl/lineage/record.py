@@ -1,7 +1,7 @@
-"""`run.json`: the code that a run was started with, the keys of its stages, and what its training continues.
+"""`run.json`: a run's code, the keys of its stages, and what its training continues.
 
-With `config.json` beside it, it is all that a run needs to go on: `specrl resume` computes no keys. Both change only
-when someone asks for it, with `specrl resume --set`, `--steps` or `--new-code`.
+Together with `config.json`, it is all that a run needs to continue: `specrl resume` computes no keys. Both change only
+on request, by `specrl resume --set`, `--steps` or `--new-code`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from specrl.config import STAGES, ConfigError, StageName
 
 RUN_FILE = "run.json"
 MANIFEST, BEST_FILE = "manifest.json", "best.json"
-"""The last file of a complete checkpoint, and the file beside all checkpoints that names the best one's step."""
-CODE_DIR = "code"  # the folder of a run that holds the copies of the sources, each named by its digest
+"""The last file of a complete checkpoint, and the file that names the step of the best one."""
+CODE_DIR = "code"  # a run's folder of source copies, each named by its digest
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
-"""The names of files and folders that a record may name: none leads out of its folder."""
+"""The names of files and folders allowed in a record: none leads out of its folder."""
 PlainName = Annotated[str, Field(pattern=f"^{PLAIN_NAME.pattern}$")]
 
 
@@ -31,15 +31,15 @@ class Continuation(Artifact):
 
     run: str
     key: PlainName  # the key of the stage that wrote it
-    step: int  # the number of RL steps that the checkpoint has behind it
+    step: int  # the number of RL steps completed at the checkpoint
     stage_dir: Path  # the folder with `checkpoints/step=NNNNNN`; in `run.json` it may be relative to the run's folder
     counts_on: bool
-    """Whether steps go on counting from the checkpoint, with the records and rollouts of the steps before it. If not,
-    they count from 0."""
+    """Whether step numbers continue from the checkpoint, with the earlier steps' records and rollouts; otherwise they
+    start at 0."""
 
     num_prompts: int = 0
-    """The number of prompts that the steps before had, where they count on; files go on with the next row."""
-    has_drafter: bool = True  # whether the drafter goes on from the checkpoint too, where one is trained
+    """The number of prompts in the earlier steps, if numbers continue; files continue with the next row."""
+    has_drafter: bool = True  # whether the drafter, if trained, also continues from the checkpoint
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -47,7 +47,7 @@ class Continuation(Artifact):
 
     @property
     def checkpoint_dirs(self) -> list[Path]:
-        """The folder of the checkpoint and, where steps count on from it, of the earlier ones, the newest first."""
+        """The folder of the checkpoint and, if step numbers continue, of the earlier ones, newest first."""
         earlier = [step for step in saved_steps(self.stage_dir) if step < self.step] if self.counts_on else []
         return [self.model_copy(update={"step": step}).checkpoint_dir for step in (self.step, *reversed(earlier))]
 
@@ -57,7 +57,7 @@ class Continuation(Artifact):
 
     @property
     def content(self) -> tuple[str, int, bool]:
-        """Everything about it that a result depends on, for the stage's key."""
+        """Everything that affects a result, for the stage's key."""
         return self.key, self.step, self.counts_on
 
     def in_run(self, run_dir: Path) -> Continuation:
@@ -67,20 +67,20 @@ class Continuation(Artifact):
 class RunRecord(Artifact):
     """The contents of `run.json`."""
 
-    code: PlainName  # the digest of the sources that new jobs of the run import, which names their copy below `code/`
+    code: PlainName  # digest of the sources that the run's new jobs import; it names their copy below `code/`
     id: str = ""
-    """Random digits by which its jobs are called, wherever its folder lies and however a node sees that path."""
+    """Random digits for the names of its jobs, independent of the folder's path."""
     settings: dict[str, Any]
-    """The resolved configuration, of which `config.json` is a copy for readers: both files cannot change at once."""
+    """The resolved configuration; `config.json` is a copy for readers, because two files cannot change atomically."""
     files: dict[str, str]
-    """The digests of the user's own files that the configuration names, by its keys; see `keys.named_files`."""
+    """The digests of the user's files that the configuration names, by key; see `keys.named_files`."""
     stage_keys: dict[StageName, PlainName]
-    """The key of each stage. Stages that stayed when something was changed have keys of the earlier settings."""
+    """The key of each stage. Stages that a change left as they were keep the keys of earlier settings."""
     origin: Continuation | None = None
-    """The checkpoint of another run whose policy and drafter this run starts with; None where `model.source` is its
+    """The checkpoint of another run from which this run's policy and drafter start; None if `model.source` is the
     policy."""
     continues: Continuation | None = None
-    """What the train stage starts from; None where it starts from the results of the stages before it."""
+    """What the train stage continues; None if it starts from the results of earlier stages."""
 
     @field_validator("origin", "continues")
     @classmethod
@@ -90,7 +90,7 @@ class RunRecord(Artifact):
         return start
 
     def start_of(self, stage: StageName) -> Continuation | None:
-        """The checkpoint that a stage reads, besides its inputs."""
+        """The checkpoint that a stage reads in addition to its inputs."""
         if stage == "train":
             return self.continues
         return self.origin if stage in ("prepare", "pretrain") else None
@@ -104,26 +104,26 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """The record of a run, or None where none has been written; a ConfigError for that of another version of specrl."""
+    """Read a run's record, or None if there is none; a ConfigError if it is from another version of specrl."""
     path = run_dir / RUN_FILE
     if not path.exists():
         return None
     try:
         return RunRecord.model_validate_json(read_file(path))
     except ValueError as error:
-        code_of(run_dir)  # says so where it is damaged
+        code_of(run_dir)  # reports damage
         raise ConfigError(
             f"{path} is not of this version of specrl; continue the run with its own code: specrl resume {run_dir.name}"
         ) from error
 
 
 def readable_record(run_dir: Path) -> dict[str, Any]:
-    """The record of a run that may be somebody else's or of another version, unchecked; empty where it is damaged."""
+    """The record of a run that may be somebody else's or of another version, unchecked; empty if damaged."""
     return read_object(run_dir / RUN_FILE)
 
 
 def code_of(run_dir: Path) -> str | None:
-    """The digest of a run's sources, whichever version of specrl wrote its record; a ConfigError if it is damaged."""
+    """The digest of a run's sources, from a record of any version of specrl; a ConfigError if it is damaged."""
     path = run_dir / RUN_FILE
     if not path.exists():
         return None
@@ -134,12 +134,12 @@ def code_of(run_dir: Path) -> str | None:
 
 
 def run_id(run_dir: Path) -> str:
-    """The random digits of a run; empty where it has none of its own: no flow has started it, or this copy of it."""
+    """A run's own random digits; empty if no flow has started the run, or this copy of it."""
     return "" if is_copy(run_dir) else str(readable_record(run_dir).get("id") or "")
 
 
 def is_copy(run_dir: Path) -> bool:
-    """Whether a folder is a copy of a run that lies where it began, and not that folder by another path, or moved."""
+    """Whether a folder is a copy of a run whose original still exists, not the original moved or by another path."""
     record = readable_record(run_dir)
     settings = record.get("settings")
     if not record.get("id") or not isinstance(settings, dict):
@@ -152,7 +152,7 @@ def is_copy(run_dir: Path) -> bool:
 
 
 def own_copy(run_dir: Path) -> None:
-    """Make a copy of a run a run of its own, whose jobs are not those of the other one."""
+    """Turn a copy into a run of its own, with its own jobs."""
     record = readable_record(run_dir)
     settings = {**record["settings"], "name": run_dir.name, "runs_dir": str(run_dir.absolute().parent)}
     write_json(run_dir / RUN_FILE, {**record, "id": new_run_id(), "settings": settings})
@@ -163,7 +163,7 @@ def new_run_id() -> str:
 
 
 def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
-    """The keys of the stages of a run, which may be somebody else's or of another version; None without any."""
+    """The keys of a run's stages, if any; the run may be somebody else's or of another version."""
     keys = readable_record(run_dir).get("stage_keys")
     if not isinstance(keys, dict):
         return None
@@ -171,7 +171,7 @@ def readable_keys(run_dir: Path) -> dict[StageName, str] | None:
 
 
 def newest_whole_step(stage_dir: Path, last: int | None = None) -> int | None:
-    """The number of steps, at most `last`, behind the newest checkpoint of a train stage that seems whole, or None."""
+    """The steps, at most `last`, completed at a train stage's newest apparently complete checkpoint, or None."""
     for step in reversed(saved_steps(stage_dir)):
         if (last is None or step <= last) and _seems_whole(stage_dir / "checkpoints" / f"step={step:06d}"):
             return step
@@ -187,6 +187,6 @@ def _seems_whole(checkpoint_dir: Path) -> bool:
 
 
 def saved_steps(stage_dir: Path) -> list[int]:
-    """The numbers of steps behind the complete checkpoints of a train stage, in order."""
+    """The numbers of steps completed at a train stage's complete checkpoints, in order."""
     found = (stage_dir / "checkpoints").glob(f"step=*/{MANIFEST}")
     return sorted(int(path.parent.name.partition("=")[2]) for path in found)

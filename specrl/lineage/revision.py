@@ -1,8 +1,7 @@
-"""Changes of a run: how two configurations differ, and what that means for each stage: stays, goes on or is redone.
+"""Changes of a run: how two configurations differ, and whether each stage stays, continues or is redone.
 
-A stage that has finished stays, unless a setting that it read has changed and is not `Adjustable`, or a stage that it
-reads is redone. Training continues from its newest checkpoint under a new key, and nothing that has another key is
-touched.
+A finished stage stays unless a setting that it read has changed and is not `Adjustable`, or a stage that it reads is
+redone. Training continues from its newest checkpoint under a new key; results under other keys are not touched.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from specrl.keys import INPUTS, flat_settings, reads, stage_key
 from specrl.lifetime.segments import last_recorded_step
 from specrl.lineage.record import Continuation, RunRecord, newest_whole_step
 
-IDENTITY = ("name", "runs_dir")  # where a run lies: a folder that is moved or renamed is still the same run
+IDENTITY = ("name", "runs_dir")  # a run stays the same if its folder is moved or renamed
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key of the configuration with its values before and after."""
+    """A configuration key with its old and new values."""
 
     key: str
     old: Any
@@ -34,7 +33,7 @@ class Change:
 
     @property
     def is_file(self) -> bool:
-        """Whether the key names the same file as before, whose contents have changed."""
+        """Whether the key still names the same file, with changed contents."""
         return bool(self.old == self.new)
 
     def __str__(self) -> str:
@@ -44,22 +43,22 @@ class Change:
 
     @property
     def adjustable(self) -> bool:
-        """Whether a run may change it while it goes on."""
+        """Whether it may change during a run."""
         if self.key == "speculation.method" and not self.is_file:
-            new = METHODS[self.new]  # a drafter that is trained must have been pretrained
+            new = METHODS[self.new]  # training a drafter requires that it was pretrained
             return not new.has_weights or new.same_model(METHODS[self.old])
         return any(f"{self.key}.".startswith(f"{key}.") for key in adjustable_keys())
 
 
 def config_changes(old: Config, new: Config) -> list[Change]:
-    """The differences between two configurations, in the order of their keys."""
+    """The differences between two configurations, ordered by key."""
     before, after = (dict(flat_settings(config)) for config in (old, new))
     keys = [key for key in {**before, **after} if key not in IDENTITY]
     return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
 def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[Change]:
-    """The keys that name the same file as before, whose contents have changed, by what `keys.named_files` returned."""
+    """The keys that still name the same file with changed contents, from two results of `keys.named_files`."""
     values = dict(flat_settings(config))
     edited = [key for key in old if key in new and old[key] != new[key]]
     shown = {key: values.get(key, values.get(f"{key}.name")) for key in edited}
@@ -67,7 +66,7 @@ def file_changes(old: Mapping[str, str], new: Mapping[str, str], config: Config)
 
 
 def adjustable_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
-    """All keys that are marked as `Adjustable`, in the order of their definition."""
+    """All keys marked as `Adjustable`, in order of definition."""
     found: list[str] = []
     for name, info in kind.model_fields.items():
         key = f"{prefix}{info.alias or name}"
@@ -96,15 +95,14 @@ class StagePlan:
 
 @dataclass
 class Revision:
-    """A change of a run: what becomes of each stage, and the run's new record; to make one that is refused is a
-    ConfigError."""
+    """A change of a run: the fate of each stage, and the run's new record; a ConfigError if it is not allowed."""
 
     run_dir: Path
-    before: RunRecord  # after the change, but still with the keys and the continuation of before
+    before: RunRecord  # after the change, but with the previous keys and continuation
     old: Config
     new: Config
     changes: Sequence[Change]
-    stage_code: str  # the `code_digest` of the sources that new jobs will run
+    stage_code: str  # the `code_digest` of new jobs
     new_code: bool
     restart: bool
 
@@ -123,17 +121,17 @@ class Revision:
 
     @property
     def continued(self) -> Continuation | None:
-        """The checkpoint of this run's earlier train stage from which the new one goes on."""
+        """The checkpoint of this run's earlier train stage that the new one continues."""
         return self._continues if self.stages[STAGES.index("train")].action == "continues" else None
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        """The kind and the text of an event for each change that training reads."""
+        """The kind and text of an event for each change that affects training."""
         settings = [("settings", str(change)) for change in self._relevant("train")]
         return [*settings, *([("code", f"code {self.record.code}")] if self.new_code else [])]
 
     def _plan(self, stage: StageName) -> StagePlan:
-        """Decide about a stage, after those that it reads, and set its key."""
+        """Decide the fate of a stage, after those that it reads, and set its key."""
         action, reason = self._decide(stage)
         if stage not in self._keys:
             inputs = {name: self._keys[name] for name in INPUTS[stage]}
@@ -162,7 +160,7 @@ class Revision:
     def _relevant(self, stage: StageName) -> list[Change]:
         """The changes that a stage reads itself."""
         configs = self.old, self.new
-        # Only some methods take the drafter of `drafter.source`, which `prepare` writes.
+        # Only some methods use the drafter of `drafter.source`, which `prepare` writes.
         also = "speculation.method" if stage == "prepare" else ""
         found = [
             change
@@ -207,7 +205,7 @@ class Revision:
         return ("starts over", f"no checkpoint is left of its {made} steps") if made else ("runs", "no checkpoint yet")
 
     def _newest_checkpoint(self) -> Continuation | None:
-        """The newest whole checkpoint of the train stage or, where it has none, of the stage that it continues."""
+        """The newest complete checkpoint of the train stage or, failing that, of the stage that it continues."""
         start, step = self._start, newest_whole_step(self._folder("train"))
         if step is not None:
             begun, before = (start.step, start.num_prompts) if start is not None else (0, 0)
@@ -222,7 +220,7 @@ class Revision:
         step = None if start is None else newest_whole_step(start.in_run(self.run_dir).stage_dir, start.step)
         if start is None or step is None or step == start.step:
             return None if step is None else start
-        num_prompts = start.num_prompts * step // start.step  # its steps are taken to have had equally many
+        num_prompts = start.num_prompts * step // start.step  # assumes equally many per step
         return start.model_copy(update={"step": step, "num_prompts": num_prompts})
 
     def _start_is_lost(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where a run comes from: its command, user, code and data, as tags and data sets of MLflow."""
+"""The origin of a run: command, user, code and data, as MLflow tags and data sets."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GIT_SECONDS = 10
 
 
 def source_tags(config: Config) -> dict[str, str]:
-    """The tags that say who started the run with which command, but for secrets, and the git revision of the code.
+    """Tags for the user, the command (without secrets) and the code's git revision.
 
-    Called where the run is started: the jobs, and a run that is resumed, import a copy of the code without revision.
+    Call this where the run is started: jobs and resumed runs import a copy of the code without a revision.
     """
     command = shlex.join([Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])])
     record = read_record(config.run_dir)
@@ -38,11 +38,11 @@ def source_tags(config: Config) -> dict[str, str]:
 
 
 def git_tags(root: Path) -> dict[str, str]:
-    """The revision of a git checkout, and whether its files were changed; nothing where `root` is none."""
+    """The revision of a git checkout, and whether files were changed; empty if `root` is no checkout."""
     git = partial(output_of, "git", "-C", str(root), seconds=GIT_SECONDS)
     commit, folder = git("rev-parse", "HEAD"), git("rev-parse", "--show-toplevel")
     if not commit or not folder or Path(folder).resolve() != root.resolve():
-        return {}  # such as the copy of the code in a run's folder, inside a checkout of something else
+        return {}  # such as a run's copy of the code inside some other checkout
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {
         "mlflow.source.git.commit": commit,
@@ -52,7 +52,7 @@ def git_tags(root: Path) -> dict[str, str]:
 
 
 def data_digests(config: Config) -> dict[str, str]:
-    """A digest of each data file, or of the section `data` where the prompts come from generators."""
+    """A digest of each data file, or of the section `data` if prompts come from generators."""
     named = named_files(config)
     found = {"training": named.get("data.path"), "validation": named.get("data.validation_path")}
     if any(found.values()):

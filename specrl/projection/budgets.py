@@ -1,4 +1,4 @@
-"""The memory that a rank of each stage has, and the items that it must hold."""
+"""The memory available to a rank in each stage, and the items that must fit into it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ENGINE_FIX = "raise engine.gpu_memory_fraction or engine.tensor_parallel"
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of one kind that a rank of a stage has, and the items that it must hold."""
+    """One kind of memory of a rank in a stage, and the items that must fit into it."""
 
     stage: StageName
     place: str  # `host`, `GPU, engine` or `GPU, trainer`
     available_gib: float
     items: tuple[MemoryItem, ...]
-    fix: str  # what to change when the items do not fit
+    fix: str  # what to change if the items do not fit
 
     @property
     def needed_gib(self) -> float:
@@ -58,15 +58,16 @@ def stage_budgets(rank: Rank) -> list[Budget]:
     trainer.append(MemoryItem("CUDA context, fragments", memory.DEVICE_RUNTIME_GIB, "constant"))
     if asked.ranks > 1:
         trainer.append(MemoryItem("NCCL's communicators", memory.COMMUNICATORS_GIB, "assumed"))
-    # Before the drafter is pretrained the engine is shut down.
+    # The engine is shut down before the drafter is pretrained.
     left = asked.gpu_memory_gib - (share if stage != "pretrain" else 0.0)
     if stage == "train" and rank.config.engine.sleep:
         graphs = sum(item.gib for item in engine if item.name == memory.GRAPHS)
         asleep = sum(item.gib for item in engine if item.phase is None) - graphs
-        # torch rounds each piece of pinned memory up to a power of two, and keeps it when the engine wakes.
+        # torch rounds each pinned allocation up to a power of two, and keeps it after the engine has woken up.
         host.append(MemoryItem("weights of the sleeping engine", 2 * asleep, "engine.sleep, up to twice in size"))
         trainer.append(MemoryItem(memory.GRAPHS, graphs, "they stay while it sleeps"))
-        # While the engine is awake, the trainer's resident items share the GPU with it; then the trainer has all of it.
+        # While the engine is awake, the trainer's resident items share the GPU with it; later the trainer has all of
+        # it.
         for name, phase in (("engine, awake", "generation"), ("engine, awake again", "refit")):
             trainer.append(MemoryItem(name, share - graphs, "engine.gpu_memory_fraction", phase))
         if rank.config.bubbles.trains_drafter:  # while other ranks generate
@@ -106,7 +107,7 @@ def _trainer_items(rank: Rank) -> list[MemoryItem]:
 def _kv_given(rank: Rank) -> float:
     if not rank.gpu:
         return rank.config.engine.kv_cache_gib
-    # Below zero where weights and workspace need more than the engine's share.
+    # Negative if weights and workspace exceed the engine's share.
     return _engine_share(rank) - sum(item.gib for item in memory.engine_items(rank))
 
 
@@ -125,7 +126,7 @@ def _kv_item(rank: Rank, given_gib: float) -> MemoryItem:
 
 
 def check_kv(rank: Rank) -> tuple[str, str]:
-    """A problem of the KV cache, in which one sequence must fit, and a note where the expected ones do not, if any."""
+    """Return a problem if not one sequence fits the KV cache, and a note if the expected number does not."""
     if not memory.engine_items(rank):
         return "", ""
     config, given = rank.config, _kv_given(rank)
@@ -135,7 +136,7 @@ def check_kv(rank: Rank) -> tuple[str, str]:
         line = f"one sequence of model.max_length = {config.model.max_length} needs {longest:.3g} GiB"
         return f"{rank.stage}: KV cache of {max(given, 0.0):.3g} GiB, {line}: raise {key}", ""
     fits, most = given / longest, config.engine.max_num_seqs
-    if rank.stage != "train" or fits >= MEAN_FILL * most:  # one note is enough, for the stage that generates most
+    if rank.stage != "train" or fits >= MEAN_FILL * most:  # one note suffices, for the stage that generates most
         return "", ""
     return "", (
         f"the KV cache holds {int(fits)} sequences of full length, engine.max_num_seqs = {most}: vLLM preempts the "

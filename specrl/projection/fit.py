@@ -1,4 +1,4 @@
-"""Whether a run fits its ranks, and which changes of its configuration would make it fit: found by trying them."""
+"""Whether a run fits its ranks and, found by trial, which configuration changes would make it fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specrl.models.shapes import ModelShape
 from specrl.projection.budgets import Budget, check_kv, overflow, rank_of, stage_budgets
 
 MOST_CHANGES = 3  # settings that are changed together
-GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))  # values of `engine.gpu_memory_fraction` that are tried
+GPU_FRACTIONS = tuple(step / 20 for step in range(4, 19))  # values of `engine.gpu_memory_fraction` to try
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Fit:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Fit:
-        """Count what the ranks need; ConfigError for a layout that the model does not allow, with whatever memory."""
+        """Compute what the ranks need; ConfigError for a layout that the model cannot have with any memory."""
         if problems := list(layout_problems(config, shape)):
             raise ConfigError("\n".join(problems))
         ranks = [rank_of(config, stage, shape) for stage in STAGES]
@@ -46,9 +46,9 @@ class Fit:
 
 
 def what_fits(config: Config, shape: ModelShape, fit: Fit) -> str:
-    """Name changes under which the run would fit, in a line; empty if none were found.
+    """Name, in one line, changes with which the run would fit; empty if none are found.
 
-    The change that leaves least missing is taken first, then the next one, up to `MOST_CHANGES`.
+    Greedy: the change that leaves the smallest deficit is chosen first, then the next, up to `MOST_CHANGES`.
     """
     chosen: dict[str, str] = {}
     while fit.excess and len(chosen) < MOST_CHANGES:
@@ -67,7 +67,7 @@ def what_fits(config: Config, shape: ModelShape, fit: Fit) -> str:
 
 
 def _changes(config: Config, fit: Fit) -> Iterator[tuple[str, str]]:
-    """Yield changes as keys and values; of equally good ones the first is taken, so the cheapest come first."""
+    """Yield changes as keys and values, the cheapest first, because the first of equally good ones is chosen."""
     policy, engine = config.policy, config.engine
     if not policy.recompute:
         yield "policy.recompute", "true"

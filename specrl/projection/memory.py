@@ -1,9 +1,9 @@
-"""The memory that a rank needs, item by item, computed from the shape of the model and the configuration alone.
+"""The memory that a rank needs, item by item, computed only from the model's shape and the configuration.
 
-Some items exist for the whole stage, others in only one phase of a step. A rank needs the sum of the former and that of
-the largest phase. Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models", written out for a SwiGLU decoder with grouped queries and without dropout. The memory that FP8 inputs
-save is not counted, so that the plan errs on the safe side.
+Some items exist for the whole stage, others only in one phase of a step. A rank needs the sum of the former plus that
+of the largest phase. Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", adapted to a SwiGLU decoder with grouped-query attention and without dropout. The memory that FP8
+inputs save is not counted, so the plan errs on the safe side.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from specrl.models.shapes import ModelShape, teacher_shape
 GIB = 2**30
 FP32 = 4
 MASTER_AND_MOMENTS = 3 * FP32  # bytes per parameter: the FP32 master weight and Adam's two moments
-HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}  # Python and all libraries without a GPU, and with one: CUDA and pinned buffers
+HOST_RUNTIME_GIB = {0: 1.5, 1: 6.0}  # Python and libraries, without a GPU and with one (CUDA, pinned buffers)
 DEVICE_RUNTIME_GIB = 3.0  # the CUDA context and the allocator's fragments
-COMMUNICATORS_GIB = 1.0  # NCCL's buffers, of Megatron's groups and the engine's
-TENSOR_BYTES = 2**28  # on their way to an engine that waits for the rest of a module
+COMMUNICATORS_GIB = 1.0  # NCCL buffers of Megatron's groups and the engine's
+TENSOR_BYTES = 2**28  # in flight, while the engine waits for the rest of a module
 MARGIN = 0.08  # of a GPU, which every shipped configuration leaves free
-PROBE_TOKENS = 128  # that the probe after a refit scores (`rollout/refit/policy_probe.py`)
+PROBE_TOKENS = 128  # scored by the probe after a refit (`rollout/refit/policy_probe.py`)
 SCORED_BYTES = 10  # per token and vocabulary entry of a scored prompt: logits in both types, and log-probs
 GRAPHS = "engine's CUDA graphs"
 GRAPHS_GIB = 2.0  # of a compiled engine; they stay on the GPU while it sleeps
-MAX_LOGITS = 2**27  # that exist at a time (`training/megatron/scores.py`)
+MAX_LOGITS = 2**27  # live at a time (`training/megatron/scores.py`)
 LOGIT_CHUNK = {0: 2**21, 1: 2**25}  # of them in float32, on a CPU and on a GPU
-MOST_SHARING = 8  # responses that share one copy of a prompt in a micro-batch (`training/batches.py`)
-CALIBRATION_POSITIONS = 640  # tokens of each of two sets on which it compares (`training/calibration.py`)
-DRAFTER_SCORES = 2**26  # held at once by a step of drafter training (`training/drafter/attention.py`)
+MOST_SHARING = 8  # responses sharing one copy of a prompt in a micro-batch (`training/batches.py`)
+CALIBRATION_POSITIONS = 640  # tokens in each of the two sets that it compares (`training/calibration.py`)
+DRAFTER_SCORES = 2**26  # held at once in a step of drafter training (`training/drafter/attention.py`)
 DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
 
 
@@ -43,8 +43,8 @@ DRAFTER_CHAINS = 1024  # in memory at once (`training/drafter/chains.py`)
 class MemoryItem:
     name: str
     gib: float
-    how: str  # the factors it was computed from, in words
-    phase: str | None = None  # of a step; None for the whole stage
+    how: str  # its factors, in words
+    phase: str | None = None  # phase of a step; None for the whole stage
 
 
 def peak_gib(items: Iterable[MemoryItem]) -> float:
@@ -59,7 +59,7 @@ def peak_gib(items: Iterable[MemoryItem]) -> float:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a stage, with the model, the configuration and the layout, which determine what it must hold."""
+    """One rank of a stage: model, configuration and layout, which determine what it must hold."""
 
     shape: ModelShape
     config: Config
@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def pretrains(self) -> bool:
-        """Whether the drafter is pretrained: the engine does not draft, and is not calibrated for FP8 yet."""
+        """Whether this stage pretrains the drafter, so that the engine neither drafts nor is calibrated for FP8 yet."""
         return self.stage == "pretrain"
 
     @property
@@ -78,7 +78,7 @@ class Rank:
 
     @property
     def longest_micro_batch(self) -> int:
-        # A sequence above the limit is a micro-batch by itself.
+        # A sequence above the limit forms a micro-batch by itself.
         return max(self.config.policy.tokens_per_micro_batch, self.config.model.max_length)
 
     @property
@@ -104,7 +104,7 @@ class Rank:
 
     @property
     def adapter_parameters(self) -> int:
-        """Those of LoRA; 0 where all weights are trained."""
+        """The number of LoRA parameters; 0 if all weights are trained."""
         lora, parts = self.config.policy.lora, self.config.policy.tensor_parallel
         return 0 if lora is None else self.layers * self.shape.adapter_parameters_per_layer(lora.rank, parts)
 
@@ -115,7 +115,7 @@ class Rank:
 
     @property
     def optimizer_parameters(self) -> float:
-        """Those whose masters and moments the distributed optimizer keeps on one rank."""
+        """The number of parameters whose masters and moments the distributed optimizer keeps on one rank."""
         if self.config.policy.lora is not None:
             return self.adapter_parameters / self.data_parallel
         return self.shared_parameters / self.data_parallel + self.expert_parameters / self.expert_data_parallel
@@ -126,7 +126,7 @@ class Rank:
 
     @property
     def drafter_parameters(self) -> int:
-        """Those of EAGLE-3, whose first layer's attention reads twice the hidden size, or of a layer of the policy."""
+        """The drafter's parameters: of EAGLE-3, whose first layer reads twice the hidden size, or of a policy layer."""
         shape, drafter = self.shape, self.config.drafter
         hidden = shape.hidden_size
         if self.config.speculation.draft_method.is_policy_layer:
@@ -159,7 +159,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
             items.append(_item("reference weights", trained * size, "train.kl_coef > 0 keeps a reference"))
         if count := rank.adapter_parameters:
             layers = 1 if policy.recompute else rank.layers
-            # The largest sum of weights and adapters has a gradient.
+            # The largest merged weight also has a gradient.
             merged = layers * shape.linear_parameters_per_layer + 4 * shape.hidden_size * shape.intermediate_size
             how = f"linear layers with adapters, {layers} of them"
             items.append(_item("adapters", count * size, f"{count / 1e6:.1f} M parameters x {size} B"))
@@ -172,7 +172,7 @@ def policy_items(rank: Rank, *, trainable: bool, fp8: bool = False) -> list[Memo
 
 
 def teacher_items(rank: Rank) -> list[MemoryItem]:
-    """Count the frozen model of `train.teacher`, laid out as the policy is; its pass ends before the update begins."""
+    """Count the frozen model of `train.teacher`, laid out like the policy; its pass ends before the update begins."""
     shape = teacher_shape(rank.config)
     items = policy_items(replace(rank, shape=shape), trainable=False) if shape is not None else []
     return [
@@ -190,14 +190,14 @@ def stored_parameters(config: Config, shape: ModelShape) -> int:
 def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
     """Count the activations of the largest micro-batch.
 
-    A layer keeps for each token 4 H numbers for the residual and the norm's output, twice, 2 (Q + KV) for query, key,
-    value and attention output (with a QK norm 4) and 3 F for the SwiGLU. On a GPU a prompt's keys and values are kept
-    once for each of the responses that share it. H is the hidden size, Q and KV the channels of all query and key
-    heads, F the width of the MLP, or of all experts of a token, each of which adds 2 H. Tensor-parallel ranks share
-    heads, columns and the sequence: everything is divided among them.
+    Per token, a layer keeps 4 H numbers for the two residuals and norm outputs, 2 (Q + KV) for query, key, value and
+    attention output (4 with a QK norm), and 3 F for the SwiGLU. On a GPU, a prompt's keys and values are kept once per
+    response that shares it. H is the hidden size, Q and KV the channels of all query and key heads, F the width of the
+    MLP or of all experts of a token, each of which adds 2 H. Tensor parallelism divides everything: heads, columns and
+    the sequence.
 
-    With recomputation only H numbers are kept for each layer, and one whole layer exists at a time. A pipeline stage
-    holds as many micro-batches as there are stages, so that the pipeline size cancels.
+    With recomputation, each layer keeps only H numbers, and one whole layer exists at a time. A pipeline stage holds as
+    many micro-batches as there are stages, so the pipeline size cancels.
     """
     shape, config = rank.shape, rank.config
     layer = _layer_bytes(rank, trainable=trainable)
@@ -213,14 +213,14 @@ def activations(rank: Rank, *, trainable: bool) -> MemoryItem:
 
 
 def saved_bytes(rank: Rank) -> float:
-    """Count the layers' inputs, from which their activations are computed again, and the output of the last one."""
+    """Count the layers' inputs, from which activations are recomputed, and the last layer's output."""
     numbers = rank.longest_micro_batch * (rank.shape.num_layers + 1) * rank.shape.hidden_size
     return numbers * rank.dtype_bytes / rank.config.policy.tensor_parallel
 
 
 def _passing_bytes(rank: Rank) -> float:
-    # On their way back: gradients of two residuals and of the SwiGLU's output, and then of its input; or before that,
-    # of the whole sequence, gathered from the tensor-parallel ranks. What the layers of CPUs keep in float32 is more.
+    # In the backward pass: gradients of two residuals and of the SwiGLU's output, then of its input; or, before that,
+    # of the whole sequence, gathered from the tensor-parallel ranks. On CPUs, what layers keep in float32 is larger.
     if not rank.gpu:
         return 0.0
     parallel, mlp = rank.config.policy.tensor_parallel, rank.shape.active_mlp_size
@@ -233,19 +233,19 @@ def _layer_bytes(rank: Rank, *, trainable: bool) -> float:
     heads, with_norm = shape.query_size + shape.kv_size, 2 if shape.family.qk_norm else 0
     sharded = (2 + (with_norm if rank.gpu else 0)) * heads + 3 * shape.active_mlp_size
     norms = 0.0
-    if not rank.gpu:  # PyTorch's norms keep output and input in float32, in which the input is there anyway
+    if not rank.gpu:  # PyTorch's norms keep output and input in float32, and the input exists in float32 anyway
         inputs_and_outputs = 2 if rank.dtype_bytes < FP32 else 1
         norms = FP32 * (inputs_and_outputs * 2 * shape.hidden_size + with_norm * heads)
     if trainable and rank.gpu:
         sharded += 2 * shape.kv_size * (min(config.train.samples_per_prompt, MOST_SHARING) - 1)
-    elif trainable:  # keys and values are kept once more, for each head
+    elif trainable:  # keys and values are kept again for each head
         sharded += 2 * shape.query_size
     numbers = sharded + (4 + 2 * shape.experts_per_token) * shape.hidden_size
     return (numbers * rank.dtype_bytes + norms) / config.policy.tensor_parallel
 
 
 def calibration_items(rank: Rank) -> list[MemoryItem]:
-    """Count the policy with Megatron's local layers, on GPUs too, for sequences that are cut."""
+    """Count the policy in Megatron's local layers, which calibration uses on GPUs too, for truncated sequences."""
     config = rank.config
     longest = max(config.precision.calibration_length, config.max_prompt_tokens + 1)
     cut = replace(rank, config=config.updated(model={"max_length": min(longest, config.model.max_length)}))
@@ -258,10 +258,10 @@ def calibration_items(rank: Rank) -> list[MemoryItem]:
 
 
 def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
-    """Count the logits of some tokens of a micro-batch, which their gradient overwrites.
+    """Count the logits of some tokens of a micro-batch; their gradient overwrites them.
 
-    Beside them are two chunks in float32, or the gradient of the output layer; the layer's input, and the whole
-    sequence that it is taken from, or the input's gradient.
+    In addition: two chunks in float32, or the gradient of the output layer; the layer's input and the whole sequence
+    that it is taken from, or the input's gradient.
     """
     hidden, columns = rank.shape.hidden_size, rank.shape.vocab_size / rank.config.policy.tensor_parallel
     tokens, size = rank.longest_micro_batch, rank.dtype_bytes
@@ -274,13 +274,13 @@ def logits(rank: Rank, *, trainable: bool) -> MemoryItem:
 
 
 def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
-    """Count the drafter, whole on every rank, and the features it learns from.
+    """Count the drafter, whole on every rank, and the features that it learns from.
 
     `responses` are those of all data-parallel ranks together. In pretraining it learns in windows.
     """
     shape, drafter = rank.shape, rank.config.drafter
     count, policy_layer = rank.drafter_parameters, rank.config.speculation.draft_method.is_policy_layer
-    # The policy's layer reads one hidden state, and the targets over the whole vocabulary are computed from it.
+    # The policy's layer reads one hidden state, from which the targets over the whole vocabulary are computed.
     as_hidden = not policy_layer and drafter.keeps_hidden_states(shape.hidden_size)
     targets = shape.hidden_size if as_hidden else drafter.draft_vocab_size
     features = shape.hidden_size if policy_layer else drafter.num_features * shape.hidden_size + targets
@@ -305,9 +305,9 @@ def drafter_items(rank: Rank, *, responses: int) -> list[MemoryItem]:
 def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     """Count one micro-batch of the drafter's training, with its weights and their gradients.
 
-    Every token holds features, norms, keys and values, and their gradients. The draft chains in memory hold, for every
-    step of the training-time test, the gradient of the logits and what each layer keeps; to these come the temporaries
-    of one step. All layers but the last one hold as much as a step for every token, too.
+    Every token needs features, norms, keys and values, and their gradients. For every step of the training-time test,
+    each draft chain in memory holds the gradient of the logits and what each layer keeps; the temporaries of one step
+    are added. All layers but the last also hold as much as one step for every token.
     """
     shape, drafter, size = rank.drafter_shape, rank.config.drafter, rank.dtype_bytes
     hidden, steps = shape.hidden_size, drafter.ttt_steps
@@ -318,7 +318,7 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
     norms = 2 * FP32 * hidden * (4 if policy_layer else 3)
     layer = norms + size * (6 * hidden + 4 * shape.query_size + 2 * shape.kv_size + 4 * width)
     slot = 4 * FP32 * hidden + size * ((11 if policy_layer else 13) * hidden + 4 * shape.kv_size)
-    slot += 2 * shape.kv_size * (size + FP32)  # a part's own copy of the keys and values that it sees, and gradients
+    slot += 2 * shape.kv_size * (size + FP32)  # a part's own copy of the keys and values that it sees, with gradients
     slot += (layers - 1) * (layer + size * (2 * shape.query_size + 4 * shape.kv_size))
     step = layers * layer + size * vocabulary
     chains, parameters = min(tokens, DRAFTER_CHAINS), rank.drafter_parameters
@@ -330,8 +330,8 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
         at_once += round(scores * (2 * FP32 + cast + 1 / shape.num_heads))
     elif not policy_layer:
         # Gradients of keys and values are in the compute type, and the backward pass of all slots comes later. In that
-        # of a part, a step is gone when the weights have gradients; the head has two more while they are added up. The
-        # product that all slots share is over by then.
+        # of a part, a step is freed once the weights have gradients; the head has two more while they are accumulated.
+        # The product that all slots share has ended by then.
         slot -= (FP32 + size) * hidden + 2 * shape.kv_size * (FP32 - size)
         once = parameters - drafter.num_features * hidden * hidden
         backward = chains * (steps - 1) * step + once * size + 2 * size * vocabulary * hidden
@@ -345,10 +345,10 @@ def drafter_activations(rank: Rank, tokens: int) -> MemoryItem:
 
 
 def _feature_items(rank: Rank, tokens: int, numbers: int, targets: int) -> list[MemoryItem]:
-    # The targets among them exist twice, as they leave the policy's head packed and are then padded; where they are
-    # hidden states, the head's rows for the draft vocabulary are kept beside them. Ranks that train the drafter in idle
-    # time keep the features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the
-    # policy divide the rows, of which one may be as long as the longest sequence; the targets leave its head undivided.
+    # Targets exist twice, because they leave the policy's head packed and are then padded; if they are hidden states,
+    # the head's rows for the draft vocabulary are also kept. Ranks that train the drafter in idle time keep the
+    # features of two more steps (`training/drafter/online/spot.py`). Ranks that hold one copy of the policy divide the
+    # rows, one of which may be as long as the longest sequence; the targets leave the head undivided.
     config, size = rank.config, numbers * rank.dtype_bytes
     copies = 3 if config.bubbles.trains_drafter and not rank.pretrains else 1
     parallel = config.policy.tensor_parallel * config.policy.pipeline_parallel
@@ -372,7 +372,7 @@ def engine_items(rank: Rank) -> list[MemoryItem]:
     shape, config, size = rank.shape, rank.config, rank.dtype_bytes
     parallel = config.engine.tensor_parallel
     linear = shape.num_layers * shape.linear_parameters_per_layer / parallel
-    # Tied or not, its head is a matrix of its own.
+    # Tied or not, its head is a separate matrix.
     count = (shape.num_layers * shape.parameters_per_layer + 2 * shape.embedding_parameters) / parallel
     fp8 = rank.gpu and not rank.pretrains and config.precision.generation == "fp8"
     saved = (size - 1) * linear if fp8 else 0.0
@@ -393,29 +393,29 @@ def engine_items(rank: Rank) -> list[MemoryItem]:
 
 
 def kv_bytes_per_token(rank: Rank) -> float:
-    """Count the keys and values of one token on one rank, the drafter's, which are never in FP8, included."""
+    """Count the keys and values of one token on one rank, including the drafter's, which are never in FP8."""
     size = 1 if rank.config.precision.kv_cache == "fp8" and not rank.pretrains else rank.dtype_bytes
     method = rank.config.speculation.draft_method
     layers = rank.config.drafter.num_layers if not method.is_policy_layer else 1
     drafter = layers * rank.dtype_bytes if method.has_weights else 0
 
-    def channels(shape: ModelShape) -> float:  # of at least one head, however many ranks there are
+    def channels(shape: ModelShape) -> float:  # at least one head per rank
         return max(shape.num_kv_heads / rank.config.engine.tensor_parallel, 1) * shape.head_dim
 
     return 2 * (rank.shape.num_layers * size * channels(rank.shape) + drafter * channels(rank.drafter_shape))
 
 
 def vocabulary_bytes(shape: ModelShape, policy: PolicyConfig, element_size: int) -> int:
-    """Count the bytes of the embeddings, whole and padded so that tensor-parallel ranks share them evenly."""
+    """Count the bytes of the whole embeddings, padded so that tensor-parallel ranks share them evenly."""
     ranks = policy.tensor_parallel
     return -(-shape.vocab_size // ranks) * ranks * shape.hidden_size * element_size
 
 
 def refit_item(rank: Rank) -> MemoryItem:
-    """Count the largest tensor on its way, the embeddings, or those that the engine waits with.
+    """Count the largest tensor in flight (the embeddings), or the module that the engine is collecting.
 
-    vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last one is there; then it makes
-    its own part of the module anew in the compute type. A rank that holds the whole policy hands out its parameters.
+    vLLM keeps the whole tensors of a module, such as all experts of a layer, until the last has arrived, and then
+    builds its own part of the module in the compute type. A rank that holds the whole policy hands out its parameters.
     """
     shape, policy, size = rank.shape, rank.config.policy, rank.dtype_bytes
     vocabulary = vocabulary_bytes(shape, policy, size)
@@ -430,12 +430,12 @@ def refit_item(rank: Rank) -> MemoryItem:
 
 
 def policy_state_bytes(config: Config) -> int:
-    """The bytes per parameter of the policy that a checkpoint holds: with a reference that is renewed, that too."""
+    """The bytes per policy parameter in a checkpoint, which includes a reference that is renewed."""
     return MASTER_AND_MOMENTS + (FP32 if config.train.renews_reference else 0)
 
 
 def copy_items(rank: Rank) -> list[MemoryItem]:
-    """Count what a checkpoint is written from while the next step runs, and the last good drafter, on every rank."""
+    """Count each rank's copies from which a checkpoint is written during the next step, and the last good drafter."""
     width = policy_state_bytes(rank.config)
     how = f"{width} B per parameter, this rank's part of the optimizer"
     items = [_item("checkpoint copy", rank.optimizer_parameters * width, how)]

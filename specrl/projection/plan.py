@@ -1,4 +1,4 @@
-"""The plan of a run before anything is submitted: its jobs, the memory of each rank, and what travels and is stored.
+"""The plan of a run before anything is submitted: jobs, memory of each rank, network traffic, and disk space.
 
 `plan` reads only the configuration and the `config.json` of a local model; it needs neither torch nor a GPU.
 """
@@ -22,19 +22,18 @@ BF16 = 2
 SHAPING = ("loss_mean", "refill_rounds", "overlong_filter", "overlong_window", "entropy_coefficient")
 OF_PENALTY = ("kl_coef", "kl_estimator", "kl_in", "reference_every")
 OF_TEACHER = ("teacher", "teacher_coef")
-"""The settings of `[train]` beside the functions that decide what the update is; the last ones with a KL penalty and
-with a teacher alone."""
+"""Settings of `[train]` that, besides the functions, define the update; the last for a KL penalty or a teacher."""
 OTHER_BYTES = GIB  # of rollouts, logs and reports
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """One checkpoint: FP32 masters and moments of the policy and of the drafter, present and best state."""
+    """One checkpoint: FP32 masters and moments of the policy, and the current and best state of the drafter."""
 
     gib: float
-    copy_s: float  # that a step waits until the state is copied to host memory
-    write_s: float  # until it is written, beside the next step
-    number: int  # on disk at the same time, the best one and one that is being written among them
+    copy_s: float  # for which a step waits while the state is copied to host memory
+    write_s: float  # to write it, during the next step
+    number: int  # on disk at once, including the best one and one being written
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Plan:
     traffic: tuple[Transfer, ...]
     checkpoint: CheckpointPlan
     assumed: tuple[str, ...]  # about transfers and checkpoints
-    algorithms: tuple[str, ...]  # with their options; what becomes of long prompts, and the reward
-    notes: tuple[str, ...]  # about what will run, but perhaps more slowly than intended
+    algorithms: tuple[str, ...]  # with their options; also the handling of long prompts, and the reward
+    notes: tuple[str, ...]  # about settings that work, but perhaps more slowly than intended
 
 
 def plan(config: Config) -> Plan:
@@ -54,7 +53,7 @@ def plan(config: Config) -> Plan:
 
     Raises:
         ConfigError: The model's shape is unknown or does not fit the configuration, or a rank needs more than it has;
-            the message then ends with changes that would fit, if some are found.
+            the message then names changes with which it would fit, if any are found.
     """
     config = with_source_sizes(config)
     shape = model_shape(config.model)
@@ -90,7 +89,7 @@ def _shaping(train: TrainConfig) -> Iterator[str]:
 
 
 def device_bytes(config: Config, stage: StageName) -> int:
-    """Count what a rank needs on its GPU beside the engine; 0 without a GPU, or where the shape is not known."""
+    """Count what a rank needs on its GPU besides the engine; 0 without a GPU or if the shape is unknown."""
     try:
         shape = model_shape(config.model)
     except ConfigError:
@@ -116,7 +115,7 @@ def most_checkpoints(config: Config) -> int:
 
 
 def disk_bytes(config: Config, shape: ModelShape | None) -> int:
-    """Count the policies of three stages, the most checkpoints, and 1 GiB; `shape` is None where it is not known."""
+    """Count the policies of three stages, all concurrent checkpoints, and 1 GiB; `shape` is None if unknown."""
     if shape is None:
         return OTHER_BYTES
     checkpoint = stored_parameters(config, shape) * policy_state_bytes(config)

@@ -1,10 +1,10 @@
-"""The bytes that a rank of the train stage receives in one RL step on GPUs, and the seconds that they take.
+"""The bytes that a rank of the train stage receives in one RL step on GPUs, and the seconds this takes.
 
-Ring collectives are counted: of a tensor of n bytes over a group of g ranks, an all-gather or a reduce-scatter brings
-(g - 1) / g n bytes to each rank, and an all-reduce twice that. Ranks are numbered as Megatron does: tensor-parallel
-ranks are neighbours, data-parallel ones follow, and pipeline stages are farthest apart. A ring over several nodes
-enters each node once for each of the group's ranks there, so that these share the bytes that come over the network;
-what ranks send each other directly stays in the node where both are in it.
+Ring collectives are assumed: for a tensor of n bytes and a group of g ranks, each rank receives (g - 1) / g n bytes in
+an all-gather or a reduce-scatter, and twice that in an all-reduce. Ranks are numbered as in Megatron: tensor-parallel
+ranks are adjacent, data-parallel ones follow, and pipeline stages are farthest apart. A group's ranks on one node share
+the bytes that a ring over several nodes receives from the network; point-to-point messages between ranks of one node
+stay inside it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from specrl.models.shapes import ModelShape
 from specrl.projection.memory import FP32, GIB, Rank, vocabulary_bytes
 
 GB = 1e9
-INSIDE_GB_PER_S = 300.0  # between ranks of a node: NVLink 4 at two thirds
-HOST_GB_PER_S = 20.0  # to a copy in host memory: PCIe 5 with pinned memory, shared by two
-MEAN_FILL = 0.5  # the mean length of prompt and response together, as a share of `model.max_length`
+INSIDE_GB_PER_S = 300.0  # between ranks of a node: two thirds of NVLink 4
+HOST_GB_PER_S = 20.0  # to host memory: PCIe 5 with pinned memory, shared by two ranks
+MEAN_FILL = 0.5  # mean length of prompt plus response, as a fraction of `model.max_length`
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank receives in a step for one purpose, from ranks of its node and over the network."""
+    """What one rank receives per step for one purpose, from ranks of its node and over the network."""
 
     name: str
     inside_gib: float
     network_gib: float
-    seconds: float  # if nothing else goes on
+    seconds: float  # if nothing else runs
     how: str
 
 
 def assumptions(config: Config) -> tuple[str, ...]:
-    """Say which speeds and lengths transfers and checkpoints are computed with, a line for each."""
+    """List the speeds and lengths assumed for transfers and checkpoints."""
     mean, cluster = MEAN_FILL * config.model.max_length, config.cluster
     return (
         f"{INSIDE_GB_PER_S:g} GB/s between ranks of a node (NVLink)",
@@ -42,12 +42,12 @@ def assumptions(config: Config) -> tuple[str, ...]:
         f"{HOST_GB_PER_S:g} GB/s from a rank to host memory",
         f"{cluster.disk_gb_per_s:g} GB/s to the disk of runs_dir, for all nodes together (cluster.disk_gb_per_s)",
         f"{mean:g} tokens of prompt and response on average, {MEAN_FILL:.0%} of model.max_length",
-        "transfers are counted one after another, none of them hidden behind computation",
+        "transfers happen one after another and do not overlap with computation",
     )
 
 
 def step_traffic(rank: Rank) -> list[Transfer]:
-    """List what a rank of the train stage receives in one RL step; transfers without bytes are left out."""
+    """List what a rank of the train stage receives in one RL step; empty transfers are left out."""
     found = (*_weights(rank), *_activations(rank))
     return [item for item in found if item.inside_gib + item.network_gib > 0]
 
@@ -55,7 +55,7 @@ def step_traffic(rank: Rank) -> list[Transfer]:
 def _transfer(
     rank: Rank, name: str, received: float, how: str, group: int, stride: int = 1, *, direct: bool = False
 ) -> Transfer:
-    """Divide what a rank receives of a group, in which the numbers of neighbours differ by `stride`."""
+    """Divide what a rank receives from a group whose neighbouring ranks differ by `stride` in number."""
     in_node = min(group, max(1, rank.config.resources_of("train").ranks_per_node // stride))
     if direct:
         across = received * (group - in_node) / max(group - 1, 1)
@@ -66,7 +66,7 @@ def _transfer(
 
 
 def _weights(rank: Rank) -> Iterator[Transfer]:
-    """List gradients and new weights, of policy and drafter, and the policy's way into the engine."""
+    """List gradients and new weights of policy and drafter, and the refit of the engine."""
     config, policy, size = rank.config, rank.config.policy, rank.dtype_bytes
     tensor, expert, ranks = policy.tensor_parallel, policy.expert_parallel, config.resources_of("train").ranks
     for name, count, group, stride in (
@@ -81,7 +81,7 @@ def _weights(rank: Rank) -> Iterator[Transfer]:
     parts, whole = f"{how}, in parts, of the other stages", f"{how}, made whole"
     yield _transfer(rank, "refit over pipeline stages", cost.stage_bytes, parts, stages, stride)
     yield _transfer(rank, "refit over ranks of a stage", cost.rank_bytes, whole, max(tensor, expert))
-    if config.speculation.draft_method.has_weights:  # an all-reduce for each micro-batch of its update
+    if config.speculation.draft_method.has_weights:  # one all-reduce per micro-batch of its update
         steps = max(1, config.drafter.max_tokens_per_step // rank.longest_micro_batch)
         how = f"{rank.drafter_parameters / 1e6:.0f} M parameters x {FP32} B, {steps} all-reduces"
         received = steps * 2 * FP32 * rank.drafter_parameters * (ranks - 1) / ranks
@@ -89,11 +89,11 @@ def _weights(rank: Rank) -> Iterator[Transfer]:
 
 
 def _activations(rank: Rank) -> Iterator[Transfer]:
-    """List what the passes of a step's updates send, and a tensor-parallel engine.
+    """List what the passes of a step's updates and a tensor-parallel engine send.
 
-    A layer has two all-reduces of the hidden states in its forward pass and two in its backward pass; recomputation
-    repeats the forward pass. Experts get the tokens that chose them and send them back, in both passes. The engine has
-    two all-reduces for each layer and computed token.
+    A layer performs two all-reduces of the hidden states in its forward pass and two in its backward pass;
+    recomputation repeats the forward pass. In both passes, tokens travel to their experts and back. The engine performs
+    two all-reduces per layer and computed token.
     """
     shape, config, policy = rank.shape, rank.config, rank.config.policy
     tensor, stages, experts = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
@@ -117,28 +117,28 @@ def _activations(rank: Rank) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class RefitCost:
-    """What one GPU receives, in bytes, while the policy's weights go to the engines."""
+    """The bytes that one GPU receives while the policy's weights go to the engines."""
 
-    stage_bytes: int  # from the other pipeline stages, as broadcasts
-    rank_bytes: int  # from the other tensor-parallel or expert-parallel ranks, as gathers
-    sent_bytes: int  # all broadcasts of the GPU's pipeline group, which come one after another
+    stage_bytes: int  # from other pipeline stages, by broadcast
+    rank_bytes: int  # from other tensor-parallel or expert-parallel ranks, by gather
+    sent_bytes: int  # all broadcasts of the GPU's pipeline group, which run one after another
 
     def seconds(self, *, between_stages: float, inside: float) -> float:
-        """Compute the time at so many bytes per second between pipeline stages, and inside each."""
+        """The seconds at these bandwidths (bytes per second) between pipeline stages and inside each."""
         return self.sent_bytes / between_stages + self.rank_bytes / inside
 
 
 def refit_cost(
     shape: ModelShape, policy: PolicyConfig, *, element_size: int = 2, stage: int | None = None
 ) -> RefitCost:
-    """Count what a GPU receives in one refit, of ranks that share the policy as `policy` says, each with whole experts.
+    """Count what a GPU receives in one refit, for ranks laid out as `policy` says, each with whole experts.
 
     Args:
         element_size: The bytes of one weight.
-        stage: The pipeline stage of the GPU; by default the one that receives most.
+        stage: The GPU's pipeline stage; by default the one that receives the most.
     """
     tensor, stages, expert = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
-    # Every tensor-parallel rank holds norms and router whole.
+    # Every tensor-parallel rank holds the norms and the router whole.
     copied = 2 * shape.hidden_size + (2 * shape.head_dim if shape.family.qk_norm else 0)
     copied = (copied + shape.num_experts * shape.hidden_size) * element_size
     experts = shape.expert_parameters_per_layer * element_size

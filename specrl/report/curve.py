@@ -1,4 +1,4 @@
-"""The curve of validation during training, as rows of a table and as a chart."""
+"""The validation curve of a training, as table rows and as a chart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def by_set(curve: Sequence[SetScore]) -> dict[str, list[SetScore]]:
 
 
 def curve_rows(curve: Sequence[SetScore]) -> list[tuple[str, str]]:
-    """A row for each set, such as `23.4% -> 50.8% at step 8 (42.2% to 59.3%; best 52.3% at step 6)`."""
+    """Make a row per held-out set, such as `23.4% -> 50.8% at step 8 (42.2% to 59.3%; best 52.3% at step 6)`."""
     rows = []
     for name, scores in by_set(curve).items():
         first, last = scores[0], scores[-1]

@@ -1,4 +1,4 @@
-"""A step as a Gantt chart: one row per rank, one box per span of work, and blank where a rank waits."""
+"""A step as a Gantt chart: one row per rank, one box per span of work, blanks where a rank waits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SPAN_COLOURS = {
     "checkpoint": "#000000",
 }
 """A span without a colour is not drawn."""
-WIDTH, ROW = 900, 26  # width of the picture and the height of a rank's row, in pixels
+WIDTH, ROW = 900, 26  # width of the picture and height of a rank's row, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 8, 78
-"""The margins, in pixels. The names of the ranks are on the left, the time axis and the legend at the bottom."""
+"""The margins, in pixels: rank names on the left, time axis and legend at the bottom."""
 BOX = 0.65  # the height of a box, as a share of its row
 
 
 def gantt(ranks: Sequence[RankTimeline]) -> str:
-    """A step of all ranks, drawn to scale as SVG, in seconds since the first rank began."""
+    """Draw one step of all ranks as SVG, in seconds since the first rank began."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -58,7 +58,7 @@ def _draw_boxes(axes: Any, drawn: Sequence[tuple[int, Span]], start: float) -> d
         left, width, name = span.started_at - start, span.ended_at - span.started_at, f"span-{len(titles)}"
         titles[name] = f"{span.name}: {left:.2f} to {left + width:.2f} s"
         box = Rectangle((left, place - BOX / 2), width, BOX, color=SPAN_COLOURS[span.name], linewidth=0.5)
-        # The first of a kind is in the legend.
+        # Only the first box of a kind gets a legend entry.
         box.set(gid=name, clip_on=False, label=labels.pop(span.name, None))
         axes.add_artist(box)
     return titles

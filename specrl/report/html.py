@@ -1,4 +1,4 @@
-"""`report.html`: one page of a run's numbers and charts, readable without a server or the network."""
+"""`report.html`: one page with a run's numbers and charts, readable without a server or network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Chart:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page from the run's rollouts and results, and return its path."""
+    """Write the page from the run's rollouts and results; return its path."""
     found = Results.read(run_dir)
     results, *tables = summary_tables(found)
     charts = [*_rollout_charts(found.stages), *_result_charts(found)]
@@ -78,14 +78,14 @@ def _result_charts(found: Results) -> list[Chart]:
         charts += _bubble_charts(found.stages["train"] / "steps")
     if found.validate and found.validate.speed:
         speedups = [(pair.batch, pair.speedup) for pair in found.validate.speed]
-        line = line_chart({"": speedups}, "running batch", "tokens per second, of plain")
+        line = line_chart({"": speedups}, "running batch", "tokens per second, relative to plain")
         charts.append(Chart("Speculative against plain generation, matched pairs", line))
     return charts
 
 
 def _bubble_charts(steps_dir: Path) -> list[Chart]:
     records = [json.loads(path.read_text()) for path in sorted(steps_dir.glob("step=*.json"))]
-    if max((len(record.get("ranks", [])) for record in records), default=0) < 2:  # restarts may change their number
+    if max((len(record.get("ranks", [])) for record in records), default=0) < 2:  # may change on restarts
         return []
     shown = {0: "first", len(records) // 2: "middle", len(records) - 1: "last"}
     pictures = [
@@ -98,12 +98,12 @@ def _bubble_charts(steps_dir: Path) -> list[Chart]:
     ]
     metrics = {record["step"]: record["metrics"] for record in records}
     shares = [(step, row["bubble/used_s"] / (row["bubble/idle_s"] or math.inf)) for step, row in metrics.items()]
-    line = line_chart({"": shares}, "RL step", "seconds used, of seconds idle")
-    return [*pictures, Chart("Waiting put to use", line)]
+    line = line_chart({"": shares}, "RL step", "seconds, used and idle")
+    return [*pictures, Chart("Use of idle time", line)]
 
 
 def read_columns(rollouts_dir: Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """The step, the reward and the number of sampled tokens of every rollout, each as an array [rollouts]."""
+    """Step, reward and number of sampled tokens of every rollout, each as an array [rollouts]."""
     rows = ds.dataset(sorted(rollouts_dir.glob("step=*/*.arrow")), schema=ROLLOUT_SCHEMA, format="ipc")
     lengths = pc.list_value_length(ds.field("generation_logprobs"))
     table = rows.to_table(columns={"step": ds.field("step"), "reward": ds.field("reward"), "length": lengths})

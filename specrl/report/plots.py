@@ -1,7 +1,7 @@
 """Charts as SVG text, drawn by matplotlib without a display.
 
-Text stays text, so that a page can be searched, and the same figures give the same bytes. The colours are those of
-Okabe and Ito, for any kind of colour vision.
+Text stays text, so that pages can be searched, and equal figures give equal bytes. The palette is Okabe and Ito's,
+which suits all kinds of colour vision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#000000", "#b3a800")
 MARKERS = "os^Dv*PX"
-MARK_STYLES = ("--", ":", "-.")  # dashes of vertical lines that mark a place
+MARK_STYLES = ("--", ":", "-.")  # of vertical marker lines
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specrl",
@@ -29,7 +29,7 @@ STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
 }
-SIZE = (560, 280)  # pixels; a legend below adds to the height
+SIZE = (560, 280)  # pixels, without the legend
 LEGEND_COLUMNS = 3
 LEGEND_ROW = 20  # pixels
 PIXELS_PER_INCH = 72
@@ -41,9 +41,9 @@ def line_chart(
     y_label: str,
     marks: Mapping[float, str] | None = None,
 ) -> str:
-    """Draw a line for each name, and a vertical line at each mark, with its words in the legend; "" is not named.
+    """Draw a line for each name, and a vertical line at each mark; marks named "" are left out of the legend.
 
-    Points are (x, y), or (x, y, low, high) with a band from low to high behind the line.
+    Points are (x, y), or (x, y, low, high) to draw a band from low to high behind the line.
     """
     marks = marks or {}
 
@@ -72,7 +72,7 @@ def histogram(values: Sequence[float], bins: int, x_label: str, y_label: str) ->
 
 
 def draw(paint: Callable[[Any], None], names: Sequence[str] = ()) -> str:
-    """What `paint` draws on new matplotlib axes, as SVG, with a legend of the names below."""
+    """Return as SVG what `paint` draws on new matplotlib axes, with a legend of the names below."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -88,7 +88,7 @@ def draw(paint: Callable[[Any], None], names: Sequence[str] = ()) -> str:
 
 
 def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
-    """A figure as an SVG element, without date, program or document type; `titles` are tooltips by `gid`."""
+    """Return a figure as an SVG element, without date, creator or document type; `titles` are tooltips by `gid`."""
     text = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=nothing)
@@ -99,13 +99,13 @@ def svg_of(figure: Any, titles: Mapping[str, str] | None = None) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     )
-    # Names of groups would not be unique on a page with several pictures.
+    # Group ids would not be unique on a page with several pictures.
     body = re.sub(r'<g id="([^"]*)">', lambda match: f"<g>{_title((titles or {}).get(match[1]))}", body)
     return head + body
 
 
 def embedded(svg: str) -> str:
-    """An SVG element inside an HTML page, which needs no names of XML name spaces."""
+    """Prepare an SVG element for an HTML page, which needs no XML namespaces."""
     head, mark, body = svg.partition(">")
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", head) + mark + body
 

@@ -35,9 +35,9 @@ CHOICE_COLUMNS = (
 
 
 def print_plan(plan: Plan, options: Mapping[StageName, str], console: Console | None = None) -> None:
-    """Print tables of jobs, of each kind of memory by stage, and of a step's transfers; then the notes.
+    """Print tables of jobs, of each kind of memory by stage, and of a step's transfers, then the notes.
 
-    `options` says how each stage's job is submitted, in the scheduler's words.
+    `options` says how each stage's job is submitted, in the scheduler's terms.
     """
     shape, config = plan.shape, plan.config
     active = f", {shape.active_parameters / 1e9:.2f} G of them for each token" if shape.num_experts else ""
@@ -95,7 +95,7 @@ def _print_traffic(console: Console | None, plan: Plan) -> None:
         for item in (*plan.traffic, Transfer("all", inside, network, seconds, "for one rank"))
     ]
     columns = ("item", ">in the node, GiB", ">network, GiB", ">seconds", "how")
-    print_table("Received by one rank in a step of training", columns, rows, console)
+    print_table("Received by one rank in a training step", columns, rows, console)
     checkpoint = plan.checkpoint
     print_line(
         f"checkpoint: {checkpoint.gib:.1f} GiB; a step waits {checkpoint.copy_s:.1f} s for its copy, and it is written "
@@ -106,7 +106,7 @@ def _print_traffic(console: Console | None, plan: Plan) -> None:
 
 
 def print_choices(name: str, model: StepModel, rates: Sequence[float], num_steps: int) -> None:
-    """Print what each number of drafts and each use of idle time would take and gain, and what is assumed."""
+    """Print the times and gains of each draft length and each use of idle time, and the assumptions."""
     title = f"Simulated steps of {name} on {model.gpus} {model.engine.hardware.name}, engines of {model.engine.gpus}"
     print_table(title, CHOICE_COLUMNS, [_cells(item, model.gpus, num_steps) for item in choices(model, rates)])
     for line in assumptions(model, rates):
@@ -133,7 +133,7 @@ def _cells(choice: Choice, gpus: int, num_steps: int) -> tuple[str, ...]:
 
 
 def print_published(rows: Sequence[PublishedRow]) -> None:
-    """Print published figures beside the simulated ones, and how far those are off that were not chosen on."""
+    """Print published and simulated figures, and the mean error of the predicted ones."""
     columns = ("setting", "quantity", ">published", ">simulated", ">ratio", "constants chosen on it")
     cells = [
         (

@@ -1,4 +1,4 @@
-"""The results of a run's stages, finished or not, as the summary and the report page read them."""
+"""The results of a run's stages, finished or not, for the summary and the report page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONFIG_FILE = "config.json"
 
 
 def find_stages(run_dir: Path) -> dict[str, Path]:
-    """The folder of each stage that has one, which is named by the stage's key.
+    """Find the folder of each stage that has one; the stage's key names it.
 
-    A link is none: the run may be somebody else's.
+    Symbolic links are ignored, because the run may be somebody else's.
     """
     stages = run_dir / "stages"
     if stages.is_symlink():
@@ -33,7 +33,7 @@ def find_stages(run_dir: Path) -> dict[str, Path]:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration of a run, with its present name and place; a ConfigError if it is not understood."""
+    """Read a run's configuration, with its current name and folder; a ConfigError if it cannot be read."""
     record = read_record(run_dir)
     if record is None and not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is not the folder of a run: no config.json; `specrl ls` lists runs")
@@ -44,21 +44,21 @@ def read_config(run_dir: Path) -> Config:
 
 
 def readable_config(run_dir: Path) -> Config:
-    """The configuration of a run that may be somebody else's or of another version, as far as it is understood.
+    """Read the configuration of a run that may be somebody else's or of another version, as far as possible.
 
-    What is not understood has its default.
+    Settings that are not understood get their defaults.
     """
     return understood_config(readable_settings(run_dir), run_dir)
 
 
 def readable_settings(run_dir: Path) -> dict[str, Any]:
-    """The same as it is written, unchecked; empty where nothing can be read."""
+    """Read the configuration as written, unchecked; empty if it cannot be read."""
     settings = readable_record(run_dir).get("settings")
     return settings if isinstance(settings, dict) else read_object(run_dir / CONFIG_FILE)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's; a model's folder has a file of the name `config.json`, too."""
+    """Whether a folder is a run's; models' folders contain a `config.json`, too."""
     if not (folder / CONFIG_FILE).is_file():
         return False
     if (folder / RUN_FILE).is_file():
@@ -67,7 +67,7 @@ def is_run(folder: Path) -> bool:
 
 
 def readable[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: type[Result]) -> Result | None:
-    """The stage's result, or None if it has not finished or is of another version of specrl."""
+    """The stage's result, or None if it has not finished or comes from another version of specrl."""
     try:
         return read_result(stages[stage], kind) if stage in stages else None
     except ValueError:
@@ -75,7 +75,7 @@ def readable[Result: Artifact](stages: Mapping[str, Path], stage: str, kind: typ
 
 
 def result_of[Result: Artifact](run_dir: Path, stage: str, kind: type[Result]) -> Result:
-    """The stage's result; a ConfigError if it has not finished, or is of another version of specrl."""
+    """The stage's result; a ConfigError if it has not finished or comes from another version of specrl."""
     folder = find_stages(run_dir).get(stage)
     if folder is None or not (folder / RESULT_FILE).exists():
         raise ConfigError(f"run {run_dir.name} has not finished {stage}; continue it with: specrl resume {run_dir}")
@@ -83,19 +83,19 @@ def result_of[Result: Artifact](run_dir: Path, stage: str, kind: type[Result]) -
 
 
 def seconds_of(stage_dir: Path) -> float | None:
-    """The wall-clock time of a stage, or None if it has not finished."""
+    """A stage's wall-clock seconds, or None if it has not finished."""
     seconds = read_object(stage_dir / RESULT_FILE).get("seconds")
     return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None
 
 
 def job_id_of(run_dir: Path, key: str) -> str | None:
-    """The Slurm job or the local process of the stage with a key, or None if it is not known."""
+    """The Slurm job or local process of the stage with this key, or None if unknown."""
     job_id = read_object(run_dir / "jobs" / f"{key}.json").get("job_id")
     return None if job_id is None else str(job_id)
 
 
 def finished_steps(stages: Mapping[str, Path]) -> int:
-    """The number of RL steps whose rollouts are written."""
+    """The number of RL steps whose rollouts have been written."""
     if "train" not in stages:
         return 0
     return sum(1 for _ in (stages["train"] / "rollouts").glob("step=*"))

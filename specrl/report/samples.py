@@ -1,4 +1,4 @@
-"""Prompts, responses and rewards of a run for people, read from its rollouts without loading what is not shown."""
+"""Prompts, responses and rewards of a run for people; only what is shown is loaded from the rollouts."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ COLUMNS = (
     "finish_reason",
 )
 PAGE_STEPS = 30  # steps whose samples the report page shows
-PAGE_CHARACTERS = 4000  # the longest text on the report page
+PAGE_CHARACTERS = 4000  # characters of the longest text on the report page
 
 
 @dataclass(frozen=True)
 class Sample:
     step: int
     prompt_id: int
-    sample: int  # its number among those to the same prompt in the same step
+    sample: int  # index among the responses to the prompt in this step
     reward: float
-    reward_parts: str  # in words; empty where the reward has none
-    num_tokens: int  # in the response, without what an environment wrote
+    reward_parts: str  # in words; empty if the reward has only one
+    num_tokens: int  # of the response, without an environment's turns
     finish_reason: str
     prompt: str
     response: str
-    answer: str  # the prompt's correct answer
+    answer: str  # the reference answer
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Some of a step's responses, by the reason why they were chosen."""
+    """Some of a step's responses, by why they were chosen."""
 
     step: int
     num_responses: int
@@ -60,7 +60,7 @@ class StepSamples:
 
 
 class SampleReader:
-    """Reads the rollouts of a run's training, mapped into memory: rewards cost little however long responses are."""
+    """Reads a training's rollouts by memory mapping, so that reading rewards is cheap however long the responses."""
 
     def __init__(self, run_dir: Path) -> None:
         self._stages = find_stages(run_dir)
@@ -73,7 +73,7 @@ class SampleReader:
         return sorted(int(name) for name in names if name.isdecimal() and len(name) == len("000000"))
 
     def step(self, step: int, best: int, worst: int, longest: int) -> StepSamples:
-        """The best, the worst and the longest responses of a step, as many of each as asked for."""
+        """The `count` best, worst and longest responses of a step."""
         table = self._read(step)
         whole = pc.list_value_length(table["response_tokens"]).to_pylist()
         lengths = [length - sum(turns[1::2]) for length, turns in zip(whole, table["turns"].to_pylist(), strict=True)]
@@ -125,24 +125,24 @@ class SampleReader:
             return None
         try:
             return Tokenizer.from_str(read_file(folder / "tokenizer.json").decode())
-        except Exception:  # the library raises no other for what is no tokenizer
+        except Exception:  # the library raises no narrower error for a damaged tokenizer
             return None
 
 
 def _read_rollouts(path: Path) -> pa.Table:
-    """The file may be somebody else's."""
+    """Validate what is read, because the file may be somebody else's."""
     if path.is_symlink() or not path.is_file():
         raise ConfigError(f"{path} is not a file")
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().select(COLUMNS)
-        table.validate(full=True)  # wrong offsets would read other memory
+        table.validate(full=True)  # wrong offsets would read foreign memory
         return table.cast(pa.schema([ROLLOUT_SCHEMA.field(name) for name in COLUMNS]))
     except (pa.ArrowException, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"{path} holds no rollouts: {str(error).partition(chr(10))[0]}") from error
 
 
 def page_samples(run_dir: Path) -> list[StepSamples]:
-    """What the report page shows: some steps, evenly spread, with their best, worst and longest responses."""
+    """For the report page: some evenly spaced steps, with their best, worst and longest responses."""
     reader = SampleReader(run_dir)
     steps = reader.steps
     if len(steps) > PAGE_STEPS:
@@ -152,7 +152,7 @@ def page_samples(run_dir: Path) -> list[StepSamples]:
 
 
 def response_rows(run_dir: Path) -> list[dict[str, str | int | float]]:
-    """The samples of the report page as rows for MLflow's table; none where the rollouts cannot be read."""
+    """The samples of the report page as rows for MLflow's table; empty if the rollouts cannot be read."""
     try:
         steps = page_samples(run_dir)
     except ConfigError:
@@ -167,7 +167,7 @@ def response_rows(run_dir: Path) -> list[dict[str, str | int | float]]:
 
 
 def clipped(text: str) -> str:
-    """A text for the page, without its middle where it is too long."""
+    """Shorten a long text for the page by leaving out its middle."""
     if len(text) <= PAGE_CHARACTERS:
         return text
     half = PAGE_CHARACTERS // 2

@@ -1,4 +1,4 @@
-"""`summary.json`, which other tools read, and the table at the end of a run."""
+"""`summary.json`, which other tools read, and the tables at the end of a run."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from specrl.tracking.sender import registered_version
 SUMMARY_FILE = "summary.json"
 SOURCES = {
     "drafter": "the drafter's",
-    "own": "generated with the same seed, and read ahead",
+    "own": "generated earlier with the same seed, verified ahead",
     "replay": "stored for the prompt",
     "recent": "from recent rollouts",
-    "continued": "the drafter's with text behind it",
+    "continued": "the drafter's, continued by text",
 }
-"""Drafts of a user's own source have its name."""
-POSITIONS_SHOWN = 8  # draft positions; the summary has all
+"""Drafts of a user's own source go by its name."""
+POSITIONS_SHOWN = 8  # draft positions shown; `summary.json` has all
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a run, perhaps somebody else's, has reached; None where a stage has not finished or is not understood."""
+    """The results of a run, perhaps somebody else's; None for a stage that is unfinished or cannot be read."""
 
     run_dir: Path
     config: Config
@@ -55,9 +55,9 @@ class Results:
     train: TrainResult | None
     validate: ValidateResult | None
     export: ExportResult | None
-    curve: list[SetScore]  # the scores of all policy versions that were validated so far, in the order of steps
+    curve: list[SetScore]  # scores of all policy versions validated so far, ordered by step
     events: list[dict[str, Any]]
-    """What happened in the stages, in its order: the fields of an `Event`, and the name of the `stage`."""
+    """What happened in the stages, in order: the fields of an `Event`, and the name of the `stage`."""
 
     @classmethod
     def read(cls, run_dir: Path) -> Results:
@@ -84,14 +84,14 @@ def write_summary(run_dir: Path, mlflow_run_id: str | None) -> Path:
 
 
 def build_summary(run_dir: Path, mlflow_run_id: str | None) -> dict[str, Any]:
-    """The contents of `summary.json`. Other tools read it, so that the names below must stay.
+    """The contents of `summary.json`. Other tools read it, so the names below must stay.
 
     A section whose stage has not finished is null.
 
-    `speculation` is measured on held-out prompts by `validate`; `generation_speedup` maps batch size to the median
-    ratio of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over
-    those batch sizes of 1 - speculative / plain decoding steps. The pairs take the requests of the training step that
-    would come next, and draft from the text that it would find.
+    `validate` measures `speculation` on held-out prompts; `generation_speedup` maps each batch size to the median ratio
+    of matched pairs, whose plain side is the same engine with k = 0, and `decode_step_reduction` is the mean over these
+    batch sizes of 1 - speculative / plain decoding steps. The pairs use the requests of the training step that would
+    come next, and draft from the text that would be available to it.
     """
     found = Results.read(run_dir)
     config, stages, train, export = found.config, found.stages, found.train, found.export
@@ -161,7 +161,7 @@ def _speculation(config: Config, validation: ValidateResult) -> dict[str, Any]:
 
 
 def render_summary(run_dir: Path, console: Console | None = None) -> None:
-    """Print the results of a run, which may be somebody else's, from those stages that have finished."""
+    """Print the results of a run, which may be somebody else's, from its finished stages."""
     found = Results.read(run_dir)
     for table in summary_tables(found):
         print_table(*table, console)
@@ -179,7 +179,7 @@ class SummaryTable(NamedTuple):
 
 
 def summary_tables(found: Results) -> list[SummaryTable]:
-    """What a run has reached, and where its time went."""
+    """The tables of a run's results, and of where its time went."""
     tables = [
         SummaryTable(f"Run {found.config.name}", ("what", "result"), result_rows(found)),
         SummaryTable("Where the time went", ("stage", ">seconds", ">share", "job"), _stage_times(found)),
@@ -192,13 +192,13 @@ def summary_tables(found: Results) -> list[SummaryTable]:
 
 
 def event_table(found: Results) -> SummaryTable:
-    """What happened in the stages, in its order."""
+    """The table of what happened in the stages, in order."""
     rows = [(event["stage"], str(event["step"]), event["kind"], event["text"]) for event in found.events]
     return SummaryTable("Events", ("stage", ">step", "kind", "what"), rows)
 
 
 def headlines(found: Results) -> list[tuple[str, str]]:
-    """The few figures that people look for first, each with what it is."""
+    """The few figures that people look for first, each with its meaning."""
     validation, train, figures = found.validate, found.train, []
     if validation is not None:
         accuracy = f"{validation.accuracy_before:.0%} \u2192 {validation.accuracy_after:.0%}"
@@ -214,7 +214,7 @@ def headlines(found: Results) -> list[tuple[str, str]]:
 
 
 def exported(found: Results) -> tuple[str, str] | None:
-    """The folder of the exported drafter, and the command that serves it with its policy."""
+    """The exported drafter's folder, and the command that serves it with its policy."""
     export, config, inside = found.export, found.config, found.run_dir.resolve()
     if not (export and export.drafter_dir):
         return None
@@ -225,7 +225,7 @@ def exported(found: Results) -> tuple[str, str] | None:
 
 
 def result_rows(found: Results) -> list[tuple[str, str]]:
-    """What a run has reached, each with what it is, from those stages that have finished."""
+    """The rows of results, name and value, from the finished stages."""
     config, stages, events, export = found.config, found.stages, found.events, found.export
     rows = [] if found.validate is None else _accuracy_rows(found.validate)
     rows += curve_rows(found.curve)

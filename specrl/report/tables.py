@@ -1,4 +1,4 @@
-"""Tables for people, drawn by rich on a terminal and written as aligned plain lines when piped."""
+"""Tables for people: drawn by rich on a terminal, written as aligned plain lines when piped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn_table(title: str, columns: Sequence[str], rows: Rows) -> Table:
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
-        # Text, so that square brackets in a path are not read as markup.
+        # `Text`, so that square brackets in a path are not parsed as markup.
         table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return table
 
@@ -65,17 +65,17 @@ class _Lasting:
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """The stream, which takes what is written without an error where its terminal has gone, or its disk is full."""
+    """Wrap a stream so that writing raises no error if its terminal is gone or its disk is full."""
     return cast(TextIO, _Lasting(stream))
 
 
 def print_line(text: str, console: Console | None = None) -> None:
-    """Print a line without wrapping, markup or colours, to copy a command from; it cannot act on the terminal."""
+    """Print a line without wrapping, markup, colours or control characters, so that commands can be copied."""
     (console or Console()).print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def printable(text: str) -> str:
-    """A text with its control characters escaped, but for line breaks."""
+    """Escape the control characters of a text, except for line breaks."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text

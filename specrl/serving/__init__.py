@@ -1,4 +1,4 @@
 """vLLM's OpenAI server with a policy and its drafter.
 
-What it samples is vLLM's own choice: the server has none of the sampler, control and seeds of `VllmEngine`.
+It samples as vLLM does: the server does not use the sampler, draft-length control and seeds of `VllmEngine`.
 """

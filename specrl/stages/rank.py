@@ -1,4 +1,4 @@
-"""What every rank of a stage begins and ends with."""
+"""How every rank of a stage begins and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage `train`: the RL loop on all ranks, from the newest checkpoint on, and the last and the best policy after it."""
+"""Stage `train`: the RL loop on all ranks from the newest checkpoint, then the final and the best policy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from specrl.validation.validation import Validation
 
 
 def main(context: StageContext) -> None:
-    """Run the stage in this rank; what a killed job had completed is not done again."""
+    """Run the stage in this rank, without redoing what a killed job had completed."""
     started = time.monotonic()
     lifetime.current().expect_steps()
     with stage_rank(context) as (ranks, tracker, progress):
@@ -84,7 +84,7 @@ def main(context: StageContext) -> None:
 
 
 def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
-    """Load policy, drafter and engine of this rank, and wire up everything that the loop needs."""
+    """Load this rank's policy, drafter and engine, and set up everything that the loop needs."""
     config = context.config
     if context.continues is not None:
         if ranks.is_first:
@@ -107,9 +107,9 @@ def build(context: StageContext, ranks: Ranks, tracker: Tracker) -> Trainer:
             config=config,
             seed=config.seed,
             recipe=recipe,
-            reads_policy=False,  # the first refit brings them
+            reads_policy=False,  # the first refit provides them
         )
-    start = context.continues  # where steps count on from a checkpoint, the prompts go on where that stands
+    start = context.continues  # if step numbers continue from a checkpoint, so do the prompts
     begun = (start.step, start.num_prompts) if start is not None and start.counts_on else (0, 0)
     source = PromptSource(config, engine.tokenizer, begun, prompts_dir=context.prompts_dir)
     spot = SpotTraining(drafter) if drafter is not None and config.bubbles.trains_drafter else None
@@ -170,7 +170,7 @@ def load_policy(config: Config, policy_dir: Path, ranks: Ranks, training: Linear
 
 
 def load_teacher(context: StageContext, policy_dir: Path, ranks: Ranks) -> Policy | None:
-    """The frozen policy of `train.teacher` (collective): in `model.dtype`, in the policy's layout, and never in FP8."""
+    """Load the frozen model of `train.teacher` (collective): in `model.dtype`, in the policy's layout, never in FP8."""
     config, source = context.config, context.config.train.teacher
     if source is None:
         return None
@@ -178,7 +178,7 @@ def load_teacher(context: StageContext, policy_dir: Path, ranks: Ranks) -> Polic
     with logs.phase("loading of the teacher"):
         if ranks.is_first:
             check_teacher(config, policy_dir)
-            shutil.rmtree(directory, ignore_errors=True)  # the teacher of an earlier start may be another
+            shutil.rmtree(directory, ignore_errors=True)  # an earlier start may have had another teacher
             materialise_model(model, config.seed, directory)
         ranks.barrier()
         dtype, seed = config.model.dtype, config.seed
@@ -186,15 +186,15 @@ def load_teacher(context: StageContext, policy_dir: Path, ranks: Ranks) -> Polic
 
 
 def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recipe | None, LinearPrecision | None]:
-    """The calibrated recipe of this policy, and the trainer's FP8 layers; None where nothing is in FP8 (collective).
+    """The policy's calibrated recipe and the trainer's FP8 layers; None if nothing is in FP8 (collective).
 
-    Raises ValueError for FP8 that this device or this layout does not have, before any weights are read.
+    Raises ValueError, before any weights are read, for FP8 that this device or layout does not support.
     """
     config, precision = context.config, context.config.precision
     if not precision.uses_fp8:
         return None, None
     shape = shape_of(read_model_config(policy_dir))
-    if problems := list(fp8_problems(config, shape, on_gpu=torch.cuda.is_available())):  # of a model from the hub
+    if problems := list(fp8_problems(config, shape, on_gpu=torch.cuda.is_available())):  # for a model from the hub
         raise ConfigError("\n".join(problems))
     if precision.training == "fp8":
         native.check_training()
@@ -205,11 +205,11 @@ def fp8_of(context: StageContext, policy_dir: Path, ranks: Ranks) -> tuple[Recip
 
 
 BEST_FOLDER = "best"
-"""The best policy with its drafter, in the stage's folder."""
+"""The folder, inside the stage's, of the best policy with its drafter."""
 
 
 def finish(context: StageContext, trainer: Trainer, last: int, tracker: Tracker, seconds: float) -> None:
-    """Save the policy after `last` steps and the best one, with their drafters; the result comes last (collective)."""
+    """Save the policy after `last` steps and the best one, with their drafters, and finally the result (collective)."""
     folder, records = context.stage_dir, read_steps(trainer.recorder.steps_dir)
     write_next_step(folder, last, trainer.ranks, trainer.generator, trainer.engine)
     with logs.phase("writing of policy and drafter"):
@@ -250,7 +250,7 @@ def write_policy(trainer: Trainer, folder: Path, version: int) -> tuple[Path, Pa
 
 
 def write_best(context: StageContext, trainer: Trainer, last: int) -> BestPolicy | None:
-    """Write the best policy of those whose checkpoints there are; None where nothing was validated (collective).
+    """Write the best policy among the existing checkpoints; None if nothing was validated (collective).
 
     The trainer holds that policy afterwards.
     """
@@ -267,9 +267,9 @@ def write_best(context: StageContext, trainer: Trainer, last: int) -> BestPolicy
 
 
 def load_best(stage_dir: Path, trainer: Trainer, last: int) -> tuple[int, float] | None:
-    """Load the best policy that the trainer holds or a whole checkpoint has; return its step and value (collective).
+    """Load the best policy, held by the trainer or in a complete checkpoint; return step and value (collective).
 
-    A damaged checkpoint is left out, and an event tells of it.
+    Damaged checkpoints are skipped and recorded as events.
     """
     kept = trainer.ranks.gather(kept_checkpoints(stage_dir))[0]
     while (best := trainer.validation.best(among={*kept, last})) is not None and best[0] != last:

@@ -47,7 +47,7 @@ def main(context: StageContext) -> None:
         with logs.phase("start of the engine"):
             engine = start_engine(config, trained.policy_dir, trained.drafter_dir)
         sets, prompts = held_out_sets(config, source), source.held_out(config.validate_.num_prompts)
-        engine.set_k(engine.longest_k)  # acceptance is reported for drafts of full length
+        engine.set_k(engine.longest_k)  # acceptance is reported at full draft length
         after, stats = answer_all(engine, rewards, sets, trained.policy_step, ranks, progress, "accuracy after")
         exactness = check_exactness(engine, prompts, rewards, config, tracker, progress) if engine.speculates else None
         following = NextStep.read(context.inputs["train"], trained.policy_step, config, source)
@@ -84,7 +84,7 @@ def answer_all(
     progress: Progress,
     phase: str,
 ) -> tuple[list[SetScore], SpeculationStats]:
-    """The scores of the engine's policy on all sets, and the counters of drafts on the first (collective)."""
+    """The scores of the engine's policy on all sets, and the draft counters of the first (collective)."""
     found = []
     with logs.phase(phase):
         for chosen in sets:
@@ -101,7 +101,7 @@ def check_exactness(
     tracker: Tracker,
     progress: Progress,
 ) -> ExactnessResult:
-    """Compare speculation with plain decoding on the real policy; raise ExactnessError after logging the figures."""
+    """Compare speculative with plain decoding on the final policy; log the figures, then raise any ExactnessError."""
     progress.update(0, 1, phase="exactness")
     requests = exactness_requests(engine, prompts, rewards, config)
     with logs.phase("exactness"):
@@ -116,14 +116,14 @@ def check_exactness(
 def exactness_requests(
     engine: Engine, prompts: list[Prompt], rewards: RewardPool | None, config: Config
 ) -> list[Request]:
-    """The requests that exactness is checked on; of conversations, those of first turns (collective)."""
+    """The requests for the exactness check; of conversations, only the first turns (collective)."""
     origin = Origin(derive_seed(config.seed, "exactness"), step=0)
     opened = open_conversations(engine, prompts[: config.validate_.exactness_prompts], config, rewards)
     return [make_request(prompt, 0, config, origin) for prompt in opened]
 
 
 def measure_speed(engine: Engine, following: NextStep, config: Config, progress: Progress) -> list[SpeedPair]:
-    """One matched pair for each of `validate.speed_batches`, on the training step that would come next (collective)."""
+    """Measure one matched pair per `validate.speed_batches`, on the training step that would come next (collective)."""
     if not engine.speculates:
         return []
     settings = config.validate_
@@ -139,9 +139,9 @@ def measure_speed(engine: Engine, following: NextStep, config: Config, progress:
 
 
 def step_speedup(generation: float, shares: Mapping[str, float]) -> float:
-    """Compute the speedup of a whole step from that of its generation and the shares of its parts.
+    """The speedup of a whole step, from that of generation and the shares of its parts.
 
-    Plain decoding trains no drafter; validations do not count.
+    Plain decoding has no drafter to train; validations are excluded.
     """
     step = 1 - shares.get("validation", 0.0)
     plain = step + (generation - 1) * shares["generation"] - shares.get("drafter_update", 0.0)
@@ -149,7 +149,7 @@ def step_speedup(generation: float, shares: Mapping[str, float]) -> float:
 
 
 def log(tracker: Tracker, result: ValidateResult, shares: Mapping[str, float]) -> None:
-    """Log the result's figures to MLflow; `shares` are those of the parts of a training step."""
+    """Log the result's figures to MLflow; `shares` are the shares of a training step's parts."""
     metrics = {
         "validate/accuracy_before": result.accuracy_before,
         "validate/accuracy_after": result.accuracy_after,

@@ -1,4 +1,4 @@
-"""The MLflow runs of a pipeline run: one parent, and a child for each stage, which a resubmitted stage continues."""
+"""The MLflow runs of a pipeline run: a parent, and a child per stage, which a resubmitted stage continues."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 NOTE_TAG, ERROR_TAG = "mlflow.note.content", "specrl.error"
 RESPONSES_FILE = "responses.json"  # the artifact with a table of responses
-ODD = re.compile(r"[^\w\-. /]")  # characters that names of metrics must not have
+ODD = re.compile(r"[^\w\-. /]")  # characters not allowed in names of metrics
 STAGE_PATIENCE_SECONDS, FLOW_PATIENCE_SECONDS, RESUME_PATIENCE_SECONDS = 10.0, 60.0, 10.0
-"""For how long a store that is away is waited for: at the end of a stage, at the end of the flow, and at its start."""
+"""How long to wait for an unreachable store: at the end of a stage, at the end of the flow, and at its start."""
 SYNC_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS = 10.0, 3.0
 """The same for `specrl sync`, and for a flow that is interrupted."""
 STAGE_LIMIT_SECONDS = 300.0
-"""For how long a stage holds its allocation for a store that answers slowly; the flow sends the rest."""
+"""How long a stage holds its allocation for a slow store; the flow sends the rest."""
 
 
 def start_parent_run(config: Config, description: str = "") -> str:
     """Create the run's MLflow run, or continue the one noted in its folder, and return its id.
 
-    Parameters are those of the first call. A run that has an id goes on although its store is away; a new one does not
-    begin, as its address is probably wrong. `description` is Markdown.
+    Parameters stay those of the first call. A run with an id continues although its store is unreachable; a new run
+    does not begin, because its address is probably wrong. `description` is Markdown.
     """
     is_new = run_id_of(config.run_dir) is None
     import_mlflow()
     if is_new:
         check_server(config)
     until = time.monotonic() + RESUME_PATIENCE_SECONDS
-    while (reason := _replace_deleted(config)) and is_new:  # of runs that begin at a time, one makes the experiment
+    while (reason := _replace_deleted(config)) and is_new:  # concurrent runs: one creates the experiment
         if time.monotonic() > until:
             raise ConfigError(f"tracking.uri = {tracking_uri(config)}: MLflow takes no run of {config.name}: {reason}")
         time.sleep(0.5)
     log = Log(config.run_dir)
     tracker = Tracker(log)
     tracker.start(config.name, log.first_tags() or source_tags(config))
-    if is_new:  # a run that goes on has a description with results
+    if is_new:  # the description of a continued run includes results
         tracker.log_tags({NOTE_TAG: description})
     tracker.log_params(dict(flat_settings(config)))
     for context, places in (("training", config.data.path), ("validation", config.data.validation_path)):
@@ -84,7 +84,7 @@ def start_parent_run(config: Config, description: str = "") -> str:
 
 
 def _replace_deleted(config: Config) -> str:
-    """What was logged to runs that somebody has deleted in MLflow is sent again. Return why MLflow cannot be asked."""
+    """Send again what was logged to runs since deleted in MLflow; return why MLflow cannot be asked, if so."""
     try:
         client = connect(config)
         experiment_id(client, config)
@@ -94,7 +94,7 @@ def _replace_deleted(config: Config) -> str:
                 Sent(Log(folder)).forget()
     except DeletedError:
         raise
-    except Exception as error:  # it is away, as the errors of many libraries say; so does whoever sends something
+    except Exception as error:  # unreachable, by errors of many libraries; whoever sends something reports it too
         return str(error).partition("\n")[0] or type(error).__name__
     return ""
 
@@ -103,10 +103,10 @@ def finish_parent_run(
     config: Config,
     status: Status,
     description: str = "",
-    files: Mapping[str, Sequence[Path]] | None = None,  # by the folder of the artifacts, "" for the top
+    files: Mapping[str, Sequence[Path]] | None = None,  # by artifact folder, "" for the top
     responses: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """End the parent run, mark as killed those children that could not say how they ended, and send what waits."""
+    """End the parent run, mark children with an unknown end as killed, and send what waits."""
     for log in unended(config.run_dir):
         Tracker(log).end("KILLED")
     log = Log(config.run_dir)
@@ -114,22 +114,22 @@ def finish_parent_run(
     tracker = Tracker(log)
     tracker.log_tags({NOTE_TAG: description, "specrl.code": code_of(config.run_dir) or ""})
     for folder, path in [(folder, path) for folder, paths in (files or {}).items() for path in paths]:
-        # What has not changed since it was logged is not logged, and sent, again each time that the run is resumed.
+        # Unchanged files are not logged and sent again each time the run is resumed.
         if sent.get(relative(path, log.owner), 0) <= 1000 * path.stat().st_mtime:
             tracker.log_artifact(path, folder or None)
     if responses:
         tracker.log_table(responses, RESPONSES_FILE)
     tracker.end(status)
-    if status == "KILLED":  # somebody waits for the end
+    if status == "KILLED":  # a user waits for the end
         _sync_or_warn(config, STOP_PATIENCE_SECONDS, STOP_PATIENCE_SECONDS)
     else:
         _sync_or_warn(config, FLOW_PATIENCE_SECONDS)
 
 
 def sync_run(config: Config, patience_s: float, limit_s: float | None = None) -> list[str]:
-    """Send what a run and its stages have logged and trackers do not have, at any time and any number of times.
+    """Send trackers what they lack of the logs of a run and its stages; safe at any time and repeatedly.
 
-    With a limit, only MLflow gets it: somebody waits. Returns a line for each reason why that was not everything.
+    With a limit, because a user waits, only MLflow gets them. Returns a line for each reason why something is missing.
     Raises DeletedError if the experiment has been deleted.
     """
     import_mlflow()
@@ -156,7 +156,7 @@ def _sync_or_warn(config: Config, patience_s: float, limit_s: float | None = Non
 def log_to_run(
     config: Config, metrics: Mapping[str, float], texts: Mapping[str, str], tags: Mapping[str, str] | None = None
 ) -> None:
-    """Add metrics, tags, and texts by the artifacts' names to a run, ended or not; to none without an MLflow run."""
+    """Add metrics, tags, and text artifacts by name to a run, ended or not; do nothing without an MLflow run."""
     if run_id_of(config.run_dir) is None:
         return
     tracker = Tracker(Log(config.run_dir))
@@ -174,15 +174,15 @@ def row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def stage_folders(run_dir: Path) -> list[Path]:
-    """The folders of a run's stages; a link is none."""
+    """The folders of a run's stages, without links."""
     stages = run_dir / "stages"
     return sorted(path for path in stages.glob("*") if not path.is_symlink()) if not stages.is_symlink() else []
 
 
 def unended(run_dir: Path) -> list[Log]:
-    """The logs of the stages that have started and could not say how they ended.
+    """The logs of started stages that did not record their end.
 
-    Earlier stages whose MLflow run a present stage continues are left out: how it ended is for that to say.
+    Earlier stages whose MLflow run a current stage continues are left out, because that stage records the end.
     """
     record = read_record(run_dir)
     present = {run_dir / "stages" / key for key in record.stage_keys.values()} if record is not None else set()
@@ -192,16 +192,16 @@ def unended(run_dir: Path) -> list[Log]:
 
 
 def last_of(log: Log) -> Entry | None:
-    """The last start or end of a log's run."""
+    """The last start or end entry of a log's run."""
     return next(reversed([entry for entry in log.entries() if entry.kind in ("start", "end")]), None)
 
 
 @contextmanager
 def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
-    """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED when it raised.
+    """Give the stage its child run: RUNNING inside the block, FINISHED after it, FAILED if it raised.
 
-    It stays RUNNING when the stage leaves its job to go on in another one. The stage never waits for MLflow except, for
-    a short time, after the block.
+    It stays RUNNING if the stage leaves its job to continue in another. The stage waits for MLflow only briefly, after
+    the block.
     """
     nodes = context.stage_dir / "load"
     if not ranks.is_first:
@@ -212,7 +212,7 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         with closing(LoadMonitor(leave)) if is_watched else nullcontext():
             yield Tracker()
         return
-    import_mlflow()  # here and not in the thread: two threads that import at a time disturb each other
+    import_mlflow()  # not in the thread, because concurrent imports interfere with each other
     log = Log(context.stage_dir)
     tracker = Tracker(log, context.mlflow_run_id, context.config.tracking.max_model_gib)
     tracker.start(context.stage, {"specrl.key": context.key, "specrl.host": os.uname().nodename})
@@ -229,7 +229,7 @@ def stage_run(context: StageContext, ranks: Ranks) -> Iterator[Tracker]:
         monitor.close()
         if status is not None:
             tracker.end(status)
-        # A job that is left has little time.
+        # A job that is being left has little time.
         if not syncing.close(STAGE_PATIENCE_SECONDS, STAGE_LIMIT_SECONDS if status else STAGE_PATIENCE_SECONDS):
             logger.warning("some of what %s logged waits for its next job, the flow or specrl sync", context.key)
         if (reason := sending.close(PATIENCE_SECONDS if status else STAGE_PATIENCE_SECONDS)) is not None:

@@ -1,7 +1,7 @@
 """Send the entries of a log to MLflow.
 
-What may have arrived before a connection broke is sent again: runs and model versions are looked for first, MLflow
-keeps one point per name, step, time and value, and the rest replaces itself.
+Whatever may have arrived before a connection broke is sent again. This is idempotent: runs and model versions are
+looked up first, MLflow keeps one point per name, step, time and value, and everything else overwrites itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from specrl.tracking.log import Entry, Log, Sent
 from specrl.tracking.store import OF_THE_RUN, RUN_ID_FILE, exists, experiment_id, run_id_of
 
 PARENT_TAG, NAME_TAG = "mlflow.parentRunId", "mlflow.runName"
-SCORE_TAG = "specrl.score"  # decides which model version has the alias `best`
+SCORE_TAG = "specrl.score"  # determines which model version has the alias `best`
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000  # MLflow's limits
-TOKENIZER = "components/tokenizer"  # where, below a model, MLflow looks for what `AutoTokenizer` may read
+TOKENIZER = "components/tokenizer"  # below a model, where MLflow looks for the tokenizer's files
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST"}  # such as for a deleted run
 
 
 class RefusedError(Exception):
-    """MLflow's answer, in one line, to an entry that it does not take."""
+    """MLflow refused an entry; the message is its answer, in one line."""
 
 
 class MlflowSender:
-    """Sends the entries of one log to the MLflow run of the log's owner, a run or a stage."""
+    """Sends a log's entries to the MLflow run of the log's owner, a run or a stage."""
 
     def __init__(self, client: Any, config: Config, sent: Sent) -> None:
         self._client, self._config, self._sent, self._log = client, config, sent, sent.log
@@ -39,8 +39,8 @@ class MlflowSender:
     def send(self, entries: Sequence[Entry]) -> None:
         """Send one entry, or several metrics of one run.
 
-        Raises RefusedError where MLflow does not take them, FileNotFoundError where what was to be sent has been
-        removed, and whatever the clients raise where MLflow or its artifact store is away.
+        Raises RefusedError if MLflow refuses them, FileNotFoundError if a file was removed before it was sent, and
+        whatever the clients raise if MLflow or its artifact store is unreachable.
         """
         from mlflow.exceptions import MlflowException
 
@@ -60,7 +60,7 @@ class MlflowSender:
 
     @property
     def _parent(self) -> str | None:
-        """The pipeline's run: the one in whose folder the log's first entry names it, or what was made in its place."""
+        """The pipeline's MLflow run: the one named in the log's first entry, or its replacement."""
         named: str | None = next(self._log.entries()).values.get("parent")
         return named and (run_id_of(self._config.run_dir) or named)
 
@@ -103,7 +103,7 @@ class MlflowSender:
         self._client.set_terminated(self._run_id, entry.values["status"], entry.time_ms)
 
     def params(self, entry: Entry) -> None:
-        """Log those parameters that the run does not have yet: MLflow never changes one."""
+        """Log the parameters that the run lacks, because MLflow never changes one."""
         from mlflow.entities import Param
 
         run_id = self._run_id
@@ -136,7 +136,7 @@ class MlflowSender:
                 self._client.log_artifact(run_id, str(file), str(below))
 
     def _find_file(self, name: str) -> Path:
-        """It must lie in the folder of the pipeline's run, and lead nowhere else."""
+        """Find a file, which must lie in the pipeline run's folder and must not lead out of it."""
         path, root = Path(os.path.normpath(self._log.owner.resolve() / name)), self._config.run_dir.resolve()
         if path == root or not path.is_relative_to(root):
             raise FileNotFoundError(f"{path} is not in the folder of the run")
@@ -168,7 +168,7 @@ class MlflowSender:
         self._client.log_inputs(self._run_id, [DatasetInput(dataset._to_mlflow_entity(), tags)])
 
     def model(self, entry: Entry) -> None:
-        """Upload and register a model, and note the number of its version."""
+        """Upload and register a model, and record its version number."""
         name, folder, run_id = entry.values["name"], entry.values["folder"], self._run_id
         without, path = entry.values["without"], self._find_file(entry.values["path"])
         self._upload(entry, folder, without)
@@ -190,7 +190,7 @@ class MlflowSender:
         self._sent.now.versions[name] = numbers[0]
 
     def _set_best(self, name: str, version: str, tags: Mapping[str, str]) -> None:
-        """The alias `latest` is MLflow's own, and always the newest version."""
+        """Set the alias `best`; MLflow itself maintains `latest`, the newest version."""
         if (best := self._client.get_registered_model(name).aliases.get("best")) is not None:
             known = self._client.get_model_version(name, best).tags.get(SCORE_TAG, "-inf")
             if float(known) > float(tags.get(SCORE_TAG, "-inf")):
@@ -199,14 +199,14 @@ class MlflowSender:
 
 
 def is_policy(folder: Path) -> bool:
-    """Whether transformers alone can generate with a folder; it cannot with EAGLE-3, which reads a policy's states."""
+    """Whether transformers alone can generate with a folder; not with EAGLE-3, which reads a policy's hidden states."""
     named = read_object(folder / "config.json").get("architectures")
     is_causal = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForCausalLM")
     return is_causal and (folder / "tokenizer.json").is_file()
 
 
 def mlmodel(folder: Path, weights_at: Path | None) -> str:
-    """The text of a policy's file `MLmodel`; `weights_at` is a policy whose weights are not beside the file."""
+    """The text of a policy's `MLmodel` file; `weights_at` is the policy's folder if its weights are not uploaded."""
     from mlflow.models import Model
 
     place = {"model_binary": "."} if weights_at is None else {"local_base_model_path": str(weights_at)}
@@ -233,9 +233,9 @@ SENDERS: Mapping[str, Callable[[MlflowSender, Entry], None]] = {
     "dataset": MlflowSender.dataset,
     "model": MlflowSender.model,
 }
-"""All but metrics, which are sent together."""
+"""Senders by kind of entry, except metrics, which are sent together."""
 
 
 def registered_version(stage_dir: Path, name: str) -> str | None:
-    """The version of the model `name` that a stage has registered, if any."""
+    """The version of model `name` that a stage registered, if any."""
     return Sent(Log(stage_dir)).now.versions.get(name)

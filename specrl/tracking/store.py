@@ -1,4 +1,4 @@
-"""The MLflow store of a run: where it is, how it is reached, and the experiment in it."""
+"""The MLflow store of a run: its location, the connection to it, and the experiment in it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from specrl.config import Config, ConfigError
 from specrl.config.cluster import checked_uri
 from specrl.processes import reach_loopback
 
-RUN_ID_FILE = "mlflow_run_id"  # the id of the MLflow run, in a run's or a stage's folder
+RUN_ID_FILE = "mlflow_run_id"  # the MLflow run's id, in a run's or a stage's folder
 VIEW_NAME = "specrl"  # a saved view of the run table
 VIEW_QUERY = f"?workflowType=machine_learning&viewStateShareKey={VIEW_NAME}"
-"""Opens the run table in that view; MLflow 3.17 shows its pages for GenAI until a browser has chosen others."""
-SERVER_SECONDS = 10.0  # within which a server must answer before anything starts
-REFUSAL_CHARACTERS = 160  # of what it says where it refuses everything
-CREATE_SECONDS = 300  # within which another process must have created the database
+"""Opens the run table in that view; by default, MLflow 3.17 shows its GenAI pages."""
+SERVER_SECONDS = 10.0  # for a server to answer before anything starts
+REFUSAL_CHARACTERS = 160  # of a server's refusal that are quoted
+CREATE_SECONDS = 300  # for another process to create the database
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -38,10 +38,10 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
 }
-"""No telemetry, no progress bar; `sync` does the retries."""
+"""No telemetry, no progress bar; `sync` retries."""
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PARTS = ("mlflow", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store")
-"""The last two are what its client imports late."""
+"""The last two are imported lazily by MLflow's client."""
 HEADLINES = (
     "validate/accuracy_before",
     "validate/accuracy_after",
@@ -51,38 +51,38 @@ HEADLINES = (
     "speedup/end_to_end",
     "spec/acceptance_length",
 )
-"""What a run is judged by, in the order of the saved view's columns."""
+"""The metrics by which runs are judged, in the column order of the saved view."""
 BENCHMARKS = "-bench"  # suffix of the experiment of benchmarks' cells
 OF_THE_RUN = re.compile(
     r"(validate|speedup|export)/.+|reward/mean|spec/acceptance_length|validation/[^/]+/(accuracy|avg_at_k|pass_at_k)"
 )
-"""The metrics of stages that the pipeline's run has too: results, and what a training is watched by."""
+"""Metrics of stages that are also logged to the pipeline's run: results, and those for watching a training."""
 
 
 class DeletedError(ConfigError):
-    """MLflow has what is needed as deleted, and takes nothing for it until it is restored."""
+    """A run or experiment was deleted in MLflow, which accepts nothing for it until it is restored."""
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The id of the MLflow run of a run's or a stage's folder; None where nothing has been sent yet."""
+    """The MLflow run's id of a run's or a stage's folder; None if nothing has been sent yet."""
     path = folder / RUN_ID_FILE
     return path.read_text().strip() if path.exists() else None
 
 
 def tracking_uri(config: Config) -> str:
-    """Where runs are recorded: on the configured server, or in the sqlite file of the runs folder.
+    """The URI of the store: the configured server, or the sqlite file in the runs folder.
 
-    For a run that has not begun, MLFLOW_TRACKING_URI stands in for what the configuration does not say.
+    For a run that has not begun, MLFLOW_TRACKING_URI is the default of the setting.
     """
     has_begun = (config.run_dir / RUN_ID_FILE).exists()
     return config.tracking.uri or (None if has_begun else uri_of_environment()) or own_uri(config)
 
 
 def uri_of_environment() -> str | None:
-    """The value of MLFLOW_TRACKING_URI, where it has one, as `tracking.uri` would have it.
+    """The value of MLFLOW_TRACKING_URI, if any, in the form of `tracking.uri`.
 
     Raises:
-        ConfigError: It is nothing that the setting may be.
+        ConfigError: It is not valid for the setting.
     """
     given = os.environ.get(URI_VARIABLE)
     try:
@@ -96,7 +96,7 @@ def own_uri(config: Config) -> str:
 
 
 def connect(config: Config) -> Any:
-    """A client of the run's store; a sqlite database is created or migrated, and a server is not asked."""
+    """Make a client of the run's store; creates or migrates a sqlite database, but contacts no server."""
     config.runs_dir.absolute().mkdir(parents=True, exist_ok=True)
     import_mlflow()
     from mlflow import MlflowClient
@@ -108,8 +108,8 @@ def connect(config: Config) -> Any:
 
 
 def _create_database(uri: str) -> None:
-    """Create a file of SQLite that is not there. MLflow makes its tables in many steps, and cannot go on with a file in
-    which it was interrupted, or two runs that began together have taken them in turn."""
+    """Create a missing SQLite file atomically: MLflow creates its tables in many steps, and cannot continue a file in
+    which it was interrupted or in which two runs alternated."""
     from mlflow.store.db.utils import _initialize_tables
     from sqlalchemy import create_engine, make_url
 
@@ -126,15 +126,15 @@ def _create_database(uri: str) -> None:
 
 
 def import_mlflow() -> None:
-    """Import MLflow with this project's defaults, which takes seconds; not in two threads at a time."""
+    """Import MLflow with this project's defaults, which takes seconds; not in two threads at once."""
     reach_loopback()
-    if "SSL_CERT_FILE" in os.environ:  # the variable of OpenSSL, which requests does not read
+    if "SSL_CERT_FILE" in os.environ:  # OpenSSL's variable, which requests ignores
         os.environ.setdefault("REQUESTS_CA_BUNDLE", os.environ["SSL_CERT_FILE"])
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for module in PARTS:
         importlib.import_module(module)
-    # A store that is away is one line of the sender's, at once, and not a traceback at every attempt.
+    # The sender reports an unreachable store in one line; no traceback at every attempt.
     vars(sys.modules["mlflow.store.db.utils"])["MAX_RETRY_COUNT"] = 1
     for name in ("mlflow.store.db.utils", "mlflow.utils.databricks_utils", "databricks.sdk"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -143,7 +143,7 @@ def import_mlflow() -> None:
 def check_server(config: Config) -> None:
     """Raise a `ConfigError` unless the configured tracking server answers, or its database can be opened here."""
     uri, key = tracking_uri(config), "tracking.uri"
-    with contextlib.suppress(ConfigError):  # of a variable in whose place the setting stands
+    with contextlib.suppress(ConfigError):  # the setting replaces the variable
         key = URI_VARIABLE if uri_of_environment() == uri else key
     if not uri.startswith(("http://", "https://")):
         own = Path(own_uri(config).removeprefix("sqlite:///"))
@@ -165,7 +165,7 @@ def check_server(config: Config) -> None:
 
 
 def lack_of_store(uri: str) -> str | None:
-    """Why a store that is no server of MLflow's cannot be used from here, as far as that shows within seconds."""
+    """Why a store other than an MLflow server cannot be used from here, as far as seconds suffice to tell."""
     from sqlalchemy import create_engine
     from sqlalchemy.exc import ArgumentError
 
@@ -182,7 +182,7 @@ def lack_of_store(uri: str) -> str | None:
         return None if takes_folders else "MLflow no longer records in a folder; give a file of SQLite, sqlite:///FILE"
     try:
         if scheme.startswith(("postgresql", "mysql", "mssql")):
-            create_engine(uri)  # imports the driver, and asks nobody
+            create_engine(uri)  # imports the driver without connecting
     except ModuleNotFoundError as error:
         return f"the database's driver is not installed here ({error}): pip install {error.name}"
     except ArgumentError as error:
@@ -195,7 +195,7 @@ def _lack_of_databricks(profile: str | None) -> str | None:
     from databricks.sdk.config import Config as Settings
     from databricks.sdk.credentials_provider import credentials_strategy
 
-    # MLflow itself would wait for minutes where the host does not answer, and some credentials come from the host.
+    # MLflow itself would wait minutes for a silent host, and some credentials come from the host.
     nobody = credentials_strategy("none", [])(lambda settings: dict)
     ask = partial(Settings, profile=profile, http_timeout_seconds=int(SERVER_SECONDS), retry_timeout_seconds=1)
     try:
@@ -216,7 +216,7 @@ def _lack_of_file(path: Path) -> str | None:
         return None if path.parent.is_dir() else f"there is no folder {path.parent}; create it"
     if places := [place for place in (path.parent, path) if not os.access(place, os.W_OK)]:
         return f"{places[0]} cannot be written; name another file"
-    try:  # without creating one; what a process has left half-written when it was killed is rolled back
+    try:  # without creating one; a killed process's partial writes are rolled back
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
             database.execute("PRAGMA schema_version")  # reads the file
     except sqlite3.Error as error:
@@ -225,7 +225,7 @@ def _lack_of_file(path: Path) -> str | None:
 
 
 def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | None:
-    """Why a server, MLflow's or another, seems not to be there, asked as MLflow's client asks; None where it is."""
+    """Why a server, MLflow's or another, seems unreachable to a client like MLflow's; None if it answers."""
     import_mlflow()
     from mlflow.exceptions import MlflowException
 
@@ -242,12 +242,12 @@ def why_silent(uri: str, seconds: float, *, is_mlflow: bool = True) -> str | Non
 
 
 def why_refused(uri: str, seconds: float) -> str | None:
-    """What an MLflow server says to somebody from whom it takes nothing, or under a name by which it is not known."""
+    """The refusal of an MLflow server that accepts nothing from this client, or is not known by this name."""
     from mlflow.exceptions import MlflowException
 
     try:
-        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # which every user may
-    except (MlflowException, OSError, ValueError):  # it is busy; what is logged waits
+        answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1", seconds)  # allowed for every user
+    except (MlflowException, OSError, ValueError):  # it is busy; logged entries wait
         return None
     if answer.status_code not in (401, 403):
         return None
@@ -263,13 +263,13 @@ def _ask(uri: str, path: str, seconds: float) -> Any:
 
 
 def experiment_id(client: Any, config: Config) -> str:
-    """The id of the experiment `tracking.experiment`, which is created if need be."""
+    """The id of the experiment `tracking.experiment`, which is created if necessary."""
     name = config.tracking.experiment
     if (found := client.get_experiment_by_name(name)) is None:
-        # A server knows where its artifacts belong; a sqlite file would put them below the current folder.
+        # A server decides where artifacts go; a sqlite store would put them below the current folder.
         scheme, _, file = tracking_uri(config).partition(":///")
         folder = (Path(file).parent / "mlartifacts").as_uri() if scheme.startswith("sqlite") else None
-        client.create_experiment(name, artifact_location=folder)  # an error if another run makes it now: tried again
+        client.create_experiment(name, artifact_location=folder)  # fails if another run creates it now: retry
         found = client.get_experiment_by_name(name)
     if found.lifecycle_stage != "active":
         raise DeletedError(
@@ -284,9 +284,9 @@ def experiment_id(client: Any, config: Config) -> str:
 
 
 def saved_view() -> dict[str, Any]:
-    """A view of the run table, as MLflow's pages save one, whose first columns are the headlines.
+    """A saved view of the run table, in the format of MLflow's pages, whose first columns are the headlines.
 
-    Without it the table shows no metric, and those that are chosen are in alphabetical order.
+    Without it, the table shows no metrics, and chosen ones in alphabetical order.
     """
     columns = [f"metrics.`{name}`" for name in HEADLINES]
     shown = {
@@ -298,7 +298,7 @@ def saved_view() -> dict[str, Any]:
 
 
 def table_address(config: Config) -> str:
-    """The part from # on of MLflow's address of the runs in that view; empty where nothing is recorded yet."""
+    """The fragment of MLflow's address of the runs in that view; empty if nothing is recorded yet."""
     import_mlflow()
     from mlflow import MlflowClient
 

@@ -1,7 +1,7 @@
-"""Send what a run and its stages have logged to MLflow: from the flow, `specrl sync`, and a thread of a stage.
+"""Send the logs of a run and its stages to MLflow: from the flow, `specrl sync`, and a thread of a stage.
 
-A file `sent-TRACKER.json` beside each log says what has arrived, so that every call sends what is missing and no more.
-What one log cannot send keeps no other waiting, and a file that cannot be uploaded no metric.
+A file `sent-TRACKER.json` beside each log records what has arrived, so that every call sends only what is missing. A
+log that cannot be sent delays no other, and a file that cannot be uploaded delays no metric.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from specrl.tracking.store import connect, tracking_uri
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # how often the thread looks for new entries
+IDLE_SECONDS = 1.0  # between checks for new entries
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
-"""The pause after a failed attempt, which doubles with every further one."""
-LAST_PAUSE_SECONDS = 2.0  # the longest pause while someone waits for the end
-REASON_LENGTH = 200  # the number of characters of an error that a warning quotes
+"""The pause after a failed attempt; it doubles with every further one."""
+LAST_PAUSE_SECONDS = 2.0  # the longest pause while a user waits for the end
+REASON_LENGTH = 200  # characters of an error quoted in a warning
 LOCK_FILE = ".sending.lock"
 FILES = ("artifact", "model")
-"""The kinds of entries that upload files, to a store that may be away although MLflow answers."""
+"""The kinds of entries that upload files, whose store may be unreachable although MLflow answers."""
 
 
 class Syncing:
-    """Sends a log from now on until `close`, in a thread. It neither raises nor waits in the threads that log."""
+    """Sends a log in a thread until `close`; never raises or waits in the threads that log."""
 
     def __init__(self, config: Config, log: Log) -> None:
         self._config, self._sent = config, Sent(log)
         self._sender: MlflowSender | None = None
         self._retries = True
-        """Whether what has been refused before is still to be tried again, which each `Syncing` does once."""
+        """Whether entries refused earlier still have to be retried, which each `Syncing` does once."""
         self._store_is_away = False
         self._closing = threading.Event()
         self._stopping = threading.Event()
         self._failed_at: float | None = None
-        """When MLflow was first found away; None while it answers."""
+        """Since when MLflow has been unreachable; None while it answers."""
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
         self._thread.start()
 
     def close(self, patience_s: float, limit_s: float | None = None) -> bool:
-        """Send what waits and end; return whether nothing waits any more. See `send` for the arguments."""
+        """Send what waits and end; return whether everything was sent. See `send` for the arguments."""
         closed_at = time.monotonic()
         self._closing.set()
         while self._thread.is_alive():
@@ -58,12 +58,12 @@ class Syncing:
             is_away = self._failed_at is not None and now - max(self._failed_at, closed_at) > patience_s
             if is_away or (limit_s is not None and now - closed_at > limit_s):
                 break
-        self._stopping.set()  # the thread is a daemon: an attempt that hangs ends with the process
+        self._stopping.set()  # a daemon thread: a hanging attempt ends with the process
         return not self._sent.waits()
 
     @property
     def is_away(self) -> bool:
-        """Whether MLflow itself, and not only its store of artifacts, did not answer the last time."""
+        """Whether MLflow itself, and not only its artifact store, did not answer the last time."""
         return self._failed_at is not None and not self._store_is_away
 
     def _run(self) -> None:
@@ -83,23 +83,23 @@ class Syncing:
         folder = self._sent.log.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Two senders of one log would send everything twice: a job, and `specrl sync` at the same time.
+            # Concurrent senders of one log, such as a job and `specrl sync`, would send everything twice.
             with FileLock(folder / LOCK_FILE, timeout=0):
                 self._send_all()
         except Timeout:
             self._away(f"another process sends {self._sent.log.path}")
             return False
-        except Exception as error:  # artifact stores raise errors of many libraries; none may end a training run
+        except Exception as error:  # artifact stores raise errors of many libraries; none may end a training
             self._away(str(error).partition("\n")[0])
             return False
         self._back()
         return True
 
     def _send_all(self) -> None:
-        """Send what waits, in order, and then files, which may go to another store, and what is to be tried again.
+        """Send what waits, in order, then files, which may go to another store, and retries.
 
         Raises:
-            Exception: MLflow or its artifact store is away, or MLflow does not take the start of the run.
+            Exception: MLflow or its artifact store is unreachable, or MLflow refuses the start of the run.
         """
         self._sent.refresh()
         for entries in self._batches():
@@ -123,9 +123,9 @@ class Syncing:
         try:
             self._sender.send(entries)
         except RefusedError as error:
-            if entries[0].kind == "start":  # without its run, nothing else can be sent
+            if entries[0].kind == "start":  # nothing else can be sent without the run
                 raise
-            if len(entries) > 1:  # one of them is refused; the others are not to be lost with it
+            if len(entries) > 1:  # one of them is refused; do not lose the others
                 for entry in entries:
                     self._send([entry])
             else:
@@ -140,7 +140,7 @@ class Syncing:
             self._sent.note(entries)
 
     def _batches(self) -> Iterator[list[Entry]]:
-        """Yield what is sent together: one entry, or metrics that follow one another."""
+        """Yield entries to send together: one entry, or consecutive metrics."""
         while first := next(self._sent.waiting(), None):
             batch: list[Entry] = []
             total = 0
@@ -180,11 +180,11 @@ class Syncing:
 
 
 def send(config: Config, folders: Sequence[Path], patience_s: float, limit_s: float | None = None) -> list[Path]:
-    """Send what these folders have logged, in order, and return those of which something still waits.
+    """Send the logs of these folders, in order; return the folders that still have unsent entries.
 
     Args:
-        patience_s: For how long a store that is away is tried again.
-        limit_s: How long a store that answers may take for one folder; by default as long as it needs.
+        patience_s: How long an unreachable store is retried.
+        limit_s: How long a reachable store may take for one folder; unlimited by default.
     """
     waiting = [folder for folder in folders if not Sent(Log(folder)).is_complete()]
     late: list[Path] = []

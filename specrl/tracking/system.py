@@ -1,6 +1,6 @@
-"""The load of a stage's nodes, which MLflow shows among its system metrics.
+"""The load of a stage's nodes, shown among MLflow's system metrics.
 
-Names and measurements are MLflow's; its own monitor would log to the server directly.
+Names and measurements are MLflow's, but its own monitor would log directly to the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERVAL_SECONDS = 15.0
 
 
 class LoadMonitor:
-    """Measures processors, memory, disk, network and GPUs, in a thread of its own."""
+    """Measures processors, memory, disk, network and GPUs in a thread."""
 
     def __init__(self, on_load: Callable[[Mapping[str, float]], None]) -> None:
         self._on_load, self._parts = on_load, _parts()
@@ -33,10 +33,10 @@ class LoadMonitor:
         self._thread.join()
 
     def _run(self) -> None:
-        self._measure()  # rates are since the last measurement, and the first one has none
+        self._measure()  # rates refer to the previous measurement, which the first one lacks
         while not self._ended.wait(INTERVAL_SECONDS):
             self._on_load(self._measure())
-        self._on_load(self._measure())  # a short stage has one measurement, of all its time
+        self._on_load(self._measure())  # a short stage gets one measurement, over its whole duration
 
     def _measure(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -48,15 +48,15 @@ class LoadMonitor:
 
 
 def leave_load(path: Path, load: Mapping[str, float]) -> None:
-    """Leave a node's load where the first rank, which alone logs, looks for it."""
-    with contextlib.suppress(OSError):  # a full disk costs measurements
+    """Write a node's load for the first rank, the only one that logs."""
+    with contextlib.suppress(OSError):  # a full disk only costs measurements
         write_json(path, load)
 
 
 def log_load(tracker: Tracker, began_ms: int, nodes: Path, load: Mapping[str, float]) -> None:
-    """Log the load of the first node, and what other nodes have left in the folder `nodes`.
+    """Log the load of the first node, and of the others from the folder `nodes`.
 
-    Steps count intervals since `began_ms`, so that a stage that is started again goes on.
+    Steps count intervals since `began_ms`, so that they continue when a stage is restarted.
     """
     metrics = {f"system/{name}": value for name, value in load.items()}
     for path in sorted(nodes.glob("*.json")):
@@ -74,6 +74,6 @@ def _parts() -> list[Any]:
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
     parts: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    with contextlib.suppress(ImportError, RuntimeError):  # no library for NVIDIA's GPUs, or no GPU
+    with contextlib.suppress(ImportError, RuntimeError):  # no NVIDIA library, or no GPU
         parts.append(GPUMonitor())
     return parts

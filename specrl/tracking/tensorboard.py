@@ -1,4 +1,4 @@
-"""TensorBoard's files: the metrics of each stage and of the run, written where they are logged."""
+"""TensorBoard files: the metrics of each stage and of the run, written by the process that logs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = "tensorboard"
 
 
 class EventFile:
-    """What one process logs of a run or of a stage, in `RUN/tensorboard/OWNER`."""
+    """The metrics that one process logs for a run or a stage, in `RUN/tensorboard/OWNER`."""
 
     def __init__(self, log: Log) -> None:
         run_dir = log.owner.parent.parent if log.owner.parent.name == "stages" else log.owner
@@ -22,7 +22,7 @@ class EventFile:
         self._writer: Any = None
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics that the log has; an OSError where the disk does not take them, or what tensorboardX raises."""
+        """Write logged metrics; an OSError if the disk fails, or whatever tensorboardX raises."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary

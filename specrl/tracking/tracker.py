@@ -1,4 +1,4 @@
-"""What a stage logs with. All goes to the stage's log on disk first, so that no outage of a server reaches it."""
+"""The logging interface of a stage. It writes to the log on disk, so that no server outage affects the stage."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 class Tracker:
-    """The run of a stage, a child of the pipeline's, or the pipeline's own. Nothing here waits for a server or raises
+    """The run of a stage, a child of the pipeline's run, or that run itself. Nothing here waits for a server or fails
     because of it."""
 
     def __init__(self, log: Log | None = None, parent_id: str | None = None, max_model_gib: float = 0.0) -> None:
-        """Log to `log`, or nowhere. `parent_id` is the pipeline's run; up to `max_model_gib`, models have weights."""
+        """Log to `log`, or nowhere. `parent_id` is the pipeline's run; models up to `max_model_gib` include weights."""
         self._log, self._parent_id, self._max_model_gib = log, parent_id, max_model_gib
         self._events = None if log is None else EventFile(log)
         self._lost = 0
@@ -49,16 +49,16 @@ class Tracker:
         if (events := self._events) is not None:
             try:
                 events.write(values, step)
-            except OSError:  # a full disk, of which `_append` warns
+            except OSError:  # disk full, as `_append` warns
                 pass
-            except Exception as error:  # tensorboardX and protobuf declare no errors, and none may end a training
+            except Exception as error:  # tensorboardX and protobuf document no errors, and none may end a training
                 logger.warning("TensorBoard has no more metrics of %s: %r", events.folder, error)
                 self._events = None
 
     def log_new_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log what a step has measured, at once, without what this start of the stage or an earlier one has logged.
+        """Log a step's metrics at once, except those already logged by this or an earlier start of the stage.
 
-        A step that is run again measures the same again.
+        A repeated step yields the same metrics.
         """
         if new := {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}:
             self.log_metrics(new, step)
@@ -74,16 +74,16 @@ class Tracker:
         return last
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Log parameters. MLflow never changes one: where a stage was submitted again, the first value stays."""
+        """Log parameters. MLflow never changes one, so the first value stays if a stage is resubmitted."""
         self._append("params", params={name: str(value) for name, value in params.items()})
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         self._append("tags", tags=dict(tags))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Log a file, or all in a directory, below `folder` of the run's artifacts.
+        """Log a file, or all files in a directory, below `folder` in the run's artifacts.
 
-        It is sent from where it lies, as it is then, if it lies in the folder of the pipeline's run.
+        Files in the pipeline run's folder are sent from there, in their state at that time.
         """
         self._write(lambda log: log.append("artifact", path=relative(path, log.owner), folder=folder))
 
@@ -98,14 +98,14 @@ class Tracker:
         self._write(write)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Save rows of equal columns as the artifact `name`, which MLflow shows as a table."""
+        """Save rows with equal columns as the artifact `name`, which MLflow shows as a table."""
         columns = list(rows[0])
         table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
         self.log_text(json.dumps(table), name)
         self.log_tags({TABLES_TAG: json.dumps([{"path": name, "type": "table"}])})
 
     def log_rollouts(self, path: Path, name: str, context: str = "training") -> None:
-        """Record an Arrow file, or a folder of them, as a data set of the run: where it lies and its digest."""
+        """Record an Arrow file, or a folder of them, as a data set of the run: its location and digest."""
 
         def record(log: Log) -> None:
             is_inside = path.absolute().is_relative_to(log.owner.absolute())
@@ -115,11 +115,11 @@ class Tracker:
         self._write(record)
 
     def register_model_version(self, name: str, directory: Path, tags: Mapping[str, str], folder: str = "") -> None:
-        """Upload a directory and register it as a version of the model `name`, only once for each `folder`.
+        """Upload a directory and register it as a version of model `name`, once per `folder`.
 
-        Weights above `tracking.max_model_gib` stay where they are, which a tag tells. MLflow calls the newest version
-        `latest`; the one with the highest `specrl.score` is `best`. `folder` of the artifacts is by default the
-        directory's name.
+        Weights above `tracking.max_model_gib` are not uploaded; a tag gives their location. MLflow calls the newest
+        version `latest`; the one with the highest `specrl.score` is `best`. The artifact folder `folder` defaults to
+        the directory's name.
         """
 
         def register(log: Log) -> None:
@@ -132,7 +132,7 @@ class Tracker:
         self._write(register)
 
     def flush(self) -> None:
-        """Write what was logged to disk; call it when a step is complete, so that a lost node loses none."""
+        """Flush the log to disk; call this after each step, so that a lost node loses no metrics."""
         self._write(Log.flush)
 
     def _append(self, kind: str, **values: Any) -> None:
@@ -158,5 +158,5 @@ class Tracker:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """A path as entries name it, from the folder of their run, which may be moved."""
+    """A path relative to the folder of the entries' run, which may be moved."""
     return os.path.relpath(path.absolute(), folder.absolute())

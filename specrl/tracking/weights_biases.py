@@ -1,12 +1,10 @@
-"""Weights & Biases: a run for each log, in the group of the pipeline's run, with its configuration and metrics.
+"""Weights & Biases: one run per log, in the group of the pipeline's run, with configuration and metrics.
 
-A process of its own sends the log, from disk as all trackers do: the library changes how its process ends, and waits
-there for servers that are away. It ends once its connection to the stage does, so that nothing is left of a job that
-was killed.
+A separate process sends the log from disk, because the library changes how its process exits and waits there for
+unreachable servers. It ends when its connection to the stage does, so a killed job leaves nothing behind.
 
-The step of W&B is the position of an entry in the log, so that a run that is resumed says from where on it lacks
-something; charts are drawn over `step`. A file of offline mode cannot be appended to: it is written when the job ends,
-and at once.
+W&B's step is an entry's position in the log, so that a resumed run tells which entries it lacks; charts use `step`. An
+offline file cannot be appended to, so it is written in one go when the job ends.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 TRACKER = FOLDER = "wandb"
 ID_FILE, OUTPUT_FILE, LOCK_FILE = "wandb_id", "wandb.txt", ".wandb.lock"
-"""In the folder of the log: the id of the W&B run, and what the last process that sent it said."""
+"""In the log's folder: the id of the W&B run, and the messages of the last sending process."""
 LOOK_SECONDS, RETRY_SECONDS = 1.0, 60.0
-"""How often new entries are looked for, and a server that is away is tried again."""
+"""Seconds between checks for new entries, and between attempts at an unreachable server."""
 START_SECONDS, FINISH_SECONDS, PATIENCE_SECONDS = 20.0, 40.0, 60.0
-"""For how long W&B may take to take a run and what waits of it, and how long the end of a stage or a flow waits."""
+"""How long W&B may take to accept a run and its waiting entries, and how long the end of a stage or a flow waits."""
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}  # no telemetry
 CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 SUMMARY_FILE = "summary.json"
 
 
 class WandbSending:
-    """Sends a log from now on until `close`; nothing where `tracking.wandb` is off. It never raises."""
+    """Sends a log until `close`, or nothing if `tracking.wandb` is off. Never raises."""
 
     def __init__(self, config: Config, log: Log) -> None:
         self._log = log
@@ -76,19 +74,19 @@ class WandbSending:
             logger.warning("nothing of what %s logs is sent to W&B: %s", log.owner.name, error)
 
     def close(self, patience_s: float = PATIENCE_SECONDS) -> str | None:
-        """Send what waits and end; return why that was not everything."""
+        """Send what waits and end; return why something remains unsent, if so."""
         if self._process is None:
             return None
         self._connection.close()
         try:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            return f"W&B has not taken it within {patience_s:g} s"  # it may yet, and the process then ends by itself
+            return f"W&B has not taken it within {patience_s:g} s"  # it still may; the process then ends by itself
         return f"{last_line(self._log.folder / OUTPUT_FILE)} (status {status})" if status else None
 
 
 def send_to_wandb(config: Config, folders: Sequence[Path]) -> list[str]:
-    """Send what these folders have logged; return a line for each of which something still waits."""
+    """Send the logs of these folders; return a line for each that still has unsent entries."""
     late = [Log(folder) for folder in folders if not Sent(Log(folder), TRACKER).is_complete()]
     sending = [(log, None if is_locked(log.folder / LOCK_FILE) else WandbSending(config, log)) for log in late]
     found = [(log.owner.name, process.close() if process else "its job is sending it") for log, process in sending]
@@ -100,7 +98,7 @@ def project_of(config: Config) -> str:
 
 
 def check_wandb(config: Config, variables: Mapping[str, str]) -> None:
-    """Raise a `ConfigError` where W&B is asked for and missing, or has no key in these variables or in this process."""
+    """Raise a `ConfigError` if W&B is requested but missing, or has no key in these variables or in this process."""
     mode, known = config.tracking.wandb, {**os.environ, **variables}
     if mode != "off" and find_spec("wandb") is None:
         raise ConfigError(f'tracking.wandb = "{mode}": there is no package wandb here: make env, or pip install wandb')
@@ -126,13 +124,13 @@ def _netrc_has(host: str) -> bool:
 
 
 def main(stage: Connection) -> None:
-    """Send the log that the stage names until the connection to it ends, as `poll` tells: nothing else comes of it."""
+    """Send the log that the stage names until the connection ends, which `poll` reveals; nothing else arrives on it."""
     for number in OTHERS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # before W&B starts a process of its own
-    stage.recv()  # the stage's process, whose end this one survives until all is sent
+        signal.signal(number, signal.SIG_IGN)  # before W&B starts its own process
+    stage.recv()  # the stage's process, which this one outlives until all is sent
     owner, files, config, settings = stage.recv()
     log = Log(owner)
-    with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # that of a job before may be about to end
+    with FileLock(log.folder / LOCK_FILE, timeout=PATIENCE_SECONDS):  # an earlier job's sender may be about to end
         if settings["mode"] == "offline":
             stage.poll(None)
         if not stage.poll(0) or not Sent(log, TRACKER).is_complete():
@@ -141,13 +139,13 @@ def main(stage: Connection) -> None:
 
 
 def send(log: Log, run: Any, stage: Connection, files: Path) -> None:
-    """Send what the run lacks until the stage ends, and note that it arrived; offline, a file is put into `files`."""
+    """Send what the run lacks until the stage ends, and record arrivals; offline, write a file into `files`."""
     sent = Sent(log, TRACKER)
     run.define_metric("*", step_metric="step")
     entry: Entry | None = None
     position, status, is_last = sent.now.position, "FINISHED", False
     while not is_last:
-        is_last = stage.poll(LOOK_SECONDS)  # what was logged before is on disk
+        is_last = stage.poll(LOOK_SECONDS)  # entries logged so far are on disk
         for entry in log.entries(position):
             position, status = entry.end, entry.values.get("status", status)
             if entry.begin >= run.starting_step:
@@ -162,11 +160,11 @@ def send(log: Log, run: Any, stage: Connection, files: Path) -> None:
 
 
 def start_run(log: Log, config: dict[str, Any], chosen: dict[str, Any], stage: Connection) -> Any:
-    """Begin the W&B run of a log, or resume it; wait for a server that is away."""
+    """Start or resume the W&B run of a log; wait for an unreachable server."""
     import wandb
     from wandb.errors import AuthenticationError, CommError
 
-    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(log.folder / FOLDER, ignore_errors=True)  # left by a killed process
     settings = wandb.Settings(
         **chosen,
         root_dir=str(log.folder),
@@ -200,7 +198,7 @@ def _id_of(log: Log) -> str:
 
 
 def log_entry(run: Any, log: Log, entry: Entry) -> None:
-    """Send what W&B shows of an entry."""
+    """Send the part of an entry that W&B shows."""
     values = entry.values
     if entry.kind == "metrics":
         run.log({"step": values["step"], "_timestamp": entry.time_ms / 1000, **values["metrics"]}, step=entry.begin)

@@ -1,4 +1,4 @@
-"""What `specrl bench drafter` measures on a file of prompts: the kind of a drafter, read from its folder."""
+"""What `specrl bench drafter` measures on a file of prompts; the kind of a drafter is read from its folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from specrl.training.drafter.io import adopt_drafter
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter that is measured, n-gram lookup, or plain decoding."""
+    """What is measured: a drafter, n-gram lookup, or plain decoding."""
 
     name: str
-    kind: str  # the draft method; `plain` for no drafts
+    kind: str  # the draft method, or `plain`
     layers: int = 0
-    loss: str | None = None  # trained with, if its folder says so
+    loss: str | None = None  # the training loss, if the folder states it
     folder: Path | None = None
-    notes: tuple[str, ...] = ()  # what was found in the folder, as lines for the page
+    notes: tuple[str, ...] = ()  # findings about the folder, as lines for the page
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its columns."""
+        """The columns that describe the candidate."""
         return {name: getattr(self, name) for name in ("kind", "layers", "loss", "notes")} | {"drafter": self.name}
 
 
@@ -34,11 +34,11 @@ NGRAM_LOOKUP, NO_DRAFTS = Candidate("ngram", "ngram"), Candidate("plain", "plain
 
 
 def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
-    """Read what the folder of a drafter holds.
+    """Determine from a folder what kind of drafter it holds.
 
-    It may be an EAGLE-3 drafter as published or of the `speculators` library. Another folder of the policy's own
-    architecture drafts with its multi-token-prediction layer, and any other model that specrl knows is a draft model
-    with the policy's vocabulary.
+    EAGLE-3 drafters are read as published or in the `speculators` format. A model of the policy's own architecture
+    drafts with its multi-token-prediction layer; any other known model serves as a draft model, if its vocabulary is
+    the policy's.
     """
     config = read_model_config(folder)
     trained_with = config.get("speculators_model_type")
@@ -60,7 +60,7 @@ def read_candidate(folder: Path, policy_dir: Path) -> Candidate:
 
 
 def adopted(candidate: Candidate, policy_dir: Path, directory: Path) -> Candidate:
-    """Translate an EAGLE-3 drafter of another layout into a new folder; what specrl cannot compute, vLLM may."""
+    """Convert an EAGLE-3 drafter of another layout into a new folder; vLLM may support what specrl does not."""
     if candidate.kind != "eagle3" or candidate.folder is None:
         return candidate
     try:

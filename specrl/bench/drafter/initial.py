@@ -1,4 +1,4 @@
-"""The drafters that `specrl bench drafter --run` begins with: not trained, trained on general text, or on the task."""
+"""The drafters that `specrl bench drafter --run` starts from: untrained, trained on general text, or on the task."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ TOPICS = ("the ocean", "electric cars", "bread", "chess", "jazz", "remote work",
 
 
 def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folder: Path) -> dict[str, Path]:
-    """Make a drafter for each initialisation, trained on the policy's responses to as many prompts; return the folders.
+    """Make a drafter for each initialisation, trained on responses to equally many prompts; return the folders.
 
-    One without training has the draft vocabulary of the task's. General prompts are those of `drafter.data`, or else
-    generic instructions.
+    The untrained drafter has the same draft vocabulary as the task's. General prompts come from `drafter.data`, or else
+    are generic instructions.
     """
     config, policy_dir = subject.config, subject.first_policy_dir
     data = config.drafter.data or (write_instructions(folder),)
@@ -60,14 +60,14 @@ def make_drafters(subject: Subject, options: DrafterOptions, ranks: Ranks, folde
 
 
 def write_instructions(folder: Path) -> Path:
-    """Write prompts that no task asks, as a file for `drafter.data`."""
+    """Write general instructions, unrelated to any task, as a file for `drafter.data`."""
     texts = [request.format(topic) for request, topic in product(REQUESTS, TOPICS)]
     write_text(folder / "general.jsonl", "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder / "general.jsonl"
 
 
 def cells_of(drafters: dict[str, Path]) -> tuple[Cell, ...]:
-    """The trainings: plain decoding, and with each drafter frozen and trained online."""
+    """The trainings: plain decoding, and each drafter frozen and trained online."""
     ways: dict[str, tuple[str, ...]] = {"frozen": ("drafter.online_lr=0",), "online": ()}
     made = product(drafters.items(), ways.items())
     own = (Cell(f"{name}, {way}", (f'drafter.source="{folder}"', *changes)) for (name, folder), (way, changes) in made)

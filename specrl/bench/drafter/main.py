@@ -1,4 +1,4 @@
-"""`specrl bench drafter`: any drafters on a file of prompts, or those of a run over its RL steps."""
+"""`specrl bench drafter`: any drafters on a file of prompts, or a run's drafters over its RL steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from specrl.models.checks.folder import check_directory
 from specrl.models.sources import load_tokenizer
 from specrl.rollout.engine import Engine, Request, response_seed, start_engine
 
-PROMPT_TOKENS = 1024  # a longer prompt loses its beginning
+PROMPT_TOKENS = 1024  # longer prompts lose their beginning
 HOW = """
-Policy `{options.model}`, {prompts} prompts of `{options.data}`, each answered to its natural end or to
-{options.max_tokens} tokens. N-gram lookup takes part in the same rounds. Plain decoding is specrl's engine without
-drafts. The acceptance length is 1 + accepted tokens per draft; rates by position are shares of the drafts that reach
-it. Drafts have full length whether they pay or not.
+Policy `{options.model}`; {prompts} prompts from `{options.data}`, each answered up to its natural end or
+{options.max_tokens} tokens. N-gram lookup is measured in the same rounds. Plain decoding is specrl's engine without
+drafts. The acceptance length is 1 + accepted tokens per draft; the rate at a position is the accepted share of the
+drafts that reach it. Drafts always have full length, even where shorter ones would be faster.
 """
 TITLE = "Drafters on a file of prompts"
 COLUMNS = titled("drafter", "kind", "layers") | {"trained with": "loss"} | titled("k", "temperature", "batch")
@@ -50,12 +50,12 @@ def main(job: BenchJob, options: DrafterOptions) -> None:
 
 
 def measure_file(job: BenchJob, options: DrafterOptions) -> None:
-    """Run all drafters at all temperatures and batch sizes; write rows and page after each of these."""
+    """Run all drafters at all temperatures and batch sizes, writing the rows and the page after each combination."""
     assert options.model is not None and options.data is not None
     given = [read_candidate(drafter, options.model) for drafter in options.drafters]
     drafters = [adopted(one, options.model, job.folder / str(index)) for index, one in enumerate(given)]
     config = config_of(options, NGRAM_LOOKUP)
-    count = min(options.prompts, len(read_requests(options.data)))  # none is asked twice
+    count = min(options.prompts, len(read_requests(options.data)))  # each prompt once
     prompts = PromptSource(config, load_tokenizer(options.model)).drafter_data(count)
     engines = {one: start(options, one, GPU_SHARE / (1 + len(drafters))) for one in (NGRAM_LOOKUP, *drafters)}
     variants = [Variant(NO_DRAFTS.facts, 0, engines[NGRAM_LOOKUP])]
@@ -77,7 +77,7 @@ def measure_file(job: BenchJob, options: DrafterOptions) -> None:
 def rounds_of_prompts(
     options: DrafterOptions, prompts: Sequence[Prompt], batch: int, temperature: float
 ) -> list[list[Request]]:
-    """Make rounds of all prompts, with other seeds in each; prompts that do not fill a batch are asked again."""
+    """Make rounds of all prompts, each with new seeds; prompts too few for a batch are repeated."""
     asked = [prompts[place % len(prompts)].tokens for place in range(max(batch, len(prompts)))]
     rest = options.max_tokens, temperature
     return [

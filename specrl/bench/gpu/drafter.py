@@ -16,16 +16,16 @@ from specrl.projection.memory import drafter_items, peak_gib
 from specrl.training.drafter.trainer import Drafter
 from specrl.training.features import Features
 
-LONGER = 8  # times the length of the first response
+LONGER = 8  # the second response's length, as a multiple of the first's
 PROMPT_TOKENS = 16
-STEPS = 7  # of the training-time test, as in the shipped configurations
+STEPS = 7  # steps of the training-time test, as in the shipped configurations
 LR = 1e-4
 
 
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Train a new EAGLE-3 drafter on one made-up response, a short or a long one, and compare its memory with the plan.
+    """Train a new EAGLE-3 drafter on one synthetic response, short or long, and compare its memory with the plan.
 
-    The first step is not counted. With flash attention a token of the longer one takes little more time.
+    The first step is not counted. With flash attention, the time per token grows little with the length.
     """
     ranks, longest = join(), LONGER * scale.length
     policy = write_policy(scale.trained, longest, folder / "drafted-for")
@@ -38,7 +38,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         features, seconds = _features(drafter, length), []
         for _ in range(scale.repeats + 1):
             started = time.perf_counter()
-            drafter.update([features], lr=LR)  # its metrics wait for the device
+            drafter.update([features], lr=LR)  # its metrics synchronise the device
             seconds.append(time.perf_counter() - started)
         step = min(seconds[1:])
         planned = peak_gib(drafter_items(rank, responses=1))

@@ -18,14 +18,14 @@ from specrl.validation.exactness import noise_of_shapes, recorded, texts_to_repl
 
 K = 3
 MAX_LENGTH = 192
-MEMORY = {"kv_cache_memory_bytes": 2**27, **gpu_memory(0.05)}  # whatever other processes on the GPU take and free
+MEMORY = {"kv_cache_memory_bytes": 2**27, **gpu_memory(0.05)}  # whatever memory other processes allocate and free
 
 
 def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Iterator[Row]:
-    """Compare plain with speculative responses to the same requests, with and without CUDA graphs.
+    """Compare plain and speculative responses to the same requests, with and without CUDA graphs.
 
-    A difference must be a near-tie: neither token leads by more than leads move between two batch sizes of plain
-    decoding. Unexplained differences must be 0.
+    Every difference must be a near-tie: neither token leads by more than the lead varies between two batch sizes of
+    plain decoding. Unexplained differences must be 0.
     """
     for dtype in ("float32", "bfloat16"):
         policy = write_policy(SHARP, MAX_LENGTH, folder / f"sharp-{dtype}", dtype, sharp=True)
@@ -45,7 +45,7 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
                 requests = [replace(asked, top_p=1.0, top_k=0) for asked in mixed_requests(scale.requests)]
                 plain = traces(engine, requests, len(requests), 0)
                 noise = noise_of_shapes(engine, requests, plain, K)
-                if engine.replays:  # the drafter alone drafts for the other half
+                if engine.replays:  # for the other half only the drafter drafts
                     stored, seeds = texts_to_replay(requests, plain)
                     engine.set_replay(dict(list(stored.items())[: len(stored) // 2]), seeds)
                 speculative, drafts = recorded(engine, requests, len(requests), K)
@@ -65,9 +65,9 @@ def measure(scale: Scale, folder: Path, *, batch_invariant: bool = False) -> Ite
 
 
 def measure_invariance(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Compare as in `exactness`, with `engine.batch_invariant = true`; CPUs have no such kernels, and no rows.
+    """Compare as in `exactness`, with `engine.batch_invariant = true`; on CPUs, which lack such kernels, yield no rows.
 
-    Without near-ties, speculative responses equal plain ones token for token in this mode.
+    This mode has no near-ties: speculative responses must equal plain ones token for token.
     """
     if torch.cuda.is_available():
         yield from measure(scale, folder / "invariance", batch_invariant=True)

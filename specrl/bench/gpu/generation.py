@@ -1,4 +1,4 @@
-"""The section `generation` of `specrl bench gpu`: the engine beside stock vLLM."""
+"""The section `generation` of `specrl bench gpu`: specrl's engine against stock vLLM."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from specrl.rollout.vllm.engine.arguments import schedule
 
 K = 3
 RATES = {2.0: 0.5437, 2.5: 0.6914, 3.0: 0.8105}
-"""Acceptance lengths, and the rate r of each token at which 1 + r + r^2 + ... + r^K is that length."""
+"""Acceptance lengths, each with the per-token rate r that gives it: 1 + r + r^2 + ... + r^K."""
 PROMPT_TOKENS = 64
 DUMMY = {"load_format": "dummy"}
-MEMORY = {"gpu_memory_fraction": 0.28, "kv_cache_gib": 0.125}  # three engines at once
-LENGTH = 2.5  # the acceptance length of stock vLLM's EAGLE-3, and of the choice of draft lengths
+MEMORY = {"gpu_memory_fraction": 0.28, "kv_cache_gib": 0.125}  # three engines coexist
+LENGTH = 2.5  # of stock vLLM's EAGLE-3 and of adaptive drafting
 STOCK, EAGLE3 = "stock vLLM", f"stock vLLM, its EAGLE-3, k = {K}, acceptance {LENGTH}"
 
 
 class Decoding(NamedTuple):
-    """The decoding of all requests of a batch, but for the first token of each."""
+    """The decoding of a batch of requests, except for the first token of each."""
 
     seconds: float
     iterations: int
     stats: SpeculationStats
-    k: float | None = None  # the mean draft length of specrl's engine
+    k: float | None = None  # mean, of specrl's engine
 
 
 Contenders = dict[str, Callable[[list[Request]], Decoding]]
@@ -51,9 +51,9 @@ Contenders = dict[str, Callable[[list[Request]], Decoding]]
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Time the shipped 8B shape with dummy weights: stock vLLM, plain and with its own EAGLE-3, and specrl's engine.
 
-    Acceptance is made up, after all of its work was done. The engines take turns. Times are of decoding alone: those of
-    one token for each request are taken off. Rates are medians, with the slowest and the fastest; `of_plain` and
-    `of_eagle3` are parts of stock vLLM's. `projected_ms` is the simulator's iteration.
+    Acceptance is synthetic, but all work of verification is done. The engines take turns. Times cover decoding alone:
+    the time of a run with one token per request is subtracted. Rates are medians, with the slowest and the fastest;
+    `of_plain` and `of_eagle3` are relative to stock vLLM. `projected_ms` is the simulator's time per iteration.
     """
     max_length = PROMPT_TOKENS + 2 * scale.new_tokens
     policy = write_config(scale.served, max_length + 2 * K + 1, folder / "served")
@@ -75,7 +75,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         both = DUMMY | {"speculative_config": speculative | made_up}
         try:
             stock[EAGLE3] = StockEngine(policy, config, folder / "stock-eagle3.log", overrides=both)
-        except StockError as error:  # the rest is worth measuring
+        except StockError as error:  # the other engines are still worth measuring
             yield {"engine": EAGLE3, "error": str(error)}
     lengths = schedule(max(scale.batches), possible_lengths(K, K))
     own = speculative | SHIPPED | {"num_speculative_tokens_per_batch_size": lengths}
@@ -118,7 +118,7 @@ def _compare(contenders: Contenders, batch: int, scale: Scale, config: Config) -
 
 
 def _projected_ms(k: float, decoding: Decoding, tokens: int, scale: Scale, config: Config) -> float | None:
-    # With as many requests as ran on average; None for a GPU that the simulator does not know.
+    # For the mean number of running requests; None for a GPU that the simulator does not know.
     running = tokens / decoding.iterations / decoding.stats.acceptance_length
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     gpu = next((hardware for kind, hardware in HARDWARE.items() if kind in name), None)
@@ -139,7 +139,7 @@ def _own_decoding(engine: Engine, k: int | None, sampling: Sampling, asked: list
 
     def generate(requests: list[Request]) -> Generation:
         engine.reset_prefix_cache()
-        drafting.metrics()  # forgets the draft lengths until now
+        drafting.metrics()  # resets the count of draft lengths
         return engine.generate(requests, learn=k is None)
 
     engine.set_k(k)
@@ -161,17 +161,17 @@ def _requests(count: int, scale: Scale) -> list[Request]:
 
 
 def accepting_at(rate: float, sampler: Any, vocab_size: int) -> Sampling:
-    """How a sampler verifies where the next token of a draft is accepted at this rate.
+    """Make a sampler's verification accept each next token of a draft at this rate.
 
-    All work is done as ever, but for its being pretended that the policy has picked the beginning of every draft, at
-    random: the text is not the policy's.
+    All of the usual work is done, but a random prefix of every draft is treated as if the policy had picked it, so the
+    text is not the policy's.
     """
     generator = torch.Generator(sampler.stop_tokens.gpu.device).manual_seed(0)
     real: Sampling = sampler.sampling
 
     def verify(picked: Tensor, drafts: Tensor, *others: Any) -> Verified:
         is_right = torch.rand(len(picked), device=picked.device, generator=generator) < rate
-        following = drafts.roll(-1)  # behind a request's last row, whose token no draft decides
+        following = drafts.roll(-1)  # after a request's last row, whose token no draft decides
         return real.verify(torch.where(is_right, following, (following + 1) % vocab_size), drafts, *others)
 
     return real._replace(verify=verify)

@@ -1,6 +1,6 @@
-"""`specrl bench gpu`: a section in each process, which saves row by row; the page has all that were measured so far.
+"""`specrl bench gpu`: each section runs in its own process and saves row by row; the page shows all measured so far.
 
-Each has a process of its own, because vLLM has batch-invariant kernels in a whole process.
+Sections need separate processes because vLLM enables batch-invariant kernels for a whole process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specrl.bench.pages import table, titled, write_results
 
 
 def measure_of(section: str) -> Any:
-    """What measures a section; its module alone is imported, so that one that cannot be loses no other section."""
+    """The function that measures a section; only its module is imported, so that others may be broken."""
     module = import_module(f"specrl.bench.gpu.{'exactness' if section == 'invariance' else section}")
     return module.measure_invariance if section == "invariance" else module.measure
 
 
 def main(job: BenchJob, options: GpuOptions) -> None:
-    """Measure a section, unless an earlier call has, and write rows and page of all so far."""
+    """Measure a section, unless an earlier call has, and write the rows and the page of all sections so far."""
     scale = SHORT if options.short or not torch.cuda.is_available() else FULL
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     folder = job.folder / f"{device}-{scale.name}"

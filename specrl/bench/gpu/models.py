@@ -1,4 +1,4 @@
-"""The random models of `specrl bench gpu`, and their sizes on a GPU and on a CPU. None comes from a network."""
+"""The random models of `specrl bench gpu`, and their sizes on a GPU and on a CPU. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specrl.models.tiny import character_tokenizer
 from specrl.training.drafter.io import config_dict, vocabulary_tensors, write_drafter
 from specrl.training.drafter.kinds.eagle3 import Eagle3, Eagle3Shape
 
-LIKELY = tuple(range(8, 18))  # what the sharp policy likes, so that even an untrained drafter of these is often right
+LIKELY = tuple(range(8, 18))  # tokens that the sharp policy favours, so that even an untrained drafter is often right
 GIB = 2**30
 Row = dict[str, Any]
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -34,16 +34,16 @@ def decoder(*sizes: int) -> Qwen3Config:
 @dataclass(frozen=True)
 class Scale:
     name: str
-    served: Qwen3Config  # its generation is timed, with dummy weights
+    served: Qwen3Config  # timed in generation, with dummy weights
     draft_vocab: int
     trained: Qwen3Config  # trained for a few steps
     sequences: int
-    length: int  # tokens in a training sequence
-    rows: tuple[int, ...]  # of logits, which are sampled from, and requests, which draft from text
+    length: int  # tokens per training sequence
+    rows: tuple[int, ...]  # rows of logits to sample from; requests that draft from text
     batches: tuple[int, ...]
     new_tokens: int
     repeats: int
-    requests: int  # that exactness is checked on
+    requests: int  # for the exactness check
 
 
 SHARP = decoder(128, 256, 6, 4, 2, 32, TINY_VOCAB_SIZE)
@@ -54,7 +54,7 @@ FULL = Scale("full", _LARGE, 32000, _MEDIUM, 16, 2048, (8, 64, 256, 1024), (1, 8
 
 
 def forget_memory() -> None:
-    """Let `peak_memory` begin anew, without what nothing holds any longer."""
+    """Free unreferenced memory and reset `peak_memory`."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def forget_memory() -> None:
 
 
 def memory_beside(planned_gib: float) -> Row:
-    """The columns that compare the most memory since `forget_memory` with what is planned; on CPUs nothing is known."""
+    """The columns that compare the peak memory since `forget_memory` with the plan; unknown on CPUs."""
     peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
     return {"peak_gib": peak, "planned_gib": planned_gib, "of_plan": peak and peak / planned_gib}
 
@@ -82,7 +82,7 @@ def bench_config(source: Path, max_length: int, **sections: dict[str, Any]) -> C
 
 
 def write_config(model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16") -> Path:
-    """Write a model's directory without weights, for engines that make up their own; return the directory."""
+    """Write a model's directory without weights, for engines that load dummy weights; return the directory."""
     model.max_position_embeddings, model.dtype = max_length, dtype
     model.save_pretrained(directory)
     character_tokenizer(max_length).save_pretrained(directory)
@@ -92,7 +92,7 @@ def write_config(model: Qwen3Config, max_length: int, directory: Path, dtype: st
 def write_policy(
     model: Qwen3Config, max_length: int, directory: Path, dtype: str = "bfloat16", *, sharp: bool = False
 ) -> Path:
-    """Write a random policy, which if `sharp` likes the tokens of `LIKELY`, each a bit less than the one before."""
+    """Write a random policy; a `sharp` one favours the tokens of `LIKELY`, each slightly less than the one before."""
     write_config(model, max_length, directory, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def write_policy(
 
 
 def write_untrained_drafter(policy_dir: Path, tokens: Sequence[int], directory: Path) -> Path:
-    """Write a random EAGLE-3 drafter that drafts these tokens."""
+    """Write a random EAGLE-3 drafter whose draft vocabulary is these tokens."""
     policy = AutoConfig.from_pretrained(policy_dir)
     shape = Eagle3Shape.from_policy(policy, len(tokens), None)
     with torch.random.fork_rng(devices=[]):

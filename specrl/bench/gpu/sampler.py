@@ -20,12 +20,12 @@ from specrl.rollout.sampling.gumbel import pick
 from specrl.rollout.sampling.verification import Sampling, verify
 
 K = 3
-PROMPT_TOKENS = 8  # before the text that a request follows
+PROMPT_TOKENS = 8  # tokens before the text that a request follows
 LONGEST, PASSES = 15, 3  # the longest draft, and the drafter's part of it
-NEW = 3  # the tokens of each iteration: every request has accepted two drafts
+NEW = 3  # tokens per iteration: every request accepts two drafts
 ITERATIONS = 3
-CALLS = 20  # timed together, as a GPU is at work on a call while the host prepares the next one
-SETTINGS = (  # what is picked by: the type of the logits, top-k and top-p
+CALLS = 20  # timed together, because the GPU works on one call while the host prepares the next
+SETTINGS = (  # type of the logits, top-k and top-p
     ("pick", torch.bfloat16, 0, 1.0),
     ("pick, float32", torch.float32, 0, 1.0),
     ("pick, top-p 0.95", torch.bfloat16, 0, 0.95),
@@ -46,14 +46,14 @@ class Case(NamedTuple):
     what: str
     rows: int
     found: Iterable[Tensor]
-    work: Callable[[], object]  # is timed
+    work: Callable[[], object]  # the one that is timed
 
 
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Compare the kernels that pick tokens, verify drafts and draft from text with the same in PyTorch, and time both.
+    """Compare the kernels that pick tokens, verify drafts and draft from text with PyTorch, and time both.
 
-    Unexplained are values that are not PyTorch's, which for picked tokens is a CPU's; they must be 0.
-    Log-probs may differ by 1e-6, absolute and relative. Times are of calls back to back, the host's part included.
+    Values that differ from PyTorch's (for picked tokens, PyTorch on a CPU) count as unexplained; there must be none.
+    Log-probs may differ by 1e-6, absolute and relative. Calls are timed back to back, including host time.
     """
     del folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +61,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 def kernels() -> Implementation:
-    """Triton's kernels, for a GPU or for Triton's interpreter."""
+    """The Triton kernels, on a GPU or in Triton's interpreter."""
     from specrl.rollout.drafts.kernels import TritonDrafts
     from specrl.rollout.sampling import kernels
 
@@ -69,7 +69,7 @@ def kernels() -> Implementation:
 
 
 def compare(own: Implementation, scale: Scale, device: torch.device) -> Iterator[Row]:
-    """Yield the rows of an implementation beside PyTorch."""
+    """Yield the rows that compare an implementation with PyTorch."""
     for rows in scale.rows:
         references = _cases(PYTORCH, rows, scale, device, pick_on=torch.device("cpu"))
         for case, reference in zip(_cases(own, rows, scale, device, pick_on=device), references, strict=True):
@@ -100,9 +100,9 @@ def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -
     requests = max(rows // width, 1)
     picked = torch.randint(vocab_size, (requests * width,), generator=generator)
     is_right = torch.rand(len(picked), generator=generator) < 0.7
-    drafts = torch.where(is_right, picked, (picked + 1) % vocab_size).roll(1)  # behind the token that it follows
+    drafts = torch.where(is_right, picked, (picked + 1) % vocab_size).roll(1)  # after the token that it follows
     stops = torch.full((requests, MOST_STOP_TOKENS), -1)
-    stops[::2, 0] = picked[:: 2 * width]  # every second request ends with its first token
+    stops[::2, 0] = picked[:: 2 * width]  # every second request ends at its first token
     starts, limits = torch.arange(requests + 1) * width, torch.randint(1, 9, (requests,), generator=generator)
     tensors = picked, drafts, starts.int(), stops, limits.int()
     given: list[Any] = [*(values.to(device) for values in tensors), width]
@@ -110,15 +110,15 @@ def _verifying(of: Sampling, rows: int, vocab_size: int, device: torch.device) -
 
 
 def _drafting(of: type[DeviceDrafts], rows: int, length: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
-    """Draft from a made-up text of `length` tokens for each request: all drafts, and what is kept in the end.
+    """Draft from a synthetic text of `length` tokens for each request; return all drafts, and which are kept.
 
-    Every second request follows text of its prompt, the others text of any prompt. What is timed compares and chooses
-    the last drafts again.
+    Every second request follows text of its prompt, the others text of any prompt. The timed part compares and
+    chooses the last drafts again.
     """
     random = np.random.default_rng(rows)
     texts = random.integers(3, vocab_size, (rows, length), dtype=np.int32)
     drafter = random.integers(3, vocab_size, (rows, PASSES))
-    drafter[::2, 1:] = END  # where it was not sure
+    drafter[::2, 1:] = END  # where confidence was low
     index = TextIndex([Text(text, ANY_PROMPT if row % 2 else row) for row, text in enumerate(texts)], device)
     facts = torch.tensor([(row, row + 1, PROMPT_TOKENS + length, PROMPT_TOKENS) for row in range(rows)])
     tokens = torch.from_numpy(np.pad(texts, ((0, 0), (PROMPT_TOKENS, 0)))).to(device)
@@ -152,7 +152,7 @@ def _different(found: Tensor, expected: Tensor) -> int:
 
 def _microseconds(work: Callable[[], object], scale: Scale, device: torch.device) -> float:
     on_gpu, found = device.type == "cuda", []
-    for _ in range(scale.repeats + 1):  # the first one compiles and warms up
+    for _ in range(scale.repeats + 1):  # the first call compiles and warms up
         started = time.perf_counter()
         for _ in range(calls := CALLS if on_gpu else 1):
             work()

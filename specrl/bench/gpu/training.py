@@ -24,7 +24,7 @@ from specrl.training.megatron.policy import Policy
 def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     """Train a random model for a few steps in BF16 and in FP8, on one rank, and compare its memory with the plan.
 
-    A step is forward, backward and the optimizer's; the first one is not counted. It has micro-batches of two sizes.
+    A step comprises forward, backward and optimizer; the first one is not counted. Micro-batches have two sizes.
     """
     ranks, length = join(), scale.length
     directory = write_policy(scale.trained, length, folder / "trained")

@@ -1,4 +1,4 @@
-"""`specrl bench rollouts --after-update`: how far text of a response's own seed is followed after a run's RL steps."""
+"""`specrl bench rollouts --after-update`: how far responses follow text of the same seed after a run's RL steps."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from specrl.config import Config, ConfigError
 from specrl.rollout.engine import Generation, Request, start_engine
 from specrl.rollout.vllm.weights.load import read_weights
 
-ENDS = (250, 500, 1000, 2000, 4000, 8000, 16000)  # of the parts of responses that have a row each
+ENDS = (250, 500, 1000, 2000, 4000, 8000, 16000)  # of the parts of responses, one row each
 TITLE = "Text of the same seed after an update of the policy"
 HOW = """
 Run `{run}`, `{config.model.source}` in {config.model.dtype}. The policy before RL answers {count} requests with
 {tokens} tokens each; stop tokens do not end a response. The policy after {config.train.num_steps} RL step(s) with
 `policy.lr = {config.policy.lr:g}` answers them again, with the same seeds at temperature
-{config.sampling.temperature:g}. It reads the first answers ahead, and drafts from them behind the first difference.
-While both agree, the log-probs of the sampled tokens differ by {moved:.2g} nats on average.
+{config.sampling.temperature:g}. It verifies the first answers many tokens at a time, and drafts from them after the
+first difference. As long as both agree, the log-probs of the sampled tokens differ by {moved:.2g} nats on average.
 
-They agree for a median of {median:.0f} tokens; one by one: {agree}.
+Responses agree for a median of {median:.0f} tokens; individually: {agree}.
 
-*the same* is the share of responses that agree to the end of the part of each row; *followed* is the share of the
-tokens that were accepted drafts, *accepted* that of the drafted tokens; *tokens an iteration* are those of a request.
+*the same* is the share of responses that agree up to the end of the row's part, *followed* the share of tokens that
+were accepted drafts, *accepted* that of the drafted tokens; *tokens an iteration* counts those of one request.
 """
 COLUMNS = {"tokens": "part", "the same": "same", **titled("followed", "accepted")}
 COLUMNS |= {"tokens an iteration": "tokens_per_iteration"}
 
 
 def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens: int) -> None:
-    """Answer the requests with the policies before and after the run's RL steps; write the rows and the page."""
+    """Generate with the policies before and after the run's RL steps, and write the rows and the page."""
     config = config_of(subject.config, requests, tokens)
     requests = [replace(request, max_tokens=tokens, stop=()) for request in requests]
     engine = start_engine(config, subject.first_policy_dir, None)
@@ -59,7 +59,7 @@ def measure(job: BenchJob, subject: Subject, requests: Sequence[Request], tokens
 
 
 def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:
-    """The run's configuration with drafts of full length from text alone, checked for responses of that length."""
+    """The run's configuration, drafting only from text at full length; check that responses of that length fit."""
     longest = max(len(request.prompt_tokens) for request in requests) + tokens
     if longest > run.model.max_length:
         raise ConfigError(
@@ -72,9 +72,9 @@ def config_of(run: Config, requests: Sequence[Request], tokens: int) -> Config:
 
 
 def compared(requests: Sequence[Request], before: Generation, after: Generation) -> tuple[list[dict[str, Any]], float]:
-    """A row for each part of the responses by length, and before and after their first difference.
+    """Make a row for each part of the responses, and for those before and after their first difference.
 
-    The number is the mean difference of log-probs, in nats, before the first difference.
+    Also return the mean difference of log-probs, in nats, before the first difference.
     """
     old, new = (np.array([one.tokens for one in side.responses]) for side in (before, after))
     old_logprobs, logprobs = (np.array([one.logprobs for one in side.responses]) for side in (before, after))

@@ -1,4 +1,4 @@
-"""The engines of `specrl bench rollouts`: for plain decoding, for each draft method, and stock vLLM."""
+"""The engines of `specrl bench rollouts`: plain decoding, each draft method, and stock vLLM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specrl.config.methods import METHODS
 from specrl.rollout.engine import Engine, Request, start_engine
 
 PLAIN = "none"
-GPU_SHARE = 0.85  # of a GPU's memory for all engines together
-KV_CACHE_GIB = 0.5  # at most, on a CPU: all engines exist at once
+GPU_SHARE = 0.85  # of a GPU's memory, for all engines together
+KV_CACHE_GIB = 0.5  # at most, on a CPU, where all engines exist at once
 
 
 class Engines:
-    """Those of one run; `variants` are to be compared, plain decoding first."""
+    """The engines of one run; `variants` are compared, plain decoding first."""
 
     def __init__(self, subject: Subject, options: RolloutOptions) -> None:
         self.subject, self.options = subject, options
@@ -34,9 +34,9 @@ class Engines:
         return StockEngine(self.subject.policy_dir, self._config(PLAIN), folder / "stock.log")
 
     def add_methods(self, stored: dict[tuple[int, ...], list[list[int]]]) -> None:
-        """Start the engines of the draft methods, each for every k.
+        """Start an engine for each draft method and k.
 
-        Those with replay draft from `stored` responses, by prompt, with the `adaptive` k alone if that is asked for.
+        Methods with replay draft from `stored` responses (by prompt), only with the `adaptive` k if it is requested.
         """
         for method in self.methods:
             engine, ks = self._engine(method), self.options.ks

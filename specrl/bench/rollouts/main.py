@@ -25,21 +25,20 @@ from specrl.rollout.engine import Request
 
 POOL_SIZE = 64
 HOW = """
-Run `{run}`. The requests are held-out prompts whose responses have at least {max_tokens} tokens (or the longest there
-are) and are cut there, so that the batch keeps its size; each round has other prompts, and below batch 8 there are
-eight of them, one batch after another. Prefill is part of the time. Plain decoding has an engine of its own without a
-drafter. *over stock* is the ratio to stock vLLM, in a process of its own: its own sampler, scheduler and limits,
-asynchronous scheduling and CUDA graphs where there is a GPU, and as many tokens after each prompt; in the row of plain
-decoding (k = 0) this is the ratio of the two baselines. k is the longest draft; `adaptive` leaves it to the engine,
-after uncounted runs in which it learned its times. Replay has one stored response per prompt, sampled from the same
-policy with other seeds.
+Run `{run}`. The requests are held-out prompts whose responses reach {max_tokens} tokens (or else the longest ones) and
+are cut there, so that the batch size stays constant. Every round uses different prompts; below batch size 8 it has
+eight of them, in consecutive batches. Times include prefill. Plain decoding has its own engine without a drafter.
+*over stock* is the ratio to stock vLLM in its own process, with its own sampler, scheduler and limits, asynchronous
+scheduling and CUDA graphs (on a GPU), and as many tokens per prompt; for plain decoding (k = 0) it compares the two
+baselines. k is the draft length; with `adaptive` the engine chooses it, after uncounted runs that measure its
+iteration times. Replay drafts from one stored response per prompt, sampled from the same policy with other seeds.
 """
 COLUMNS = titled("batch", "method", "k") | RATE | {"over stock": "speedup_over_stock"} | ACCEPTANCE
 COLUMNS |= {"steps": "decode_steps"}
 
 
 def main(job: BenchJob, options: RolloutOptions) -> None:
-    """Measure every variant at every batch size, and write the rows and the page after each of these."""
+    """Measure every variant at every batch size, and write the rows and the page after each batch size."""
     subject = job.subject
     join()
     source = PromptSource(subject.config, load_tokenizer(subject.policy_dir), prompts_dir=subject.prompts_dir)
@@ -70,15 +69,15 @@ def main(job: BenchJob, options: RolloutOptions) -> None:
 
 
 def pool(prompts: Sequence[Prompt], config: Config, stream: str = "bench") -> list[Request]:
-    """64 requests of natural length; where there are fewer prompts, they are repeated with other seeds."""
+    """Make 64 requests of natural length; if there are fewer prompts, repeat them with other seeds."""
     origin, count = Origin(derive_seed(config.seed, stream), step=0), len(prompts)
     return [make_request(prompts[index % count], index // count, config, origin) for index in range(POOL_SIZE)]
 
 
 def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, max_tokens: int) -> list[Request]:
-    """The requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first.
+    """Select the requests whose responses reach `max_tokens`, cut there; at least `count`, the longest first.
 
-    None asks for more tokens than its response has, as stock vLLM generates exactly so many.
+    No request asks for more tokens than its response has, because stock vLLM generates exactly as many as requested.
     """
     cut = [replace(request, max_tokens=min(lengths[request.seed], max_tokens)) for request in requests]
     lasting = sum(request.max_tokens == max_tokens for request in cut)
@@ -88,7 +87,7 @@ def longest(requests: Sequence[Request], lengths: dict[int, int], count: int, ma
 def measure_batch(
     engines: Engines, stock_vllm: StockEngine, rounds: list[list[Request]], batch: int
 ) -> list[dict[str, Any]]:
-    """Run all variants in all rounds; return their rows, plain decoding's first."""
+    """Run all variants in all rounds; return their rows, plain decoding first."""
     *measured, stock = measure([*engines.variants, stock_vllm], rounds, batch)
     rows, stock_rate = rows_of(engines.variants, measured, batch), median(stock.rates)
     for row, found in zip(rows, measured, strict=True):

@@ -1,4 +1,4 @@
-"""`specrl bench run`: take the steps of all cells in turn, then write the rows and the page."""
+"""`specrl bench run`: train all cells in turn, step by step, then write the rows and the page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specrl.projection.budgets import rank_of, stage_budgets
 
 
 def main(job: BenchJob, options: RunOptions) -> None:
-    """Train every cell, group by group, and write the rows and the page after each."""
-    rows: dict[str, dict[str, Any]] = {}  # by the label of the cell; that of a baseline is measured with each group
+    """Train every cell, group by group, and write the rows and the page after each group."""
+    rows: dict[str, dict[str, Any]] = {}  # by cell label; a baseline is measured with each of its groups
     subject, steps = job.subject, options.warm_up + options.steps
-    # All trainings are prepared before the first one starts, so that what cannot work is refused at once.
+    # All trainings are prepared before the first starts, so that mistakes are reported at once.
     groups = []
     for number, cells in enumerate(options.groups):
         rest = steps, options.validate_every, len(cells)
@@ -38,11 +38,11 @@ def main(job: BenchJob, options: RunOptions) -> None:
         for results in measured:
             row = results.row(baseline, in_turn=len(group) > 1) | machine
             rows.setdefault(results.training.cell.label, row)
-        write_run_page(job, list(rows.values()))  # what is measured stays if the next group fails
+        write_run_page(job, list(rows.values()))  # results stay if the next group fails
 
 
 def check_memory(configs: Sequence[Config]) -> None:
-    """Check that trainings which are in memory at the same time fit into that of this machine."""
+    """Check that this machine has enough memory for trainings that run at the same time."""
     needed, present = sum(map(_needed_gib, configs)), machine_gib()
     if needed > present:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The page of `specrl bench run`, made of its rows alone, so that rows of several jobs make one page."""
+"""The page of `specrl bench run`, made from rows alone, so that several jobs can share one page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from specrl.projection.simulator.measured import GPUS, DraftCounts, step_seconds
 from specrl.report.plots import line_chart
 
 HOW = """
-Every cell trains the run's policy before RL, with ranks, an engine and an optimizer of its own, on the same prompts
-with the same seeds. {order}
-All ratios are against **{baseline}** with the same seed, per response token, and above 1 where the cell is faster:
-*generation* and *step* (without validations) are medians over the counted steps, with the least and the greatest ratio
-of any step; *end to end* is the whole training, with the start of its ranks, all steps and their validations. The
-pretraining of a drafter comes before it. *decoding steps* are engine iterations of the rank that needed the most, per
-token, over the baseline's; *same* is the share of responses with the baseline's tokens.
+Every cell starts from the run's policy before RL and trains with its own ranks, engine and optimizer, on the same
+prompts with the same seeds. {order}
+All ratios are against **{baseline}** with the same seed, per response token; above 1 the cell is faster.
+*generation* and *step* (without validations) are medians over the counted steps, with the lowest and highest ratio of
+any step. *end to end* covers the whole training: the start of its ranks, all steps and their validations, but not the
+pretraining of a drafter. *decoding steps* is the ratio of engine iterations per token, counted on the rank that needed
+the most. *same* is the share of responses whose tokens equal the baseline's.
 """
-IN_TURN = "Cells take a step each in turn, in another order in every round; while one works, the others wait."
-APART = "They were trained one after the other, so that counts can be compared, and times cannot."
+IN_TURN = "Cells take one step each in turn, in an order that changes every round; while one works, the others wait."
+APART = "They were trained one after the other, so counts can be compared, but times cannot."
 NAMES = titled("cell", "seed")
 SPEED = titled("generation", "step") | {"end to end": "end_to_end_ratio", "decoding steps": "decode_step_ratio"}
 SPEED |= titled("acceptance_length") | {"same": "same_responses"}
@@ -38,19 +38,18 @@ ON_GPUS |= STEPS
 SCALED = """
 ## On GPUs
 
-Per response token of the counted steps: *iterations* of the engine that needed most, positions *drafted*, padding
-included, and *passes* of the drafter; then the share of the tokens drafted from *stored* and from *recent* text that
-was accepted. The step of Qwen3-8B on H100 GPUs is projected from the counts, epoch by epoch: how many times as fast it
-is as without drafts. Responses have drawn lengths, and end one after the other. A row *length by batch* stands for
-cells that differ in `speculation.k` and `speculation.replay_k` alone: the engine drafts as one of them does, or
-nothing, whichever brings the most tokens per second to the requests that run. Cells with text of idle time are not
-projected: it is of as much idle time as their ranks had. These are no measurements; `specrl project` has the
-assumptions.
+Per response token of the counted steps: *iterations* of the engine that needed the most, *drafted* positions including
+padding, and *passes* of the drafter; then the accepted share of the tokens drafted from *stored* and from *recent*
+text. From these counts, the speedup of a step of Qwen3-8B on H100 GPUs over plain decoding is projected, epoch by
+epoch. Response lengths are sampled, and responses end one after the other. A row *length by batch* stands for cells
+that differ only in `speculation.k` and `speculation.replay_k`: the engine drafts as one of them does, or not at all,
+whichever generates the most tokens per second. Cells that draft from text generated in idle time are not projected,
+because its amount depends on the idle time of the ranks measured here. `specrl project` prints the assumptions.
 """
 IDLE = """
-The same steps with idle time put to use, as that many engines have it and not the ranks that were counted: engines that
-have finished generate text of the next step, with its seeds. How long a response *agrees* with its text after the
-update is assumed; `specrl bench rollouts --after-update` measures it. It is read ahead in passes like a prompt's.
+The same steps with idle time used, simulated for that many engines: engines that have finished generate text for the
+next step, with its seeds. How long a response *agrees* with this text after the update is an assumption; `specrl bench
+rollouts --after-update` measures it. The text is processed like a prompt, many tokens per pass.
 """
 AGREES = {"100 tokens": 100.0, "1000 tokens": 1000.0, "to its end": float("inf")}
 LEARNED = {
@@ -59,8 +58,8 @@ LEARNED = {
     **{"KL": "kl", "rewards by step": "reward_by_step"},
 }
 LEARNING = """
-*accuracy* is that on the held-out prompts at the end, *better, worse* the numbers of those on which it is above and
-below the baseline's, and *p* that of the sign test between them (McNemar's, where rewards are 0 or 1).
+*accuracy* is the final accuracy on the held-out prompts; *better, worse* counts the prompts on which it is above and
+below the baseline's; *p* is the p-value of the sign test between the two (McNemar's test if rewards are 0 or 1).
 """
 SECONDS = {
     "step_s": "timing/step_s",
@@ -71,11 +70,11 @@ SECONDS = {
     "idle_s": "bubble/idle_s",
     "idle_used_s": "bubble/used_s",
 }
-"""Columns that are medians of the counted steps, with their metrics."""
+"""Columns that are medians over the counted steps, and their metrics."""
 
 
 def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None = None) -> None:
-    """Write rows and page, with the errors of `failed` cells by label."""
+    """Write the rows and the page, with the errors of `failed` cells by label."""
     sections = [
         HOW.format(
             baseline=next(row["cell"] for row in rows if row["is_baseline"]),
@@ -96,7 +95,7 @@ def write_run_page(job: BenchJob, rows: Rows, failed: Mapping[str, str] | None =
 
 
 def _curves(job: BenchJob, rows: Rows) -> list[str]:
-    """The picture of accuracy over the training, where it was measured more than once."""
+    """Draw the accuracy over the training, if it was measured more than once."""
     curves = {
         " seed=".join(str(row[name]) for name in NAMES.values() if name in row): row["accuracy_by_step"]
         for row in rows
@@ -112,7 +111,7 @@ def _curves(job: BenchJob, rows: Rows) -> list[str]:
 def on_gpus(
     epochs: Iterable[Sequence[DraftCounts]], drafter_updates: float, carried: float = 0.0
 ) -> dict[str, list[float]]:
-    """Columns with a figure for each epoch; the arguments are those of `step_seconds`."""
+    """Make the columns of projected speedups by epoch; the arguments are those of `step_seconds`."""
     lengths = [tuple(epoch) for epoch in epochs]
     found = {}
     for gpus in GPUS:
@@ -123,7 +122,7 @@ def on_gpus(
 
 
 def with_idle_time(rows: Rows) -> list[dict[str, Any]]:
-    """Rows of the cells that draft from text, as if idle engines generated text ahead for them."""
+    """Make rows for cells that draft from text, as if idle engines generated text for the next step."""
     names = [name for name in NAMES.values() if name in rows[0]]
     return [
         {**{name: row[name] for name in names}, "agrees": agrees, **columns}
@@ -133,9 +132,9 @@ def with_idle_time(rows: Rows) -> list[dict[str, Any]]:
 
 
 def by_batch(rows: Rows) -> list[dict[str, Any]]:
-    """A row for each family of cells that differ in their draft lengths alone, whose engine chooses between them.
+    """Make a row for each family of cells that differ only in draft length, as if an engine chose between them.
 
-    It may draft nothing, too. Cells that already choose on the machine that counts are in no family.
+    The engine may also draft nothing. Cells whose draft length was already adaptive belong to no family.
     """
     families: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:

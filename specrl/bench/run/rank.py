@@ -1,4 +1,4 @@
-"""The process of one rank of specrl's train stage, which takes a step at a time; see `Worker`."""
+"""The process of one rank of the train stage, which takes one step at a time; see `Worker`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specrl.tracking.tracker import Tracker
 
 
 def main(parent: Connection) -> None:
-    """Build the train stage without MLflow and take the loop's own steps, each when the parent says so."""
+    """Build the train stage without MLflow and take the steps of its loop, each when the parent asks for it."""
     end_with_parent(parent.recv())
-    from specrl.stages import train  # takes long, during which the parent may end
+    from specrl.stages import train  # slow; the parent may end meanwhile
 
     context = StageContext.load(parent.recv())
     ranks = join()
@@ -27,10 +27,10 @@ def main(parent: Connection) -> None:
         for step in count(first_step):
             try:
                 parent.recv()
-            except EOFError:  # there are no more steps
+            except EOFError:  # no more steps
                 break
             trainer.step(step, progress)
-            trainer.checkpoints.wait()  # or it would be written while another side takes its step
+            trainer.checkpoints.wait()  # or it would be written during another training's step
             parent.send(None)
         trainer.shutdown()
     leave()

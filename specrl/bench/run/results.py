@@ -1,4 +1,4 @@
-"""What `specrl bench run` has measured, as rows with ratios to the baseline."""
+"""The measurements of `specrl bench run`, as rows with ratios to the baseline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specrl.projection.simulator.measured import DraftCounts
 from specrl.rollout.drafts.acceptance import RECENT, REPLAY
 from specrl.schemas import Rollout, read_folder
 
-ResponseKey = tuple[int, int, int]  # step, prompt, number of the response to it
+ResponseKey = tuple[int, int, int]  # step, prompt, number of the response
 MEANS = {
     "token_mult_prob_error": "mismatch/token_mult_prob_error",
     "kl": "mismatch/kl",
     "acceptance_length": "spec/acceptance_length",
 }
-"""Columns that are means over all steps that have the metric."""
+"""Columns that are means over all steps with the metric."""
 Metrics = Mapping[str, float]
 
 
@@ -65,10 +65,10 @@ class Results:
         return [value(self.metrics[step]) / self.tokens[step] for step in self.counted]
 
     def drafts(self, steps: range) -> DraftCounts:
-        """What drafts were counted to bring in these steps."""
+        """Count drafts and what they yielded in these steps."""
         own = [self.metrics[step] for step in steps]
         requests = [self.tokens[step] - self.metrics[step]["spec/num_accepted_tokens"] for step in steps]
-        # All requests of an iteration have its draft length: shorter drafts are padded.
+        # Drafts are padded to the draft length of their iteration.
         lengths = [metrics.get("spec/k", 0.0) for metrics in own]
         speculation = self.training.context.config.speculation
         method = speculation.draft_method
@@ -86,7 +86,7 @@ class Results:
         )
 
     def accepted(self, source: str) -> float | None:
-        """The share of the tokens drafted from a source of text, in the counted steps, that was accepted."""
+        """The accepted share of the tokens drafted from a source of text in the counted steps."""
         drafted, accepted = (
             sum(self.metrics[step].get(f"spec/{source}_{kind}_tokens", 0.0) for step in self.counted)
             for kind in ("draft", "accepted")
@@ -105,9 +105,9 @@ class Results:
         return {key: fmean(rewards) for key, rewards in groups.items()}
 
     def row(self, baseline: Results, *, in_turn: bool = True) -> dict[str, Any]:
-        """All figures; ratios are above 1 where this training is faster than the baseline.
+        """Make the row; ratios are above 1 where this training is faster than the baseline.
 
-        There are none of times where the two did not take their steps in turn.
+        Times are compared only if the two took their steps in turn.
         """
         decode_steps = itemgetter("spec/decode_steps")
         rewards, before = self.rewards(), baseline.rewards()
@@ -129,7 +129,7 @@ class Results:
             **{f"{name}_accepted": self.accepted(name) for name in (REPLAY, RECENT)},
             **{name: self.mean(metric) for name, metric in MEANS.items()},
             **{name: median(metrics.get(metric, 0.0) for metrics in counted) for name, metric in SECONDS.items()},
-            "start_s": self.training.start_s or None,  # of one that was trained by an earlier command
+            "start_s": self.training.start_s or None,  # trained by an earlier command
             "reward_mean": fmean(rewards.values()),
             "reward_difference": fmean(differences),
             **self.accuracy(baseline),
@@ -141,9 +141,9 @@ class Results:
         }
 
     def accuracy(self, baseline: Results) -> dict[str, Any]:
-        """That on held-out prompts by step, with its interval, and at the end against the baseline's.
+        """Accuracy on held-out prompts by step, with its interval, and finally against the baseline's.
 
-        The p-value is that of the exact sign test over the prompts, which is McNemar's where rewards are 0 or 1.
+        The p-value is from the exact sign test over prompts, which is McNemar's test if rewards are 0 or 1.
         """
         if not self.curve or not baseline.curve:
             return {}
@@ -169,10 +169,10 @@ class Results:
         return found | {"end_to_end_ratio": own / before}
 
     def projected(self) -> dict[str, Any]:
-        """What drafts brought, epoch by epoch, and the step of an 8B policy on GPUs with it.
+        """What drafts yielded, epoch by epoch, and the projected step of an 8B policy on GPUs.
 
-        None with a draft model: the projected drafter is as large as EAGLE-3's. None with text of idle time, either: it
-        is of as much idle time as these ranks had, and `with_idle_time` says what more of them would have.
+        Not for a draft model, because the projected drafter has EAGLE-3's size; nor for text from idle time, whose
+        amount depends on these ranks (`with_idle_time` simulates it for more engines).
         """
         config = self.training.context.config
         speculation, method = config.speculation, config.speculation.draft_method

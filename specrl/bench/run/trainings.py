@@ -1,6 +1,6 @@
-"""The trainings of a group of cells, with all of their ranks on this machine, which take a step each in turn.
+"""The trainings of a group of cells, which take one step each in turn, with all ranks on this machine.
 
-A rank takes one step at a time, when it is told to, so that no other computes while one is timed.
+A rank takes a step only when told to, so that nothing else computes while a step is timed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Worker:
-    """A rank of a training, as its parent sees it. It is ready when its first answer has come."""
+    """A rank of a training, as its parent sees it; ready after its first answer."""
 
     def __init__(self, training: Training, rank: int, port: int) -> None:
-        """Start `specrl.bench.run.rank`, with its own cores where there are enough."""
+        """Start `specrl.bench.run.rank`, on its own cores if there are enough."""
         resources, folder = training.context.config.resources_of("train"), training.folder.parent
         threads = resources.cpus_per_rank
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": resources.ranks, "MASTER_PORT": port}
@@ -52,7 +52,7 @@ class Worker:
             os.sched_setaffinity(self.process.pid, own)
 
     def await_answer(self) -> None:
-        """Wait until the process is ready, or has taken its step."""
+        """Wait until the process is ready or has taken its step."""
         try:
             self.answers.recv()
         except (EOFError, OSError):
@@ -71,9 +71,9 @@ class Worker:
 
 
 def await_all(workers: Sequence[Worker]) -> None:
-    """Wait until all processes are ready, or have taken their step.
+    """Wait until all processes are ready or have taken their step.
 
-    They may wait for each other, so that without one that has ended the others would never answer.
+    Fail as soon as one has ended: the others may be waiting for it and would never answer.
     """
     waiting: dict[Any, Worker] = {worker.answers: worker for worker in workers}
     while waiting:
@@ -83,13 +83,13 @@ def await_all(workers: Sequence[Worker]) -> None:
 
 @dataclass
 class Training:
-    """The training of one cell, as far as it has come."""
+    """The training of one cell, and its progress."""
 
     cell: Cell
     context: StageContext
     workers: list[Worker] = field(default_factory=list)  # its ranks
-    start_s: float = 0.0  # until its ranks had loaded everything, with nothing else started beside them
-    walls: list[float] = field(default_factory=list)  # seconds of each step, until the last rank has taken it
+    start_s: float = 0.0  # until all ranks were loaded; nothing else ran meanwhile
+    walls: list[float] = field(default_factory=list)  # seconds of each step, by the slowest rank
 
     @property
     def folder(self) -> Path:
@@ -100,12 +100,12 @@ class Training:
         return [json.loads(path.read_text())["metrics"] for path in files]
 
     def was_taken(self, steps: int) -> bool:
-        """Whether an earlier command has taken all steps with the same configuration and code."""
+        """Whether an earlier command took all steps with the same configuration and code."""
         path = self.folder.parent / CONTEXT_FILE
         return path.exists() and StageContext.load(path) == self.context and len(self.metrics()) >= steps
 
     def start(self, stack: ExitStack) -> None:
-        """Start the ranks, and wait until they have loaded everything."""
+        """Start the ranks and wait until they have loaded everything."""
         began, port, ranks = time.monotonic(), free_port(), self.context.config.resources_of("train").ranks
         self.workers = [stack.enter_context(Worker(self, rank, port)) for rank in range(ranks)]
         await_all(self.workers)
@@ -114,7 +114,7 @@ class Training:
     def step(self) -> None:
         began = time.monotonic()
         for worker in self.workers:
-            worker.answers.send(None)  # it may take its step
+            worker.answers.send(None)  # start its step
         await_all(self.workers)
         self.walls.append(time.monotonic() - began)
 
@@ -122,7 +122,7 @@ class Training:
 def make_training(
     subject: Subject, cell: Cell, folder: Path, steps: int, validate_every: int, sharers: int
 ) -> Training:
-    """Prepare the training of a cell in a folder, from the run's policy and drafter before RL."""
+    """Prepare a cell's training in a folder, starting from the run's policy and drafter before RL."""
     if "calibrate" not in subject.stages:
         raise ConfigError("the run has not finished calibrate; continue it with: specrl resume RUN")
     config = config_of(subject.config, cell, steps, validate_every, sharers)
@@ -151,10 +151,10 @@ def make_training(
 
 
 def train_in_turn(trainings: Sequence[Training], steps: int) -> None:
-    """Start trainings one after the other, and have them take a step each in turn.
+    """Start trainings one after the other, then have them take one step each in turn.
 
-    The baseline, the first of them, starts last: the first to start reads files that are not cached yet, which must not
-    count as a gain.
+    The baseline, which is first in the list, starts last: the first to start reads uncached files, which must not count
+    as a speedup of the others.
     """
     with ExitStack() as stack:
         for training in reversed(trainings):
@@ -164,4 +164,4 @@ def train_in_turn(trainings: Sequence[Training], steps: int) -> None:
                 trainings[place].step()
             say(f"step {step}: " + ", ".join(f"{one.cell.label} {one.walls[-1]:.1f} s" for one in trainings))
         for worker in (worker for training in trainings for worker in training.workers):
-            worker.answers.close()  # all ranks of a training leave together: there are no more steps
+            worker.answers.close()  # all ranks of a training leave together

@@ -1,4 +1,4 @@
-"""Conversations as data sets write them, in the form that chat templates read: a list of `role` and `content`."""
+"""Converts conversations of data sets to the form of chat templates: a list of `role` and `content`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specrl.data.formats.rows import structured
 Message = dict[str, Any]
 WRITTEN_BY_PYTHON = re.compile(r"\s*\[\s*\{'(?:role|content|from|value)'")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
-"""What ShareGPT and others call the roles that chat templates know."""
+"""The role names of ShareGPT and others, and those of chat templates."""
 OWN = ("role", "from", "content", "value")
-CHATS = ("messages", "conversations", "conversation")  # the columns in which data sets have their chats
+CHATS = ("messages", "conversations", "conversation")  # the columns in which data sets store chats
 TOOLS = "tools"
-"""The column with the functions that may be called, and the role of the entry that has them before all messages."""
+"""The column with the callable functions, and the role of the entry that lists them before all messages."""
 
 
 def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Message] | None:
-    """The messages up to the last one that is not the assistant's; None where a value is no conversation."""
+    """The messages up to the last one not by the assistant; None if the value is no conversation."""
     value = structured(value)
     if isinstance(value, str) and WRITTEN_BY_PYTHON.match(value) and value.rstrip().endswith("}]"):
         raise ConfigError(
@@ -41,18 +41,18 @@ def read_messages(place: str, value: Any, row: Mapping[str, Any]) -> list[Messag
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message]:
-    """The functions that a row lets the model call, as JSON schemas in one entry before its messages, or nothing."""
+    """The functions that a row lets the model call, as JSON schemas in one entry before the messages, if any."""
     tools = structured(row.get(TOOLS))
     tools = [structured(tool) for tool in tools] if isinstance(tools, list) else []
     if not tools or not all(isinstance(tool, dict) for tool in tools):
-        return []  # a column that is about something else
+        return []  # an unrelated column
     return [{"role": TOOLS, "content": "", TOOLS: _given(tools)}]
 
 
 def _given(value: Any) -> Any:
-    """A value without what Parquet writes for the members that other rows have; arguments are objects, as in vLLM.
+    """Drop the nulls that Parquet writes for members of other rows; arguments become objects, as in vLLM.
 
-    Of those that are a text, each null is the call's own.
+    Nulls inside arguments given as text are the call's own and stay.
     """
     if isinstance(value, list):
         return [_given(item) for item in value]

@@ -1,4 +1,4 @@
-"""The files that a setting such as `data.path` names, and data sets of the Hugging Face hub as files."""
+"""Finds the files that settings such as `data.path` name, and fetches data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from specrl.config import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # before `.gz`
 HUB = re.compile(r"hub:(?P<name>[^@:#]+)(?:@(?P<revision>[^:#]+))?(?::(?P<subset>[^#]+))?(?:#(?P<split>.+))?")
-"""A data set of the hub: `hub:OWNER/NAME`, with `@REVISION`, `:SUBSET` and `#SPLIT` where they are not the default."""
+"""A data set of the hub: `hub:OWNER/NAME`, optionally with `@REVISION`, `:SUBSET` and `#SPLIT`."""
 HUB_FOLDER = ".datasets"
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # lie beside the data of a data set of the hub
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # files beside the data in a data set of the hub
 SPLIT = re.compile(r"(?:(train)(?:ing)?|test|valid(?:ation)?|val|dev|eval)(?![a-z])")  # how a name begins
 
 
 def files_of(places: Iterable[Path]) -> list[Path]:
-    """The data files that places name: each a file, a folder with all below it, or a pattern such as `*.jsonl`.
+    """List the data files of places, each a file, a folder with everything below it, or a pattern such as `*.jsonl`.
 
-    Of a folder and a pattern they come in the order of their names; hidden ones are left out.
+    Folders and patterns yield files in the order of their names, without hidden ones.
 
     Raises:
-        ConfigError: A folder has what must not be trained on as well, such as `test.parquet` beside `train.parquet`,
-            or is one of the library `datasets`, which has files of a kind of its own.
+        ConfigError: A folder also has files that must not be trained on, such as `test.parquet` beside
+            `train.parquet`, or was saved by the library `datasets` in its own format.
     """
     found: list[Path] = []
     for place in places:
@@ -56,19 +56,19 @@ def _splits(place: Path, files: Iterable[Path]) -> dict[Path, set[str]]:
         for depth, part in enumerate(parts):
             if match := SPLIT.match(part.lower()):
                 found.setdefault(place.joinpath(*parts[:depth]), set()).add(match[1] or match[0])
-                break  # the topmost name counts: `train/unit-test.jsonl` is to be trained on
+                break  # the topmost name counts: `train/unit-test.jsonl` is training data
     return found
 
 
 def suffix_of(path: Path) -> str:
-    """How a file's name ends, with nothing of its compression."""
+    """The suffix of a file's name, without that of its compression."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
 def absolute_place(place: Path, runs_dir: Path) -> Path:
-    """A place by its absolute path; a data set of the hub becomes a file beside the runs, once and for all.
+    """Make a place's path absolute; a data set of the hub is fetched once into a file beside the runs.
 
-    It is fetched where this process runs: the nodes of a cluster may have no network.
+    It is fetched by this process, because compute nodes may have no network.
     """
     if not str(place).startswith("hub:"):
         return place.absolute()
@@ -88,7 +88,7 @@ def _fetch(named: re.Match[str], path: Path) -> None:
     split = named["split"] or "train"
     try:
         found = datasets.load_dataset(named["name"], named["subset"], split=split, revision=named["revision"])
-    except (OSError, ValueError, RuntimeError, RequestException) as error:  # it is not there, or the hub is not
+    except (OSError, ValueError, RuntimeError, RequestException) as error:  # not found, or no hub
         raise ConfigError(f"{named[0]} cannot be fetched: {' '.join(str(error).split())[:300]}") from error
     with atomic_path(path) as temporary:
         found.to_parquet(str(temporary))

@@ -1,4 +1,4 @@
-"""The rows of data files: JSON, JSON lines, CSV and Parquet, each with the words that say where it stands."""
+"""Reads rows of data files (JSON, JSON lines, CSV and Parquet), each with its place in words."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from specrl.config import ConfigError
 from specrl.data.formats.places import SUFFIXES, suffix_of
 from specrl.models.directory import LFS_POINTER
 
-LONGEST_LINE = 16 * 2**20  # bytes; a longer line is of a file that is no JSONL
+LONGEST_LINE = 16 * 2**20  # bytes; a file with longer lines is not JSONL
 SYNONYMS = {
     "prompt_column": "question problem query instruction input",
     "answer_column": "solution ground_truth final_answer expected_answer target label output completion",
 }
-"""What others call a column, by the setting that names it."""
+"""Other common names of columns, by setting."""
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
 def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
-    """Yield the rows of a file, each behind its place in words; `columns` are those that must be read, if not all."""
+    """Yield (place in words, row) for a file; `columns` restricts what must be read."""
     reader = READERS.get(suffix_of(path))
     if reader is None:
         raise ConfigError(f"data file {path}: the name must end in {', '.join(SUFFIXES)}, or in that and .gz")
@@ -48,7 +48,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> Rows:
 
 
 def read_objects(path: Path) -> Rows:
-    """Yield the object on each line of a JSONL file, behind its place."""
+    """Yield (place, object) for each line of a JSONL file."""
     with _open(path) as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -63,7 +63,7 @@ def read_objects(path: Path) -> Rows:
 
 
 def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Sequence[str] = ()) -> Any:
-    """A column's value, or what a dotted name such as `extra_info.answer` finds in one; `key` is its setting."""
+    """Find a column's value, also by a dotted name such as `extra_info.answer`; `key` is its setting."""
     for name in (column, *aliases):
         value: Any = row
         for part in [name] if name in row else name.split("."):
@@ -88,7 +88,7 @@ def find(row: Mapping[str, Any], column: str, place: str, key: str, aliases: Seq
 
 
 def structured(value: Any) -> Any:
-    """The object or list that a text stands for, as some data sets write theirs; anything else as it is."""
+    """Parse text that holds an object or a list, as in some data sets; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -119,7 +119,7 @@ def _object(place: str, row: Any) -> dict[str, Any]:
 
 
 def _json(path: Path, columns: Sequence[str]) -> Rows:
-    """Yield the objects of one list, which may be the only member of an object or its `data`; or those of the lines."""
+    """Yield the objects of one list, which may be an object's only member or its `data`, or those of the lines."""
     with _open(path) as file:
         text = file.read().removeprefix(codecs.BOM_UTF8)
     try:
@@ -145,7 +145,7 @@ def _csv(path: Path, columns: Sequence[str]) -> Rows:
             text.seek(0)
             if first and not first.strip():
                 raise ConfigError(f"data file {path} begins with an empty line: the first one must name the columns")
-            # Where the comma stands in numbers, spreadsheets write semicolons.
+            # With decimal commas, spreadsheets separate by semicolons.
             between = ";" if ";" in first and "," not in first else ","
             rows = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else between, strict=True)
             _check_names(path, rows.fieldnames or ())

@@ -1,6 +1,6 @@
-"""The environment `calculator`: a policy that writes `12 + 30 =` is told the result, until it states its answer.
+"""The environment `calculator`: it completes the policy's `12 + 30 =`, until the policy states its answer.
 
-What the policy writes is parsed and computed number by number, and never evaluated by Python.
+The policy's text is parsed and computed number by number, never evaluated by Python.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from fractions import Fraction
 
 from specrl.data.problems import Problem
 
-CALL = re.compile(r"\s*=([-+*/(). \d]+)")  # the end of a turn that asks, read backwards: linear in the turn's length
+CALL = re.compile(r"\s*=([-+*/(). \d]+)")  # the end of an asking turn, matched backwards: linear in its length
 BEFORE = re.compile(r"\A(?:.*\.\s+(?=[\d(])|\s*\.+\s+)?(?:\s*\d+\)\s+(?=[\d(]))?")  # a sentence, or `1)` of a list
 LONGEST = 100  # characters of an expression
 ANSWER = re.compile(r"Answer: (-?\d[\d.,/]*)")
-ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # in front of a number, where Python refuses them
+ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # before a number, where Python refuses them
 NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,6})?")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class NotArithmeticError(ValueError):
-    """An expression that is no arithmetic of numbers, or has no value."""
+    """The expression is not arithmetic on numbers, or has no value."""
 
 
 class Calculator:
-    """Answers `EXPRESSION =` with its value, and rewards a turn that states the right `Answer: N` with 1.
+    """Answers `EXPRESSION =` with its value, and rewards the right `Answer: N` with 1.
 
     A turn that neither asks nor answers ends the conversation.
     """
@@ -49,12 +49,12 @@ class Calculator:
 
 
 def written(number: Fraction) -> str:
-    """A number as the calculator shows it: exact where it is whole, else with six digits."""
+    """Format a number: integers exactly, others with six digits."""
     return str(number.numerator) if number.denominator == 1 else f"{float(number):.6g}"
 
 
 def value(expression: str) -> Fraction:
-    """The value of an expression of numbers, + - * / and brackets; raise NotArithmeticError if it has none."""
+    """Evaluate an expression of numbers, + - * / and brackets; raise NotArithmeticError if it has no value."""
     text = ZEROS.sub("", expression.strip())
     try:
         if len(text) <= LONGEST:

@@ -1,4 +1,4 @@
-"""The reward of code: what a response has written runs against the tests of its row, within the sandbox of rewards."""
+"""The reward `code`: runs a response's program against the tests of its row, in the rewards' sandbox."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from specrl.config.base import PositiveFloat
 from specrl.data.rewards.sandbox import MEMORY, PROCESSES, Confinement, hide_memory, limit_reading
 
 MIB = 2**20
-LONGEST_OUTPUT = MIB  # bytes of what a program prints that are compared
+LONGEST_OUTPUT = MIB  # bytes of a program's output that are compared
 ENVIRONMENT = {
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",  # a restart finds sets in the same order
+    "PYTHONHASHSEED": "0",  # so that sets keep their order after a restart
 }
-"""That of the programs."""
+"""The environment of the programs."""
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _RUNNER = """
 import resource, sys
@@ -46,10 +46,10 @@ for name in names:
 if proof:
     print(proof, flush=True)
 """
-"""Runs a solution and perhaps a test, and then prints `proof`, without which no Python test has passed.
+"""Runs a solution and perhaps a test, then prints `proof`, without which no Python test passes.
 
-A solution that merely ends the process has not printed it. One that looks for it finds it: it is in the same process,
-which Python tests therefore trust. Tests of input and output do not: what is wanted never enters it.
+A solution that merely ends the process does not print it. One that searches for it can find it in its own process:
+Python tests trust the solution. Input/output tests do not: the expected output never enters the process.
 """
 _SOLUTION, _TEST, _OUTPUT = "solution.py", "test.py", "output"
 
@@ -58,9 +58,9 @@ class CodeParameters(Options):
     """The parameters of `code`."""
 
     seconds: PositiveFloat = 10.0
-    """The time for all tests of a response; those that have not ended by then are not passed."""
+    """The time for all tests of a response; tests that have not ended by then count as failed."""
     memory_mib: Annotated[int, Field(gt=0, le=MEMORY // MIB)] = 1024
-    """The address space of a test, within that of all scoring."""
+    """The address space of a test, within that of the whole scoring."""
 
     @model_validator(mode="after")
     def _is_held(self, info: ValidationInfo) -> Self:
@@ -71,7 +71,7 @@ class CodeParameters(Options):
 
 
 def refuse_open_sandbox(held: Confinement, named: str) -> None:
-    """Raise ConfigError if the setting `named` runs code on a machine whose kernel does not hold all of the sandbox."""
+    """Raise ConfigError if the setting `named` runs code although the kernel lacks a part of the sandbox."""
     if named and (gaps := held.gaps(network=False)):
         raise ConfigError(
             f"{named} runs what a model writes, which on this machine could {gaps}: run it where `specrl doctor` finds "
@@ -80,30 +80,30 @@ def refuse_open_sandbox(held: Confinement, named: str) -> None:
 
 
 def run_tests(_: str, response: str, answer: str, parameters: CodeParameters) -> float:
-    """The share of the tests in `answer` that the last fenced block of a response passes; 0 without a block.
+    """The share of tests in `answer` that the response's last fenced block passes; 0 without a block.
 
-    The caller must be in the sandbox, in an empty folder where it may write.
+    The caller must be in the sandbox, in an empty writable folder.
     """
     tests = read_tests(answer)
     codes = [textwrap.dedent(block) for block in BLOCK.findall(response)[-1:]]
     deadline = time.monotonic() + parameters.seconds
-    # What is wanted and the variables of `data.reward_environment` are in this memory. It stays hidden for the parts of
-    # the reward that follow, because a process in a session of its own outlives its test.
+    # This memory holds the expected output and the variables of `data.reward_environment`. It stays hidden for the
+    # following parts of the reward, because a process in its own session outlives its test.
     hide_memory()
     return sum(_passes(code, *test, deadline, parameters) for code in codes for test in tests) / len(tests)
 
 
 def read_tests(answer: str) -> list[tuple[str, str | None]]:
-    """The tests of a row: Python texts that must raise nothing, or what a program reads with what it must print.
+    """The tests of a row: Python code that must not raise, or a program's input with its expected output.
 
-    They are a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}` of texts, also as one object with
-    `input` and `output` for each; ValueError where there are none, or more than there may be processes.
+    Given as a text, a JSON list of texts, or `{"inputs": [...], "outputs": [...]}` of texts, also as a list of objects
+    with `input` and `output`; ValueError if there are none, or more than the allowed number of processes.
     """
     try:
         found = json.loads(answer)
     except ValueError:
         found = [answer] if answer.strip() else None
-    if isinstance(found, list) and found and all(isinstance(test, dict) for test in found):  # as LiveCodeBench has them
+    if isinstance(found, list) and found and all(isinstance(test, dict) for test in found):  # LiveCodeBench's form
         kinds = {str(test.get("testtype") or test.get("type")) for test in found}
         named = kinds & {"functional", "function_call"} or any(map(_names_function, found))
         found = {f"{name}s": [test.get(name) for test in found] for name in ("input", "output")} | {"fn_name": named}
@@ -122,7 +122,7 @@ def read_tests(answer: str) -> list[tuple[str, str | None]]:
 
 
 def _of_programs(found: dict[str, object]) -> list[tuple[str, str | None]]:
-    if _names_function(found):  # TACO and APPS have inputs and outputs that are a function's arguments and results
+    if _names_function(found):  # in TACO and APPS, some inputs and outputs are a function's arguments and results
         raise ValueError("the row tests a function by values (fn_name), which code does not: write it as Python tests")
     given, wanted = found.get("inputs"), found.get("outputs")
     if not (_are_texts(given) and _are_texts(wanted) and len(given) == len(wanted)):
@@ -140,7 +140,7 @@ def _are_texts(found: object) -> TypeGuard[list[str]]:
 
 
 def _passes(code: str, test: str, wanted: str | None, deadline: float, parameters: CodeParameters) -> bool:
-    """Whether code raises nothing in a test, or prints what is wanted."""
+    """Whether code passes a test: raises nothing, or prints the expected output."""
     proof, memory = secrets.token_hex(16), parameters.memory_mib
     try:
         write(_SOLUTION, code)
@@ -150,12 +150,12 @@ def _passes(code: str, test: str, wanted: str | None, deadline: float, parameter
         write(_TEST, test)
         found = printed(_RUNNER, [proof, _SOLUTION, _TEST], "", deadline, memory)
         return found is not None and found.endswith(f"{proof}\n")
-    except OSError:  # earlier tests may have taken all processes or the disk, or made a folder of the file
+    except OSError:  # earlier tests may have used up processes or disk, or replaced the file by a folder
         return False
 
 
 def write(name: str, text: str) -> None:
-    Path(name).unlink(missing_ok=True)  # an earlier test may have made a pipe of it, at which writing would wait
+    Path(name).unlink(missing_ok=True)  # an earlier test may have replaced it by a pipe, on which writing would block
     Path(name).write_text(text, errors="replace")
 
 
@@ -164,9 +164,9 @@ def _lines(text: str) -> list[str]:
 
 
 def printed(runner: str, arguments: Sequence[str], given: str, deadline: float, memory_mib: int) -> str | None:
-    """What a process prints, its end if that is long; None where it fails or has no time left.
+    """The output of a process, or its end if it is long; None if it fails or runs out of time.
 
-    The program `runner` is given its memory in bytes and the arguments, and limits itself.
+    The program `runner` receives its memory limit in bytes and the arguments, and limits itself.
     """
     if (left := deadline - time.monotonic()) <= 0:
         return None
@@ -185,7 +185,7 @@ def printed(runner: str, arguments: Sequence[str], given: str, deadline: float, 
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with suppress(ProcessLookupError):  # what it has started may have outlived it
+            with suppress(ProcessLookupError):  # its children may have outlived it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(max(0, output.seek(0, os.SEEK_END) - LONGEST_OUTPUT))

@@ -1,6 +1,6 @@
-"""A base for environments that own their loop and call a model, as those of verifiers and most agents do.
+"""A base class for environments that run their own loop and call a model, like those of verifiers and most agents.
 
-They are given the policy as a server of OpenAI's chat completions, in this process.
+The policy is offered to them as a server of OpenAI's chat completions API, in this process.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 from specrl.data.problems import Problem
 
-REFUSED = ("tools", "functions", "logprobs", "response_format")  # of a request: nothing here would do as they say
+REFUSED = ("tools", "functions", "logprobs", "response_format")  # options of a request that would have no effect here
 Messages = list[dict[str, str]]
 Event = tuple[Messages, Future[str]] | float | Exception
-"""What a rollout does: ask for a turn of a conversation, end with a reward, or fail."""
+"""A rollout's next event: it asks for a turn, ends with a reward, or fails."""
 
 
 class PolicyEndpoint:
-    """An environment that asks the policy for its turns; a subclass says how one rollout of it is run."""
+    """An environment that asks the policy for its turns; a subclass defines how one rollout runs."""
 
     host = "127.0.0.1"
-    """Where the policy is served: a name of this machine, if the rollout runs on another one."""
+    """The host on which the policy is served; set this machine's name if the rollout runs on another."""
 
     def rollout(self, problem: Problem, base_url: str) -> float:
-        """Play one conversation with the model at `base_url`, which ends in `/v1`; return its reward."""
+        """Run one conversation with the model at `base_url`, which ends in `/v1`; return its reward."""
         raise NotImplementedError
 
     def reset(self, problem: Problem) -> Messages:
-        """Begin the rollout; return its first request. Raises what the rollout raises."""
+        """Begin the rollout and return its first request; raises what the rollout raises."""
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._conversation: Messages = []
         server = _Server(self.host, self._events)
@@ -45,9 +45,9 @@ class PolicyEndpoint:
         return messages
 
     def step(self, text: str) -> tuple[Messages, float, bool]:
-        """Answer the rollout's request; return what its next one adds, or its reward. Raises what the rollout raises.
+        """Answer the rollout's request; return what the next one adds, or the reward. Raises what the rollout raises.
 
-        RuntimeError: The next request is not about the same conversation.
+        RuntimeError: The next request belongs to another conversation.
         """
         self._conversation.append({"role": "assistant", "content": text})
         self._turn.set_result(text)
@@ -58,7 +58,7 @@ class PolicyEndpoint:
             self._events.put(float(self.rollout(problem, base_url)))
         except Exception as error:  # `step` waits for it
             self._events.put(error)
-        except BaseException as error:  # a task that was cancelled, say, which would end the process
+        except BaseException as error:  # such as a cancelled task, which would end the process
             self._events.put(RuntimeError(f"the rollout ended with {type(error).__name__}: {error}"))
 
     def _next(self) -> tuple[Messages, float, bool]:
@@ -80,7 +80,7 @@ class _Server(ThreadingTCPServer):
     def __init__(self, host: str, events: SimpleQueue[Event]) -> None:
         super().__init__((host, 0), _Handler)
         self.events = events
-        self.path = f"/{secrets.token_hex(16)}/v1"  # a port may be another process's a moment later
+        self.path = f"/{secrets.token_hex(16)}/v1"  # another process may take the port a moment later
         self.base_url = f"http://{host}:{self.server_address[1]}{self.path}"
 
 

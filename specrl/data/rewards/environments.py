@@ -1,4 +1,4 @@
-"""Environments: what a policy talks with, turn by turn. They run in the processes of rewards, see `rewards.pool`."""
+"""Environments, with which a policy talks turn by turn. They run in the reward processes; see `rewards.pool`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specrl.data.rewards.interpreter import SECONDS, Python
 
 
 class Environment(Protocol):
-    """One conversation. Each turn replays it from its beginning in a new process, so it must be deterministic."""
+    """One conversation. Each turn replays it from the start in a new process, so it must be deterministic."""
 
     def reset(self, problem: Problem) -> list[dict[str, str]]:
         """Begin; return the messages of the prompt, or an empty list for the problem's own prompt.
@@ -31,7 +31,7 @@ class Environment(Protocol):
 
 
 class NotATurnError(ValueError):
-    """What an environment returned is no turn."""
+    """An environment's return value is no turn."""
 
 
 EnvironmentClass = Callable[[], Environment]
@@ -41,7 +41,7 @@ BUILT_IN: dict[str, EnvironmentClass] = {"calculator": Calculator, "python": Pyt
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment made of a conversation so far."""
+    """An environment's reply to a conversation so far."""
 
     messages: tuple[dict[str, str], ...] = ()
     reward: float = 0.0
@@ -50,10 +50,10 @@ class Turn:
 
     @classmethod
     def of(cls, messages: Any, reward: Any, done: Any) -> Turn:
-        """A turn of values that a user's environment has returned, or that came from its process.
+        """Make a turn from values that a user's environment returned, or that came from its process.
 
         Raises:
-            NotATurnError: They are something else than messages of `role` and `content`, a finite number and a bool.
+            NotATurnError: They are not messages of `role` and `content`, a finite number and a bool.
         """
         if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise NotATurnError("returned messages that are no list of tables with the texts role and content")
@@ -74,7 +74,7 @@ def _is_message(value: Any) -> bool:
 
 
 def make_environment(name: str) -> EnvironmentClass:
-    """The environment of `environment.name`; raise ConfigError if there is none."""
+    """Make the environment `environment.name`; raise ConfigError if there is none."""
     if (built_in := BUILT_IN.get(name)) is not None:
         return built_in
     if ":" not in name:
@@ -88,7 +88,7 @@ def make_environment(name: str) -> EnvironmentClass:
 
 
 def check_scoring(config: Config) -> None:
-    """Check that the environment, or without one the reward, can be imported and is called as a run calls it."""
+    """Check that the environment (or without one the reward) can be imported and called as in a run."""
     name, data, turns = config.environment.name, config.data, config.environment.max_turns
     if name is None:
         make_rewards(data)
@@ -103,7 +103,7 @@ def check_scoring(config: Config) -> None:
 
 
 def play(made: EnvironmentClass, prompt: Prompt, texts: Sequence[str]) -> Turn | str:
-    """Play a conversation from its beginning; return what came of its last turn, or why the environment has failed."""
+    """Replay a conversation from its start; return the outcome of its last turn, or why the environment failed."""
     metadata = prompt.metadata
     problem = Problem(metadata.get("question", prompt.text), prompt.answer, "", metadata.get("entry") or {})
     try:
@@ -115,6 +115,6 @@ def play(made: EnvironmentClass, prompt: Prompt, texts: Sequence[str]) -> Turn |
             turn = Turn.of(now.messages, turn.reward + now.reward, now.done)
     except NotATurnError as error:
         return str(error)
-    except (Exception, SystemExit) as error:  # foreign code, which one conversation may break and the next one not
+    except (Exception, SystemExit) as error:  # foreign code: it may fail on one conversation and not on the next
         return raised(error)
     return turn

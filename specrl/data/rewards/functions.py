@@ -1,4 +1,4 @@
-"""Rewards: numbers that say how good a response is. They run in worker processes, see `rewards.pool`."""
+"""Rewards: numbers that rate a response. They run in worker processes; see `rewards.pool`."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from specrl.data.rewards.code import CodeParameters, run_tests
 from specrl.data.rewards.judge import JudgeParameters, ask_judge
 from specrl.data.scorers.expressions import NotAnAnswerError, bounded_latex
 
-Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` makes a number of it
-RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; with parameters, these are the last
+Reward = Callable[[Prompt, str], Any]  # (prompt, response) -> anything; `judge` turns it into a number
+RewardFunction = Callable[..., float]  # (prompt, response, answer) -> reward; any parameters come last
 
-ROUNDING = 0.05  # relative: of a number that is stated in two digits
-MATH_VERIFY_SECONDS = 5  # for each step of a comparison
-DIGITS, EXACT_DIGITS = 15, 2500  # to which expressions are compared: those with decimals or sums, and exact ones
+ROUNDING = 0.05  # relative, of a number stated with two digits
+MATH_VERIFY_SECONDS = 5  # seconds per step of a comparison
+DIGITS, EXACT_DIGITS = 15, 2500  # digits to which expressions are compared: with decimals or sums, and exact
 LARGEST = 3.4e38  # rollouts keep rewards in float32
 NO_NETWORK = re.compile("Operation not permitted|Network is unreachable|name resolution|Name or service not known")
-_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which a mathematical expression has not
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")  # a word, which mathematical expressions do not contain
 _SEVERAL = re.compile(r"\b(?:or|not|between\s+[^\s\d]*\d\S*\s+and)\s+[^\s\d]*\d\S*(?:\s+[^\s\d]+){0,2}\W*$")
-"""A last number that is one of several, or denied: `6 or 7`, `8, not 7`, `between 6 and 7 apples`."""
+"""A last number that is one of several, or negated: `6 or 7`, `8, not 7`, `between 6 and 7 apples`."""
 _OWN = {"prompt", "response", "answer"}
 _REGISTERED: dict[str, _Registered] = {}
 
@@ -61,8 +61,8 @@ _REGISTERED: dict[str, _Registered] = {}
 class _Registered:
     function: RewardFunction
     parameters: type[Options]
-    reads: Callable[[str, str], str]  # (response, prompt) -> what the function sees of the response
-    of_reference: float  # what a response that states the reference earns
+    reads: Callable[[str, str], str]  # (response, prompt) -> the part of the response that the function sees
+    of_reference: float  # the reward of a response that states the reference
 
 
 def _whole(response: str, _: str) -> str:
@@ -76,12 +76,12 @@ def register_reward(
     *,
     of_reference: float = 1.0,
 ) -> Callable[[RewardFunction], RewardFunction]:
-    """The decorator that registers a reward under `name` for `data.reward`.
+    """Decorator that registers a reward under `name` for `data.reward`.
 
     Args:
-        parameters: The model of its parameters, which it is called with as the last argument if it has any.
-        reads: What it sees of a response, given that and the prompt, unless `data.answer_from` asks for the whole.
-        of_reference: What a response earns that states the reference as its answer.
+        parameters: The model of its parameters, which are passed as the last argument, if it has any.
+        reads: Selects the part of a response that it sees, unless `data.answer_from` asks for the whole.
+        of_reference: The reward of a response that states the reference as its answer.
     """
 
     def decorate(function: RewardFunction) -> RewardFunction:
@@ -94,23 +94,23 @@ def register_reward(
 
 
 def make_rewards(config: DataConfig) -> list[Reward]:
-    """The parts of `data.reward`, each of which may raise, return anything, hang or end its process.
+    """Make the parts of `data.reward`, each of which may raise, return anything, hang or end its process.
 
     Raises:
-        ConfigError: There is no such reward, or it cannot be used with these parameters.
+        ConfigError: There is no such reward, or it does not accept these parameters.
     """
     refuse_network(config)
     return [_make_reward(config, part) for part in config.reward]
 
 
 def of_references(config: DataConfig) -> float:
-    """What a response earns that states the reference as its answer, as far as built-in rewards know."""
+    """The reward of a response that states the reference as its answer, as far as built-in rewards define it."""
     known = (_REGISTERED.get(part.name) for part in config.reward)
     return weighted(config.part_weights, [found.of_reference if found is not None else 1.0 for found in known])
 
 
 def weighted(weights: Sequence[float], parts: Sequence[float]) -> float:
-    """The reward of a response whose parts have these values."""
+    """The reward of a response, given the values of its parts."""
     return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
 
 
@@ -141,9 +141,9 @@ def _registered(config: DataConfig, part: RewardPart, found: _Registered) -> Rew
 
 
 def warm_up(config: DataConfig, part: RewardPart, reward: Reward) -> None:
-    """Let a built-in reward import and cache what it needs before the process is forked: it scores a right answer.
+    """Score a right answer, so that a built-in reward imports and caches what it needs before the process is forked.
 
-    One that has parameters runs what a model writes, or asks a server, and imports nothing.
+    Rewards with parameters are skipped: they run a model's code or ask a server, and import nothing.
     """
     if part.name == "task":
         for index, generator in enumerate(config.generators):
@@ -166,7 +166,7 @@ def _task_reward(config: DataConfig) -> Reward:
 
 
 def is_built_in(config: DataConfig, environment: str | None = None) -> bool:
-    """Whether all parts of `data.reward`, or the environment in its place, are specrl's and not the user's."""
+    """Whether all parts of `data.reward`, or the environment in its place, are specrl's own."""
     return ":" not in environment if environment is not None else not any(part.is_own for part in config.reward)
 
 
@@ -176,34 +176,34 @@ def starts_processes(config: DataConfig, environment: str | None = None) -> bool
 
 
 def runs_code(config: DataConfig, environment: str | None = None) -> str:
-    """The setting, if any, that runs what a model writes: a part of `data.reward`, or the environment in its place."""
+    """The setting, if any, that runs a model's code: a part of `data.reward`, or the environment in its place."""
     if environment is not None:
         return 'environment.name = "python"' if environment == "python" else ""
     return 'data.reward = "code"' if any(part.name == "code" for part in config.reward) else ""
 
 
 def refuse_network(config: DataConfig, environment: str | None = None) -> None:
-    """Raise ConfigError if what a model writes would run with the network."""
+    """Raise ConfigError if a model's code would run with network access."""
     if config.reward_network and (named := runs_code(config, environment)):
         raise ConfigError(f"data.reward_network = true: what {named} runs may not use the network; set it to false")
 
 
 def judge(reward: Reward, prompt: Prompt, response: str) -> float | str | None:
-    """The reward of a response, None where it leaves that out or, where it fails, one line that says why.
+    """The reward of a response, None if the reward leaves it out, or one line that says why the reward failed.
 
-    It fails where it raises or returns what is neither a finite number nor a table with one as `score`.
+    It fails if it raises, or returns neither a finite number nor a table with one as `score`.
     """
     try:
         value = _only(_resolved(reward(prompt, response)))
         if isinstance(value, dict) and "score" in value:
             value = _only(value["score"])
-    except (Exception, SystemExit) as error:  # foreign code, which one response may break and the next one not
+    except (Exception, SystemExit) as error:  # foreign code: it may fail on one response and not on the next
         return raised(error)
     if value is None:
         return None
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except Exception:  # of whatever it has returned
+    except Exception:  # of whatever was returned
         number = float("nan")
     return number if abs(number) <= LARGEST else f"returned {_text(value)}, which is not a finite number"
 
@@ -213,12 +213,12 @@ def _only(value: Any) -> Any:
 
 
 def raised(error: BaseException) -> str:
-    """One line about an error that the user's code has raised."""
+    """One line about an error raised by the user's code."""
     return f"raised {shortened(type(error).__name__)}: {_text(error)}{_of_sandbox(error)}"
 
 
 def _of_sandbox(error: BaseException) -> str:
-    """Which of a reward's limits an error is of, where that shows."""
+    """Which of a reward's limits caused an error, if recognisable."""
     words = f"{_text(error)} {_text(error.__cause__ or error.__context__)}"
     frames = [*traceback.walk_tb(error.__traceback__)]
     if isinstance(error, FileNotFoundError) and not str(error.filename).startswith("/"):
@@ -238,7 +238,7 @@ def _text(thing: object) -> str:
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """One line of at most `limit` characters, its middle left out; what could act on a terminal is escaped."""
+    """Shorten text to one line of at most `limit` characters without its middle; control characters are escaped."""
     ends = text if len(text) <= 20 * limit else f"{text[: 10 * limit]} {text[-10 * limit :]}"
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(ends.split()))
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
@@ -246,15 +246,15 @@ def shortened(text: str, limit: int = 120) -> str:
 
 @register_reward("math_verify")
 def math_verify(_: str, response: str, answer: str) -> float:
-    """1 if the stated answer equals the true one as text or as a mathematical expression, else 0.
+    """1 if the stated answer equals the reference as text or as a mathematical expression, else 0.
 
-    Only the stated answer is judged, so that numbers on the way to it do not count. Both are read as LaTeX, in a box; a
-    sentence without LaTeX is read for its last number too. A reference in words is compared as text alone.
+    Only the stated answer is judged, so intermediate numbers do not count. Both are read as boxed LaTeX; a sentence
+    without LaTeX is also searched for its last number. A reference in words is compared only as text.
     """
     from math_verify import parse, verify
     from sympy import FiniteSet
 
-    # math-verify limits its time with SIGALRM, which only the main thread may set; elsewhere it runs without a limit.
+    # math-verify limits its time by SIGALRM, which only the main thread may set; elsewhere it has no limit.
     seconds = MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
     stated, (wanted, *others) = references(extract_answer(response), named=False)[0], references(answer)[:2]
     if stated and any(same(stated, reference) for reference in (wanted, *others)):
@@ -291,14 +291,14 @@ def _read(latex: str, other: str, seconds: int | None) -> Any:
 
 
 def _is_inexact(parsed: Sequence[Any]) -> bool:
-    """Whether an answer has what is computed to a few digits; of anything else, no power may be rounded away."""
+    """Whether an answer contains what is computed to few digits; otherwise no power may be rounded away."""
     from sympy import Float, Integral, Limit, Product, Sum
 
     return any(not isinstance(one, str) and one.has(Float, Integral, Limit, Product, Sum) for one in parsed)
 
 
 def _number(parsed: Sequence[Any]) -> Any:
-    """What an answer is or is said to equal if that is quickly evaluated; a percentage may be meant in two ways."""
+    """The values of an answer, or of what it is said to equal, if quickly evaluated; a percentage has two readings."""
     from sympy import Eq, Expr, Integral, Limit, Product, Sum, UnevaluatedExpr
 
     value = next(iter(parsed), None)
@@ -309,7 +309,7 @@ def _number(parsed: Sequence[Any]) -> Any:
 
 
 def _is_other_size(gold: Any, found: Any) -> bool:
-    """Whether a small number, such as one of physics, is not another: math-verify takes `3e-9` for `2e-9`."""
+    """Whether two small numbers, as in physics, differ: math-verify takes `3e-9` for `2e-9`."""
     from sympy import Float
 
     if gold is None or found is None or gold == found:
@@ -324,21 +324,21 @@ def _is_other_size(gold: Any, found: Any) -> bool:
 
 @register_reward("exact_match")
 def exact_match(_: str, response: str, answer: str) -> float:
-    """1 if the stated answer is the true one, or one of a JSON list of texts, as `answers.same` says, else 0.
+    """1 if the stated answer is the reference, or one of a JSON list of texts, by `answers.same`, else 0.
 
-    Nothing is no answer: where a reference is empty, silence would earn 1.
+    An empty response never counts: with an empty reference, silence would earn 1.
     """
     stated = references(extract_answer(response), named=False)[0]
     return float(bool(stated) and any(same(stated, reference) for reference in references(answer)))
 
 
 class LengthParameters(Options):
-    """The parameters of `length`, in characters: a reward sees text. `train.overlong_window` counts tokens."""
+    """The parameters of `length`, in characters, because rewards see text; `train.overlong_window` counts tokens."""
 
     target: NonNegativeInt
     """The longest response that earns 1."""
     limit: NonNegativeInt | None = None
-    """The length from which on it earns 0; from `target` to here it falls along a line. By default there is a step."""
+    """The length from which a response earns 0; the reward falls linearly from `target`. By default it is a step."""
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
@@ -349,10 +349,10 @@ class LengthParameters(Options):
 
 @register_reward("length", LengthParameters, _whole)
 def length(_: str, response: str, __: str, parameters: LengthParameters) -> float:
-    """1 for a response of at most `target` characters, thoughts included, and less for longer ones.
+    """1 for a response of at most `target` characters, including thoughts, and less for longer ones.
 
-    Advantages are relative to a group, so that this is a penalty of up to the part's weight; without `limit` it is the
-    length reward of GDPO (arXiv 2601.05242).
+    Since advantages are relative to a group, this acts as a penalty of up to the part's weight; without `limit` it is
+    GDPO's length reward (arXiv 2601.05242).
     """
     limit = parameters.limit or parameters.target + 1
     return min(1.0, max(0.0, (limit - len(response)) / (limit - parameters.target)))
@@ -363,7 +363,7 @@ register_reward("judge", JudgeParameters, after_thoughts)(ask_judge)
 
 
 def _imported(config: DataConfig, path: str) -> Reward:
-    """The function behind an import path, called as its parameters say: as specrl's, TRL's, verl's or OpenRLHF's."""
+    """Adapt an imported function, whose parameters show its convention: specrl's, TRL's, verl's or OpenRLHF's."""
     if ":" not in path:
         known = ", ".join(["task", *_REGISTERED])
         raise ConfigError(f'data.reward = "{path}": it must be {known} or package.module:function')
@@ -384,7 +384,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
     def as_trl(prompt: Prompt, response: str) -> Any:
         asked: Any = prompt.text
         said: Any = response
-        if config.template == "chat":  # as TRL has conversations
+        if config.template == "chat":  # TRL's form of conversations
             before = [one for one in prompt.metadata.get("context", ()) if one["role"] != "tools"]
             asked = [*before, {"role": "user", "content": prompt.metadata.get("question", prompt.text)}]
             said = [{"role": "assistant", "content": response}]
@@ -399,7 +399,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
             "extra_info": columns.get("extra_info", columns),
         }
         values["data_source"] = columns.get("data_source", str(config.path))
-        if "solution_strs" in parameters:  # a batch, here of one
+        if "solution_strs" in parameters:  # a batch of one
             values = {f"{name}s": [value] for name, value in values.items()}
         return function(**taken(values))
 
@@ -407,7 +407,7 @@ def _imported(config: DataConfig, path: str) -> Reward:
         if by_name:
             own = {"prompt": prompt.text, "response": response, "answer": prompt.answer}
             return function(**taken({**_columns(config, prompt), **own}))
-        # A decorator's (*args, **kwargs) hands on what it gets, to parameters of these names.
+        # A decorator's (*args, **kwargs) forwards to parameters of these names.
         hands_on = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
         positional = {*list(parameters)[:3], *(_OWN if hands_on else ())}
         others = {name: value for name, value in _columns(config, prompt).items() if name not in positional}
@@ -423,9 +423,9 @@ def _imported(config: DataConfig, path: str) -> Reward:
 
 
 def _takes_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a function of one's own asks for prompt, response and answer by these names, in whatever order.
+    """Whether a user's function takes prompt, response and answer by these names, in any order.
 
-    Behind (prompt, response) the third is the answer, whatever it is called; so are all three in (query, output, gold).
+    After (prompt, response), the third is the answer whatever its name; (query, output, gold) works likewise.
     """
     kinds = {one.kind for one in parameters.values()}
     if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:

@@ -1,7 +1,7 @@
-"""The environment `python`: a policy that writes a program is told what it prints, until it states its answer.
+"""The environment `python`: it runs the policy's programs and returns their output, until the policy answers.
 
-A program runs as those of the reward `code` do. So that a restart finds the same conversation, the order of sets of
-texts, `random` and the addresses in `<... at 0x...>` are the same each time; other addresses and a clock are not.
+Programs run like those of the reward `code`. So that conversations can be replayed, the order of sets of strings,
+`random` and the addresses in `<... at 0x...>` are reproducible; other addresses and clocks are not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from specrl.data.rewards.code import BLOCK, printed, write
 from specrl.data.rewards.functions import exact_match
 from specrl.data.rewards.sandbox import hide_memory
 
-SECONDS = 5.0  # for one program
-MEMORY_MIB = 1024  # of its address space
-LONGEST = 2000  # characters of what it prints that the policy reads: the end, where an error stands
+SECONDS = 5.0  # seconds per program
+MEMORY_MIB = 1024  # bytes of its address space
+LONGEST = 2000  # characters of output that the policy reads: the end, which shows errors
 _PROGRAM = "program.py"
 _RUNNER = """
 import random, resource, sys
@@ -38,9 +38,9 @@ _ADDRESS = re.compile(r"(?<= at 0x)[0-9a-f]+(?=>)")
 
 
 class Python:
-    """Runs the last fenced block of a turn, and rewards one that states the right `Answer:` with 1.
+    """Runs the last fenced block of a turn, and rewards the right `Answer:` with 1.
 
-    Programs share nothing but the files of their conversation. A turn with neither ends it.
+    Programs share only the files of their conversation. A turn with neither ends the conversation.
     """
 
     def reset(self, problem: Problem) -> list[dict[str, str]]:
@@ -59,11 +59,11 @@ class Python:
 
 
 def _output(program: str) -> str:
-    hide_memory()  # which has the answer
+    hide_memory()  # which contains the answer
     try:
         write(_PROGRAM, program)
         found = printed(_RUNNER, [_PROGRAM], "", time.monotonic() + SECONDS, MEMORY_MIB)
-    except OSError:  # an earlier program may have taken all processes or the disk, or made a folder of the file
+    except OSError:  # an earlier program may have used up processes or disk, or replaced the file by a folder
         found = None
     if found is None:
         return f"(none: it was ended, at the latest after {SECONDS:g} s)"

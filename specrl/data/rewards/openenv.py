@@ -1,4 +1,4 @@
-"""A base for environments that live on a server of OpenEnv, over its protocol on WebSockets.
+"""A base class for environments on an OpenEnv server, over its WebSocket protocol.
 
 https://github.com/meta-pytorch/OpenEnv, `openenv/core/env_server`.
 """
@@ -20,26 +20,26 @@ RETRY_SECONDS = 0.2
 
 
 class OpenEnv:
-    """An environment on a server, in a session of its own; a subclass says where it is, and how it is talked to."""
+    """An environment in its own session on a server; a subclass defines the address and the messages."""
 
     url: str
-    """Of the server's sessions, such as `ws://node7:8000/ws`."""
+    """The address of the server's sessions, such as `ws://node7:8000/ws`."""
 
     def parameters(self, problem: Problem) -> dict[str, Any]:
-        """What the server's `reset` is given for a problem, such as a seed or a task."""
+        """The arguments of the server's `reset` for a problem, such as a seed or a task."""
         del problem
         return {}
 
     def action(self, text: str) -> dict[str, Any]:
-        """The action that stands for a turn of the policy."""
+        """Convert a turn of the policy to an action."""
         return {"message": text}
 
     def messages(self, observation: dict[str, Any]) -> list[dict[str, str]]:
-        """What the policy reads of an observation."""
+        """Convert an observation to messages for the policy."""
         return [{"role": "user", "content": json.dumps(observation, ensure_ascii=False)}]
 
     def reset(self, problem: Problem) -> list[dict[str, str]]:
-        """Open a session, and wait for one as long as all are taken; RuntimeError if the server reports an error."""
+        """Open a session, waiting while all are taken; RuntimeError if the server reports an error."""
         while True:
             self._session = connect(self.url, proxy=None, max_size=None)
             found = self._ask("reset", self.parameters(problem))
@@ -49,12 +49,12 @@ class OpenEnv:
             time.sleep(RETRY_SECONDS)
 
     def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
-        """Take an action; a missing reward is 0. RuntimeError if the server reports an error."""
+        """Take an action; a missing reward counts as 0. RuntimeError if the server reports an error."""
         found = self._ask("step", self.action(text))
         return self.messages(found.get("observation") or {}), float(found.get("reward") or 0.0), bool(found.get("done"))
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        with suppress(ConnectionClosed):  # a server that is full says so at once, and hangs up
+        with suppress(ConnectionClosed):  # a full server says so at once and hangs up
             self._session.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._session.recv())
         found: dict[str, Any] = answer["data"]

@@ -1,6 +1,6 @@
-"""A pool of processes that compute the rewards of a rank's responses while the engine goes on generating.
+"""A pool of processes that compute the rewards of a rank's responses while the engine keeps generating.
 
-A reward that hangs, raises, ends its process or returns no number costs its own response alone, which scores
+A reward that hangs, raises, ends its process or returns no number affects only its own response, which scores
 `data.reward_on_failure`. Which process computes a reward, and when, changes no result.
 """
 
@@ -37,19 +37,19 @@ from specrl.processes import end_helper, start_helper
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 600  # for a process to import the reward
-PATIENCE_SECONDS = 0.1  # for one reward, before another process is started, up to `data.reward_workers`
+START_SECONDS = 600  # seconds for a process to import the reward
+PATIENCE_SECONDS = 0.1  # seconds per reward above which another process is started, up to `data.reward_workers`
 BACKLOG = 32  # waiting responses at which another process is started
-TRIES = 2  # processes that a reward may end until it counts as failed: anybody may have killed the first
-GRACE_SECONDS = 30.0  # beyond `data.reward_timeout_s`, after which a process that says nothing is ended
+TRIES = 2  # processes that a reward may end before it counts as failed: the first may have been killed from outside
+GRACE_SECONDS = 30.0  # beyond `data.reward_timeout_s`, after which a silent process is ended
 LONGEST_ANSWER = 2 * ANSWER_BYTES  # bytes that a process may send at once
-LOST_IN_A_ROW = 16  # lost processes after which a reward of the user's that has never answered counts as broken
-REASONS = 3  # named where failures are summed up, the most frequent first
+LOST_IN_A_ROW = 16  # lost processes after which a user's reward that has never answered counts as broken
+REASONS = 3  # reasons named in a summary of failures, most frequent first
 LOGGED = 3  # failures of one generation that are logged in full
 
 
 class RewardError(ValueError):
-    """A reward that judges no response at all: it cannot be imported, or it fails on every one."""
+    """A reward is unusable: it cannot be imported, or it fails on every response."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RewardFailure:
     prompt: str
     response: str
     reason: str
-    by_response: bool = False  # ran out of time or memory or ended its fork: others may not
+    by_response: bool = False  # ran out of time or memory, or ended its fork: other responses may not
     parts: tuple[int, ...] = (0,)  # the numbers of the reward's parts that have failed
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class FailureTally:
 
     @classmethod
     def merge(cls, tallies: Iterable[FailureTally]) -> FailureTally:
-        """Sum up what several ranks have summed up, in their order."""
+        """Merge the summaries of several ranks, in their order."""
         reasons, by_part, count, first, by_response = Counter[str](), Counter[int](), 0, None, 0
         for tally in tallies:
             reasons.update(dict(tally.reasons))
@@ -94,9 +94,9 @@ class FailureTally:
 
 
 Judged = tuple[list[float], RewardFailure | None]
-"""The values of a reward's parts, and why some of them are no results."""
+"""The values of a reward's parts, and why some are missing."""
 Result = Judged | Turn | RewardFailure
-"""What came of a response, or of a conversation so far."""
+"""The outcome for a response, or for a conversation so far."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ class Scores:
     """The rewards of the responses of one generation."""
 
     parts: list[list[float]]
-    """The values of the reward's parts by response, in the order of the responses' numbers; NaN where a part leaves the
-    response out."""
-    failures: list[RewardFailure]  # in the same order; what has failed counts as `data.reward_on_failure`
+    """The values of the reward's parts by response, ordered by response number; NaN if a part leaves the response
+    out."""
+    failures: list[RewardFailure]  # in the same order; failures count as `data.reward_on_failure`
     waited_s: float
     weights: tuple[float, ...] = (1.0,)
 
     @classmethod
     def of(cls, results: Sequence[Result], waited_s: float, config: DataConfig) -> Scores:
-        """The scores of a generation's responses, in the order of their numbers."""
+        """The scores of a generation's responses, ordered by number."""
         judged = [_judged(result, config) for result in results]
         failures = [failure for _, failure in judged if failure is not None]
         return cls([values for values, _ in judged], failures, waited_s, config.part_weights)
@@ -122,7 +122,7 @@ class Scores:
         return [weighted(self.weights, parts) for parts in self.parts]
 
     def log(self, what: str, on_failure: float) -> Scores:
-        """Warn of what has failed, `what` being the key that names it."""
+        """Warn of failures; `what` is the key that names the reward."""
         for failure in self.failures[:LOGGED]:
             logger.warning("%s failed and counts as %g: it %s", what, on_failure, failure)
         if len(self.failures) > LOGGED:
@@ -130,7 +130,7 @@ class Scores:
         return self
 
     def in_groups(self, groups: Sequence[int]) -> Scores:
-        """The scores in which what a part leaves out is its group's mean, without an advantage, or 0 if all were."""
+        """Replace what a part leaves out by its group's mean, which gives no advantage, or 0 if there is none."""
         columns = [_filled(column, groups) for column in zip(*self.parts, strict=True)]
         return replace(self, parts=[list(row) for row in zip(*columns, strict=True)])
 
@@ -153,7 +153,7 @@ def _filled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
 class _Job:
     section: int  # index into `RewardPool.sections`
     prompt: Prompt
-    response: str | tuple[str, ...]  # to an environment: the turns so far
+    response: str | tuple[str, ...]  # for an environment: the turns so far
     data: DataConfig  # that section
     result: Future[Result] = field(default_factory=Future)
 
@@ -164,7 +164,7 @@ class _Job:
         return RewardFailure(shortened(self.prompt.text), shortened(said), reason, parts=numbers)
 
     def judged(self, parts: Parts) -> Judged:
-        """What came of each part, as `Outcome.parts` has it."""
+        """The outcome of each part, from `Outcome.parts`."""
         failed = [number for number, part in enumerate(parts) if isinstance(part, str)]
         on_failure = self.data.reward_on_failure
         values = [math.nan if part is None else on_failure if isinstance(part, str) else part for part in parts]
@@ -175,12 +175,12 @@ class _Job:
 
 
 class RewardPool:
-    """The processes of one rank. One is started at once, others where rewards take long; each has a thread here."""
+    """The processes of one rank. One starts at once, more if rewards take long; each has a thread here."""
 
     def __init__(self, config: DataConfig, *others: DataConfig, environment: str | None = None) -> None:
-        """Start the first process without waiting; the settings of `config` hold for the rewards of `others` too.
+        """Start the first process without waiting; the settings of `config` also apply to the rewards of `others`.
 
-        With an `environment.name`, that answers turns in place of all rewards.
+        If `environment.name` is set, the environment answers turns in place of all rewards.
         """
         self.config, self.environment = config, environment
         self.key = "data.reward" if environment is None else "environment.name"  # names what judges responses
@@ -189,7 +189,7 @@ class RewardPool:
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.error: Exception | None = None  # why the pool can do nothing more
         self.closed = False
-        self.has_answered = False  # then the reward is not broken, whatever later responses make it do
+        self.has_answered = False  # from then on the reward counts as working, whatever later responses make it do
         self._lock = threading.Lock()
         self._lost = 0
         self._said = False
@@ -198,17 +198,17 @@ class RewardPool:
         self.grow()
 
     def begin(self, data: DataConfig) -> Scoring:
-        """The scoring of one generation's responses by the reward of `data`, one of the pool's sections."""
+        """Begin scoring a generation's responses with the reward of `data`, one of the pool's sections."""
         return Scoring(self, data)
 
     def grow(self) -> None:
-        """Start another process, unless there are `data.reward_workers` of them."""
+        """Start another process, unless there are already `data.reward_workers`."""
         with self._lock:
             if len(self._workers) < self.config.reward_workers and not self.closed:
                 self._workers.append(_Worker(self))
 
     def started(self, gaps: str) -> None:
-        """Note that a process has imported the rewards; warn once of what the sandbox does not prevent here."""
+        """Note that a process has imported the rewards; warn once of what the sandbox cannot prevent here."""
         with self._lock:
             if gaps and not self._said:
                 logger.warning("%s runs without a part of its sandbox: on this machine it could %s", self.key, gaps)
@@ -216,7 +216,7 @@ class RewardPool:
         self._ready.set()
 
     def wait_until_ready(self) -> None:
-        """Wait until the first process has imported the rewards, or has failed to."""
+        """Wait until the first process has imported the rewards or failed to."""
         self._ready.wait()
 
     def lost(self, failure: RewardFailure) -> None:
@@ -232,7 +232,7 @@ class RewardPool:
                 )
 
     def close(self) -> None:
-        """End all processes, also those at work."""
+        """End all processes, including busy ones."""
         with self._lock:
             self.closed = True
         for _ in self._workers:
@@ -242,7 +242,7 @@ class RewardPool:
 
 
 class Scoring:
-    """The rewards of one generation's responses, each asked for as soon as the response is finished."""
+    """The rewards of one generation's responses, each requested as soon as the response is finished."""
 
     def __init__(self, pool: RewardPool, data: DataConfig) -> None:
         self._pool = pool
@@ -250,10 +250,10 @@ class Scoring:
         self._asked: dict[int, Future[Result]] = {}
 
     def submit(self, number: int, prompt: Prompt, response: str | tuple[str, ...]) -> None:
-        """Ask for the reward of a response, or for an environment's answer to turns.
+        """Request the reward of a response, or an environment's answer to turns.
 
         Raises:
-            RewardError: The pool can do nothing more.
+            RewardError: The pool is unusable.
         """
         if self._pool.error is not None:
             raise self._pool.error
@@ -262,18 +262,18 @@ class Scoring:
         self._pool.jobs.put(job)
 
     def wait(self, *, logs: bool = True) -> Scores:
-        """Wait for the rewards of all responses; RewardError if the pool can do nothing more."""
+        """Wait for the rewards of all responses; RewardError if the pool is unusable."""
         started = time.perf_counter()
         scores = Scores.of([*self.results().values()], time.perf_counter() - started, self._data)
         return scores.log(self._pool.key, self._data.reward_on_failure) if logs else scores
 
     def results(self) -> dict[int, Result]:
-        """Wait for what came of all responses, by their numbers; RewardError if the pool can do nothing more."""
+        """Wait for the outcomes of all responses, by number; RewardError if the pool is unusable."""
         return {number: self._asked[number].result() for number in sorted(self._asked)}
 
 
 class _Worker:
-    """One process and the thread that waits for it. To the kernel this thread is the process's parent."""
+    """One process and the thread that waits for it, which is the process's parent to the kernel."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
@@ -292,7 +292,7 @@ class _Worker:
     def _run(self) -> None:
         try:
             self._running()
-        except Exception as error:  # the rank's main thread shall raise it, when it asks for a reward
+        except Exception as error:  # raised in the rank's main thread when it requests a reward
             self._pool.error = error
             self._pool.started("")
         while (job := self._pool.jobs.get()) is not None:
@@ -300,7 +300,7 @@ class _Worker:
                 if self._pool.error is not None:
                     raise self._pool.error
                 job.result.set_result(self._result(job))
-            except Exception as error:  # the rank's main thread waits for an answer and shall raise it
+            except Exception as error:  # raised in the rank's main thread, which waits for an answer
                 self._pool.error = error
                 job.result.set_exception(error)
         self._kill()
@@ -320,7 +320,7 @@ class _Worker:
             outcome = self._asked(self._running(), job.section, message)
             if outcome.late:
                 return self._lost(job, f"took longer than data.reward_timeout_s = {self._timeout:g}")
-            if (code := outcome.ended) is not None:  # as `subprocess` gives it
+            if (code := outcome.ended) is not None:  # as in `subprocess`
                 ending = f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
                 continue
             self._pool.has_answered = True
@@ -331,7 +331,7 @@ class _Worker:
         return self._lost(job, f"ended its process {TRIES} times ({ending})")
 
     def _asked(self, connection: Connection, section: int, message: bytes) -> Outcome:
-        """What comes of a response; the process may hang or end itself, and not only its fork."""
+        """The outcome for a response; not only the fork but also the process may hang or end itself."""
         try:
             connection.send((section, message))
             if self._answers(connection):
@@ -372,7 +372,7 @@ class _Worker:
             self._connection.close()
         variables = sandbox.environment(self._pool.config.reward_environment, self._scratch)
         self._process, self._connection = start_helper("specrl.data.rewards.worker", variables)
-        if self._pool.closed:  # perhaps before there was a process to end
+        if self._pool.closed:  # perhaps before the process existed
             self._kill()
         try:
             self._connection.send((list(self._pool.sections), self._pool.environment, self._scratch))
@@ -389,7 +389,7 @@ class _Worker:
 
 
 def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> RewardPool | None:
-    """Start a rank's pool, for these held-out sets too; None where another rank of the engine scores the same."""
+    """Start a rank's pool, also for these held-out sets; None if another rank of the engine scores the same."""
     if rank % config.engine.tensor_parallel:
         return None
     others = (config_of_set(config, name).data for name in sets)
@@ -397,12 +397,12 @@ def start_rewards(config: Config, rank: int, sets: Iterable[str] = ()) -> Reward
 
 
 def named(config: DataConfig, environment: str | None) -> str:
-    """What judges responses, as its key and its value."""
+    """What judges responses, as `KEY = VALUE`."""
     return f"environment.name = {environment!r}" if environment else f"data.reward = {config.reward_words!r}"
 
 
 def describe(failures: FailureTally, num_responses: int) -> str:
-    """One line about the failures, of which there is at least one, among the responses of a generation."""
+    """One line about the failures (at least one) among a generation's responses."""
     assert failures.first is not None, "there is a failure to describe"
     counted = "; ".join(f"{count} x it {reason}" for reason, count in failures.reasons)
     return (
@@ -414,9 +414,9 @@ def describe(failures: FailureTally, num_responses: int) -> str:
 def refuse_failure(
     failures: FailureTally, num_responses: int, config: DataConfig, environment: str | None = None
 ) -> None:
-    """Raise RewardError where a part of a reward failed on all responses of a generation, over all ranks.
+    """Raise RewardError if a part of a reward failed on all responses of a generation, over all ranks.
 
-    A built-in reward that no response let finish is not refused: a policy must not be able to end its run.
+    A built-in reward that no response allows to finish is exempt: a policy must not be able to end its run.
     """
     if is_built_in(config, environment) and failures.by_response == failures.count:
         return

@@ -1,7 +1,7 @@
-"""The kernel's means by which a reward touches nothing but its scratch folder, called directly: no package is needed.
+"""Confines a reward to its scratch folder by calling the kernel directly; no package is needed.
 
-Namespaces (user, processes, mounts, network) hold the process that scores, once; Landlock and a seccomp filter hold
-each response's fork of it. A kernel may lack any of them, or refuse them to users: `available` says which hold here.
+Namespaces (user, processes, mounts, network) confine the scoring process; Landlock and a seccomp filter confine its
+fork for each response. A kernel may lack any of these or refuse them to users: `available` says which work here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 
 import psutil
 
-MEMORY = 4 * 2**30  # bytes of address space for scoring one response, beyond what the reward's import took
-FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of the scratch folder where it is a file system of its own
-FILES = 10_000  # in a scratch folder that is a file system of its own
-PROCESSES = 200  # a reward of the user's may start so many for each response
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")  # and not /dev/shm, where others' data may lie
+MEMORY = 4 * 2**30  # bytes of address space for scoring one response, in addition to the reward's import
+FILE_SIZE = 256 * 2**20  # bytes of the largest file, and of a scratch folder with its own file system
+FILES = 10_000  # in a scratch folder with its own file system
+PROCESSES = 200  # that a user's reward may start per response
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")  # but not /dev/shm, which may hold others' data
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", *DEVICES)
-"""What a program that a model has written may read, beside Python and its own folder."""
+"""What a model's program may read besides Python and its own folder."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""Without these, Python or text may not work as they do in the rank."""
+"""Variables without which Python or text might behave differently than in the rank."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _X86 = platform.machine() == "x86_64"
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # what `seccomp_data.arch` holds (linux/audit.h)
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # values of `seccomp_data.arch` (linux/audit.h)
 _DENIED: dict[str, tuple[int, int]] = {
     "ptrace": (101, 117),
     "mount": (165, 40),
@@ -78,26 +78,26 @@ _NUMBERS = _DENIED | {
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
-"""Those of all that are called here, or decided about."""
+"""The numbers of the system calls that are made here or filtered."""
 _CHANGES_OF_MODE = (
     (90, 91, 268, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 132, 235, 261, 280, 452),
     (52, 53, 54, 55, 5, 6, 7, 14, 15, 16, 88, 452),
 )
-"""chmod, chown, setxattr, removexattr and utime in all forms: read-only mounts refuse them, and Landlock does not."""
-_FORKS = (57, 58) if _X86 else ()  # fork and vfork, which aarch64 does not have
+"""chmod, chown, setxattr, removexattr and utime in all forms, which read-only mounts refuse but Landlock allows."""
+_FORKS = (57, 58) if _X86 else ()  # fork and vfork, which aarch64 lacks
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the kernel holds a reward with."""
+    """The means by which the kernel confines a reward."""
 
-    namespaces: bool  # user, process, mount and IPC, and network unless `data.reward_network` asks for it
-    read_only: bool  # all mounts but the scratch folder's
-    landlock: int  # the version of its interface; 0 without it
-    filters: bool  # seccomp, on system calls
+    namespaces: bool  # of users, processes, mounts, IPC, and network unless `data.reward_network` allows it
+    read_only: bool  # all mounts except the scratch folder
+    landlock: int  # ABI version; 0 without Landlock
+    filters: bool  # seccomp filter
 
     def gaps(self, network: bool) -> str:
-        """What is not held here, in one line; an empty text where nothing is missing."""
+        """What is not confined here, in one line; empty if nothing is missing."""
         missing = []
         if not (self.landlock or self.read_only):
             missing.append("write files of yours")
@@ -113,7 +113,7 @@ class Confinement:
 
 
 def available(network: bool = False) -> Confinement:
-    """Ask the kernel what it allows this user; a process of its own tries what cannot be asked for."""
+    """Find out what the kernel allows this user; a separate process tries what cannot be queried."""
     code = _tried_namespaces(network)
     return Confinement(code in (0, 2), code == 0, landlock_version(), _has_filters())
 
@@ -137,10 +137,10 @@ def _tried_namespaces(network: bool) -> int:
 
 
 def enter_namespaces(scratch: Path, network: bool) -> bool:
-    """Put this process, which must have one thread, into namespaces; its next child is the first one inside.
+    """Put this single-threaded process into namespaces; its next child is the first process inside.
 
-    A small file system takes the place of `scratch`. Returns whether all other mounts are read-only. Raises OSError
-    where the kernel refuses, perhaps half-way.
+    A small file system replaces `scratch`. Returns whether all other mounts are read-only. Raises OSError if the kernel
+    refuses, perhaps half-way.
     """
     user, group = os.getuid(), os.getgid()
     clone_newns, clone_newipc, clone_newuser, clone_newpid, clone_newnet = 0x20000, 0x8000000, 2**28, 2**29, 2**30
@@ -159,7 +159,7 @@ def enter_namespaces(scratch: Path, network: bool) -> bool:
 
 
 def limit_resources(timeout: float, base: int) -> None:
-    """Limit memory, CPU time and file size of this process, which takes `base` bytes already, and its children."""
+    """Limit memory, CPU time and file size of this process, which already uses `base` bytes, and its children."""
     cpu = math.ceil(timeout) + 2
     limits = {
         resource.RLIMIT_AS: base + MEMORY,
@@ -174,28 +174,27 @@ def limit_resources(timeout: float, base: int) -> None:
 
 
 def address_space() -> int:
-    """The address space that this process takes, in bytes."""
+    """The bytes of address space that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def confine(scratch: Path, held: Confinement, *, network: bool, processes: bool) -> int | None:
-    """Take from this process and all that it starts, for good, what a reward does not need.
+    """Irrevocably restrict this process and its descendants to what a reward needs.
 
-    It may write in `scratch` alone. Returns the file descriptor at which `grant_process` is to be called for each
-    process that is asked for; None where none can be. Raises OSError where the kernel refuses what it has said it can
-    do.
+    It may write only in `scratch`. Returns the file descriptor with which `grant_process` must be called for each
+    requested process; None if none can be granted. Raises OSError if the kernel refuses what it claimed to support.
     """
-    hide_memory(False)  # of a copy that is nobody's but the response's, and in which programs look at themselves
+    hide_memory(False)  # a private copy for this response, in which programs inspect themselves
     pr_set_no_new_privs = 38
     _checked(_libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0))
-    _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capability, as root and in namespaces
+    _checked(_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24)))  # no capabilities, even as root
     if held.landlock:
         _allow_writing(scratch, held.landlock, network)
     return _filter_calls(held, network, processes) if held.filters else None
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface; 0 where the kernel has none."""
+    """Landlock's ABI version; 0 if the kernel lacks Landlock."""
     return max(0, _call("landlock_create_ruleset", None, 0, 1))
 
 
@@ -208,9 +207,9 @@ def _allow_writing(scratch: Path, version: int, network: bool) -> None:
 
 
 def limit_reading() -> None:
-    """Let this process and all that it starts read, for good, only the system, Python and the current folder.
+    """Irrevocably restrict reading, for this process and its descendants, to system, Python and current folder.
 
-    On a kernel without Landlock it does nothing.
+    Does nothing on a kernel without Landlock.
     """
     if landlock_version():
         places = [path for path in map(Path, (*SYSTEM, sys.prefix, sys.base_prefix, os.curdir)) if path.exists()]
@@ -230,7 +229,7 @@ def _allow(attributes: bytes, allowed: Mapping[Path, int]) -> None:
 
 
 _ALLOW, _ERRNO, _KILL, _NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
-"""What a filter may answer (linux/seccomp.h)."""
+"""Return values of a filter (linux/seccomp.h)."""
 
 
 def _has_filters() -> bool:
@@ -266,19 +265,19 @@ def _program(held: Confinement, network: bool, processes: bool) -> bytes:
         steps += [(jump_equal, 0, 1, number), (answer, 0, 0, _ERRNO | EPERM)]
     for number in _FORKS:
         steps += [(jump_equal, 0, 1, number), (answer, 0, 0, to_start)]
-    steps += [(jump_equal, 0, 1, _number("clone3")), (answer, 0, 0, _ERRNO | ENOSYS)]  # libc then calls clone
+    steps += [(jump_equal, 0, 1, _number("clone3")), (answer, 0, 0, _ERRNO | ENOSYS)]  # libc then falls back on clone
     new_namespaces, thread = 0x7E020080, 0x10000
     steps += [(jump_equal, 0, 6, _number("clone")), (load, 0, 0, 16)]  # the low half of the first argument
     steps += [(jump_set, 0, 1, new_namespaces), (answer, 0, 0, _ERRNO | EPERM)]
     steps += [(jump_set, 1, 0, thread), (answer, 0, 0, to_start), (answer, 0, 0, _ALLOW)]
     steps += [(jump_equal, 0, 3, _number("kill")), (load, 0, 0, 16)]
-    steps += [(jump_equal, 0, 1, 0xFFFFFFFF), (answer, 0, 0, _ERRNO | EPERM)]  # everything that may be signalled
+    steps += [(jump_equal, 0, 1, 0xFFFFFFFF), (answer, 0, 0, _ERRNO | EPERM)]  # all that it may signal
     steps += [(answer, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
 def grant_process(listener: int, granted: int) -> int:
-    """Answer one request for a process and return how many are granted now; call it when `listener` is readable."""
+    """Answer one request for a process, when `listener` is readable; return how many are granted now."""
     receive, send, go_on = 0xC0502100, 0xC0182101, 1
     request = bytearray(80)
     try:
@@ -286,33 +285,33 @@ def grant_process(listener: int, granted: int) -> int:
         number = struct.unpack_from("Q", request)[0]
         allowed = granted < PROCESSES
         fcntl.ioctl(listener, send, struct.pack("QqiI", number, 0, 0 if allowed else -EAGAIN, go_on if allowed else 0))
-    except OSError:  # whoever has asked is gone
+    except OSError:  # the requester is gone
         return granted
     return granted + 1
 
 
 def end_all_children(child: int, held: Confinement) -> None:
-    """End a child of this process and all that it has started, directly or not, and wait for them."""
-    waiting = [-1 if held.namespaces else child]  # -1: all of the namespace but its first process, which this is
+    """End a child of this process and all its descendants, and wait for them."""
+    waiting = [-1 if held.namespaces else child]  # -1: all of the namespace but this process
     with suppress(ChildProcessError):
         while True:
             for process in waiting:
-                with suppress(ProcessLookupError):  # it has ended already
+                with suppress(ProcessLookupError):  # already ended
                     os.kill(process, signal.SIGKILL)
             for process in waiting:
                 os.waitpid(process, 0)
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where there is nobody any more
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises once none is left
             waiting = [-1] if held.namespaces else [found.pid for found in psutil.Process().children()]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of the processes whose own parent, started by this process, ends before them."""
+    """Become the parent of descendants whose own parent ends before them."""
     pr_set_child_subreaper = 36
     _checked(_libc.prctl(pr_set_child_subreaper, 1, 0, 0, 0))
 
 
 def hide_memory(hidden: bool = True) -> None:
-    """Keep other processes of the user from reading or changing the memory of this one, or let them."""
+    """Forbid, or allow again, that other processes of the user access this one's memory."""
     pr_set_dumpable = 4
     _checked(_libc.prctl(pr_set_dumpable, int(not hidden), 0, 0, 0))
 
@@ -322,7 +321,7 @@ def _number(name: str) -> int:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """Make a system call that the C library has no function for."""
+    """Make a system call for which the C library has no function."""
     words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return int(_libc.syscall(ctypes.c_long(_number(name)), *words))
 

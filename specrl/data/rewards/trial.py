@@ -1,4 +1,4 @@
-"""One response scored outside of a run, so that users see what their reward makes of it."""
+"""Scores one response outside a run, so that users can try their reward."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Trial:
     problem: int
     question: str
     answer: str
-    score: float | None  # as a run takes it: None where the reward, or a part of it, returned that
-    parts: dict[str, float | None]  # the parts of the score, unweighted; empty where there are none
+    score: float | None  # as in a run: None if the reward, or a part of it, returned None
+    parts: dict[str, float | None]  # unweighted parts of the score, if any
     error: str | None  # why the reward failed
-    seconds: float  # without the reward's import
+    seconds: float  # without importing the reward
 
     def values(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """What a terminal shows; nothing in it is taken as a control character."""
+        """The lines for a terminal, with control characters escaped."""
         parts = [f"{name} {'none' if value is None else format(value, 'g')}" for name, value in self.parts.items()]
         failed = [] if self.error is None else [f"failed: the reward {self.error}"]
         return [
@@ -48,7 +48,7 @@ class Trial:
 
 
 def try_reward(config: Config, response: str, number: int, tokenizer: Any = None) -> Trial:
-    """Score a response to the training problem with this number; a chat template needs the policy's tokenizer."""
+    """Score a response to a training problem, given by number; a chat template needs the policy's tokenizer."""
     check_template(config.data.template)
     problem = make_problems(config, fit_all).draw("train", number, 1)[0]
     question, template = problem.question, config.data.template
@@ -71,7 +71,7 @@ def try_reward(config: Config, response: str, number: int, tokenizer: Any = None
 
 
 def doubtful_references(config: Config, demonstrations: Sequence[tuple[Prompt, str]]) -> list[str]:
-    """Lines if the reward fails on references that are stated word by word, or gives them less than what is right."""
+    """Lines about references that, stated verbatim, make the reward fail or earn less than full reward."""
     found = list({(prompt.text, prompt.answer): (prompt, text) for prompt, text in demonstrations}.values())
     with closing(RewardPool(config.data)) as pool:
         scores = _scored(pool, found)

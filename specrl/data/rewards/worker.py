@@ -1,6 +1,6 @@
-"""The process that computes rewards, each response's in a fork of itself. It ends with the rank that started it.
+"""The process that computes rewards, each in a fork of itself. It ends with the rank that started it.
 
-It imports the rewards once, inside the sandbox. What comes back from a fork are numbers and texts, as JSON.
+It imports the rewards once, inside the sandbox. Forks return numbers and texts as JSON.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from specrl.data.rewards.environments import Turn, make_environment, play
 from specrl.data.rewards.functions import judge, make_rewards, refuse_network, runs_code, starts_processes, warm_up
 from specrl.processes import become_helper, end_with_parent
 
-ANSWER_BYTES = 65_536  # the longest answer of a fork
-CHECK_SECONDS = 0.05  # how often a silent fork is looked at
+ANSWER_BYTES = 65_536  # bytes of a fork's longest answer
+CHECK_SECONDS = 0.05  # seconds between checks of a silent fork
 STRANGE = "answered with something else than an outcome, which the response may have made it do"
 
 Parts = list[float | str | None]
 Judge = Callable[[Prompt, Any], Parts | Turn | str]
-"""What is called for each response, or for each turn of a conversation."""
+"""Called for each response, or for each turn of a conversation."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one response: exactly one of these is set."""
+    """The outcome for one response: exactly one field is set."""
 
     parts: Parts | None = None
-    """The number of each part of the reward, None where it leaves the response out, or why it has failed."""
+    """The value of each part of the reward, None if it leaves the response out, or why it failed."""
     turn: Turn | None = None  # of an environment
     ended: int | None = None  # the exit code of a fork that ended without an answer, or minus its signal
     late: bool = False  # ended at `data.reward_timeout_s`
-    failure: str | None = None  # why there is nothing of the above
+    failure: str | None = None  # why none of the above exists
 
     @classmethod
     def parse(cls, message: bytes) -> Outcome:
-        """Read what `json` wrote; ValueError for anything else."""
+        """Parse the output of `json`; ValueError for anything else."""
         try:
             fields = json.loads(message)
             outcome = cls(**fields)
@@ -76,7 +76,7 @@ class Outcome:
 
     @classmethod
     def of(cls, found: Parts | Turn | str) -> Outcome:
-        """The outcome of what a `Judge` has returned."""
+        """The outcome for a `Judge`'s return value."""
         if not isinstance(found, Turn):
             return cls(failure=found) if isinstance(found, str) else cls(parts=found)
         size = len((outcome := cls(turn=found)).json())
@@ -90,21 +90,20 @@ class Outcome:
 def main(rank: Connection) -> None:
     """Answer prompts and responses with outcomes until the rank closes the connection.
 
-    The first two messages are the rank's process id, and what this process is to be: sections as JSON, of which the
-    first one's settings of rewards hold, the `environment.name` that answers turns in place of the rewards, if any, and
-    an empty folder of its own. The answer to them is JSON: `problem`, empty or why there is no such reward, and `gaps`,
-    what `Confinement.gaps` says.
+    The first two messages are the rank's process id and the process's setup: sections as JSON (the first one's settings
+    of rewards apply), the `environment.name` that answers turns in place of rewards, if any, and an empty private
+    folder. The answer is JSON: `problem`, empty or why there is no such reward, and `gaps`, from `Confinement.gaps`.
     """
     parent = rank.recv()
     become_helper(parent)
-    os.dup2(2, 1)  # what a reward's import prints: standard output may be JSON, see `specrl reward --json -`
+    os.dup2(2, 1)  # for output of a reward's import, since standard output may be JSON (`specrl reward --json -`)
     texts, environment, scratch = rank.recv()
     sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]  # responses are scored in another folder
     sections = [DataConfig.model_validate_json(text) for text in texts]
     held = sandbox.available(sections[0].reward_network)
     if held.namespaces:
         sandbox.enter_namespaces(scratch, sections[0].reward_network)
-        end_with_parent(parent)  # once more: the kernel forgets it where a process gets other rights
+        end_with_parent(parent)  # again: the kernel resets it when a process changes its privileges
         _go_on_in_child(rank)
     else:
         sandbox.adopt_orphans()
@@ -119,11 +118,11 @@ def main(rank: Connection) -> None:
     if not problem:
         processes = [starts_processes(section, environment) for section in sections]
         Scorer(rank, sections[0], judges, processes, scratch, held).serve()
-    os._exit(0)  # threads that the reward has started shall not keep the process
+    os._exit(0)  # threads started by the reward must not keep the process alive
 
 
 def make_judge(section: DataConfig, environment: str | None) -> Judge:
-    """The environment, or without one the parts of the section's reward; raise ConfigError if there is none."""
+    """Make the environment, or else the parts of the section's reward; raise ConfigError if there is none."""
     if environment is not None:
         refuse_network(section, environment)
         return partial(play, make_environment(environment))
@@ -136,7 +135,7 @@ def make_judge(section: DataConfig, environment: str | None) -> Judge:
 def _go_on_in_child(rank: Connection) -> None:
     child = os.fork()
     if not child:
-        end_with_parent(0)  # what a process outside of the namespaces is called inside
+        end_with_parent(0)  # id, inside the namespaces, of any process outside
         return
     rank.close()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -145,19 +144,19 @@ def _go_on_in_child(rank: Connection) -> None:
 
 @dataclass
 class Scorer:
-    """The process that has imported the rewards, and the forks of it that score one response each."""
+    """The process that has imported the rewards, and its forks, which score one response each."""
 
     rank: Connection
     settings: DataConfig
     judges: Sequence[Judge]
-    processes: Sequence[bool]  # whether each judge may start some
+    processes: Sequence[bool]  # whether each judge may start processes
     scratch: Path
     held: sandbox.Confinement
 
     def serve(self) -> None:
         """Answer messages `(section's index, arguments of its judge pickled)` until the rank closes the connection."""
         gc.collect()
-        gc.freeze()  # so that no fork touches, and thereby copies, what has been imported
+        gc.freeze()  # so that forks do not touch, and thereby copy, imported objects
         self._base = sandbox.address_space()
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
@@ -188,7 +187,7 @@ class Scorer:
             self.rank.close()
             _silence()
             if self.held.namespaces:
-                os.setsid()  # elsewhere the rank ends this process by its group
+                os.setsid()  # elsewhere the rank ends this process's group
             os.chdir(folder)
             sandbox.limit_resources(self.settings.reward_timeout_s, self._base)
             listener = sandbox.confine(folder, self.held, network=self.settings.reward_network, processes=processes)
@@ -210,14 +209,14 @@ def _remove(folder: Path) -> None:
 
 
 def _silence() -> None:
-    """A response may make its reward print without end, or to a terminal."""
+    """Discard output: a response may make its reward print without end, or to a terminal."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
 
 
 def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: bool) -> Outcome:
-    """The outcome of a fork; a `supervised` one first sends the descriptor at which it asks for processes."""
+    """The outcome of a fork; a `supervised` one first sends the descriptor for requesting processes."""
     deadline = time.monotonic() + timeout
     poll, listener, granted, closed = select.poll(), -1, 0, False
     poll.register(answer, select.POLLIN)
@@ -226,7 +225,7 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
             for number, event in poll.poll(min(left, 0.001 if closed else CHECK_SECONDS) * 1000):
                 if number == listener:
                     granted = sandbox.grant_process(listener, granted)
-                    if event & (select.POLLHUP | select.POLLERR):  # nobody is left who could ask
+                    if event & (select.POLLHUP | select.POLLERR):  # no requester is left
                         poll.unregister(listener)
                     continue
                 message, descriptors = _received(answer)
@@ -244,7 +243,7 @@ def _awaited(child: int, answer: socket.socket, timeout: float, *, supervised: b
         return Outcome(late=True)
     finally:
         if listener >= 0:
-            os.close(listener)  # from now on nobody can start a process
+            os.close(listener)  # from now on no process can be started
 
 
 def _received(answer: socket.socket) -> tuple[bytes, list[int]]:

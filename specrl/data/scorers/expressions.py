@@ -1,7 +1,7 @@
-"""Expressions and lists that responses state: parsed, bounded and written anew, so that no scorer sees a model's text.
+"""Expressions and lists in responses: parsed, bounded and rewritten, so that no scorer sees a model's text.
 
-Some of reasoning-gym's scorers evaluate the answer as Python. What this module returns is made of numbers, operators,
-known names and known functions alone, and small enough to be computed.
+Some of reasoning-gym's scorers evaluate the answer as Python. This module returns only numbers, operators, known names
+and known functions, small enough to be computed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LONGEST = 2_000  # characters of an expression
 LONGEST_LISTING = 100_000  # characters of a list or a matrix
 DEEPEST = 60  # nested brackets
 LARGEST_EXPONENT = 1_000
-LARGEST_OUTER_EXPONENT = 24  # if its base is no single variable or number: a scorer may multiply it out
+LARGEST_OUTER_EXPONENT = 24  # of a compound base, which a scorer may multiply out
 MOST_CALLS = 40  # in one expression
-DEEPEST_CALL = 4  # calls within each other
-LARGEST_SIZE = 4_096  # about the bits of a value, or the coefficients of a polynomial that is multiplied out
+DEEPEST_CALL = 4  # nested calls
+LARGEST_SIZE = 4_096  # roughly the bits of a value, or the coefficients of an expanded polynomial
 _FUNCTIONS = (
     "sqrt exp log ln Abs sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh "
     "acoth erf"
@@ -40,15 +40,15 @@ _COMPUTE: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)  # on a text that is no expression
+_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)  # for text that is no expression
 
 
 class NotAnAnswerError(ValueError):
-    """A text that is no answer of the expected form, or is larger than any answer."""
+    """The text is no answer of the expected form, or larger than any answer."""
 
 
 def bounded_expression(text: str, names: Collection[str] = ()) -> str:
-    """An arithmetic expression of numbers and `names`, its numbers as written, since scorers look for digits."""
+    """Rewrite an arithmetic expression of numbers and `names`, numbers as written, since scorers look for digits."""
     tree = _parsed(text, LONGEST).body
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if len(calls) > MOST_CALLS or max(map(_depth, calls), default=0) > DEEPEST_CALL:
@@ -59,7 +59,7 @@ def bounded_expression(text: str, names: Collection[str] = ()) -> str:
 
 
 class _AsWritten(ast.NodeTransformer):
-    """Puts the text of each number, `5.` or `1e3`, in the place of its value."""
+    """Replaces the value of each number by its text, such as `5.` or `1e3`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -69,7 +69,7 @@ class _AsWritten(ast.NodeTransformer):
 
 
 def bounded_listing(text: str) -> str:
-    """A list, or a list of lists, of numbers and texts, written anew."""
+    """Rewrite a list, or a list of lists, of numbers and texts."""
     tree = _parsed(text, LONGEST_LISTING)
     try:
         value = ast.literal_eval(tree)
@@ -88,14 +88,14 @@ def _parsed(text: str, longest: int) -> ast.Expression:
         raise NotAnAnswerError("the text is too long or nested too deeply")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about spellings that a later Python refuses
+            warnings.simplefilter("ignore")  # warnings about spellings that later Pythons refuse
             return ast.parse(text.strip(), mode="eval")
     except _PARSER_ERRORS as error:
         raise NotAnAnswerError("the text is no expression") from error
 
 
 def nesting(text: str) -> int:
-    """How many brackets of any kind are open at once, at most."""
+    """The maximum number of brackets of any kind that are open at once."""
     deepest = depth = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth = max(0, depth + (1 if bracket in "([{" else -1))
@@ -159,7 +159,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def bounded_latex(text: str) -> str:
-    """An answer in LaTeX as it is, unless it is too long, too nested, or asks for what cannot be computed."""
+    """Return a LaTeX answer unchanged, unless it is too long, too deeply nested, or too costly to compute."""
     if len(text) > LONGEST or nesting(text) > DEEPEST:
         raise NotAnAnswerError("the answer is too long or nested too deeply")
     if re.search(r"\d[\d_]{500}", text):

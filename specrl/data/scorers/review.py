@@ -1,7 +1,7 @@
-"""The review of reasoning-gym's scorers: what each does with an answer, and how the answer is made safe for it.
+"""A review of reasoning-gym's scorers: what each does with an answer, and how answers are made safe for it.
 
-A generator that is not in this table, and another version of the library, is refused: an upgrade brings nothing that
-nobody has looked at. `tests/security/scorer_calls.py` lists what the scorers of a version call.
+Generators missing from this table, and other versions of the library, are refused, so that no upgrade brings in
+unreviewed code. `tests/security/scorer_calls.py` lists what the scorers of a version call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from specrl.data.scorers.expressions import (
 )
 
 VERSION = "0.1.25"
-"""The version of reasoning-gym whose scorers were reviewed."""
-LONGEST_CUBE = 1_000  # turns of a cube in one answer
+"""The reviewed version of reasoning-gym."""
+LONGEST_CUBE = 1_000  # cube turns in one answer
 CONSTANT_OF_INTEGRATION = re.compile(r"[A-DF-HJ-MPRT-Za-z](?:_?\d)?|[Cc]onst(?:ant)?")  # E, I, N, O, Q, S: SymPy's
 
 Entry = Mapping[str, Any]
@@ -59,21 +59,21 @@ def listing(answer: str, entry: Entry) -> str:
 
 
 def finite(answer: str, entry: Entry) -> str:
-    """Allow numbers alone: NaN is at no distance from any number, and the scorer takes it for the right one."""
+    """Allow only numbers: the scorer would accept NaN, which has no distance from any number."""
     if re.search("nan|inf", answer, re.IGNORECASE):
         raise NotAnAnswerError("the answer is no finite number")
     return plain(answer, entry)
 
 
 def same(answer: str, entry: Entry) -> str:
-    """Allow the right answer alone: the scorer takes any text for it."""
+    """Allow only the right answer: the scorer accepts any text."""
     if answer.casefold() != str(entry["answer"]).casefold():
         raise NotAnAnswerError("the answer is another one")
     return answer
 
 
 def short_number(answer: str, _: Entry) -> str:
-    """Allow a decimal number or a fraction whose exponent has two digits: `Fraction` computes 10 to its power."""
+    """Allow a decimal number or a fraction with an exponent of two digits: `Fraction` computes that power of 10."""
     number = r"[+-]?(?:\d[\d_]{0,99}(?:\s*/\s*\d{1,99}|\.?\d{0,99})|\.\d{1,99})(?:[eE][+-]?\d{1,2})?"
     if not re.fullmatch(number, answer.replace(",", "").strip()):
         raise NotAnAnswerError("the answer is no number")
@@ -81,7 +81,7 @@ def short_number(answer: str, _: Entry) -> str:
 
 
 def cube_turns(answer: str, entry: Entry) -> str:
-    """Allow few turns: the scorer repeats a turn as often as the number after it says."""
+    """Allow few turns: the scorer repeats a turn by the number after it."""
     counts = [int(digits[:6]) for digits in re.findall(r"\d+", plain(answer, entry))]
     if sum(counts) + len(answer.split()) > LONGEST_CUBE:
         raise NotAnAnswerError("the answer has too many turns")
@@ -106,7 +106,7 @@ class Review(NamedTuple):
     """How answers to one generator are made safe."""
 
     guard: Guard = plain
-    refusals: tuple[type[Exception], ...] = ()  # what the scorer raises on a text that is no answer
+    refusals: tuple[type[Exception], ...] = ()  # raised by the scorer for text that is no answer
 
 
 _COMPARING = (
@@ -121,7 +121,7 @@ _COMPARING = (
     "rotate_matrix rotten_oranges self_reference sentence_reordering shortest_path simple_equations simple_geometry "
     "sokoban spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism "
     "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles"
-)  # their scorers compare the answer with the right one, split it, or read numbers or JSON
+)  # scorers that compare the answer with the right one, split it, or read numbers or JSON
 REVIEWED: dict[str, Review] = {
     "binary_matrix": Review(listing),
     "bitwise_arithmetic": Review(),  # evaluates the problem's own text
@@ -151,7 +151,7 @@ REVIEWED: dict[str, Review] = {
 
 
 def refuse_unreviewed(name: str) -> None:
-    """Raise ConfigError for a generator whose scorer was not reviewed, or not in the version that is installed."""
+    """Raise ConfigError for a generator whose scorer was not reviewed in the installed version."""
     refused = f"data.generators: {name} cannot be used"
     if name not in REVIEWED:
         raise ConfigError(f"{refused}: its scorer has not been reviewed for what it does with a model's text")

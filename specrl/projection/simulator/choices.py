@@ -1,4 +1,4 @@
-"""What a configuration would gain on GPUs from each number of drafts, and from each use of idle time."""
+"""The gain of a configuration on GPUs from each draft length and each use of idle time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specrl.projection.simulator.workload import Lengths, Responses, Workload
 ACCEPTANCE = (0.88, 0.75, 0.64)
 """The share of drafts accepted at positions 1, 2, 3 where nothing was measured: an acceptance length of 3.3 at k = 3,
 as published for an EAGLE-3 drafter that was trained on the task."""
-MEDIAN_SHARE, SPREAD = 1 / 6, 0.9  # of response lengths: the median as a share of the limit; of the logarithm
-LONGEST_K = 7  # the most drafts that are simulated
+MEDIAN_SHARE, SPREAD = 1 / 6, 0.9  # of response lengths: median as a share of the limit; spread of the logarithm
+LONGEST_K = 7  # the longest simulated draft
 MEASURED_K = 3
-"""The most drafts at which the simulator agrees with measurements: beyond, it predicts gains where losses were
-published (`published.py`), so that no advice is built on them."""
+"""The longest draft at which the simulator agrees with measurements. Beyond it, the simulator predicts gains where
+losses were published (`published.py`), so no advice relies on it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Choice:
 
 
 def hardware_of(config: Config, name: str | None) -> Hardware:
-    """Find the GPU of a name, or else the one whose memory is nearest to what the train stage asks for."""
+    """Find a GPU by name, or else the one whose memory is closest to what the train stage asks for."""
     resources = config.resources_of("train")
     if name is None and not resources.gpus_per_rank:
         raise ConfigError(
@@ -50,7 +50,7 @@ def hardware_of(config: Config, name: str | None) -> Hardware:
 def model_of(
     config: Config, hardware: Hardware, responses: Responses | None = None, gpus: int | None = None
 ) -> StepModel:
-    """Make the simulated run of a configuration, by default with log-normal lengths and the train stage's ranks."""
+    """Simulate the run of a configuration, by default with log-normal lengths and the train stage's ranks."""
     limit, policy = config.sampling.max_response_tokens, config.policy
     gpus = gpus or config.resources_of("train").ranks
     if gpus % config.engine.tensor_parallel:
@@ -102,13 +102,13 @@ def assumptions(model: StepModel, rates: Sequence[float]) -> list[str]:
     responses, learned = model.workload.prompts * model.workload.samples, model.drafter_tokens
     return [
         f"{responses} responses a step, {model.workload.lengths}; prompts of {model.engine.prompt_tokens} tokens",
-        f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, falling on as they end",
-        f"idle time is simulated with the best k up to {MEASURED_K}: with more, the simulator predicts more than was "
-        "measured (--published)",
-        "each drafted position is a pass of the drafter",
+        f"drafts accepted at positions 1, 2, ...: {', '.join(f'{rate:.2g}' for rate in rates)}, extrapolated beyond",
+        f"idle time is simulated with the best k up to {MEASURED_K}: for longer drafts, it predicts more than "
+        "was measured (--published)",
+        "each drafted position takes one pass of the drafter",
         f"a response agrees with its pre-generated text for {AGREES:g} tokens",
         *([f"an update of the drafter learns from at most {learned:,.0f} tokens"] if learned else []),
-        "training the drafter makes no draft better",
+        "training the drafter does not improve its drafts",
         str(model.engine.hardware),
         *model.engine.efficiency.lines(),
         f"{model.other_s:g} s of a step for rewards, data and logging; the KV cache always holds all running responses",

@@ -1,8 +1,8 @@
-"""The time of one engine iteration from the shape of a model and a GPU's data sheet (a roofline).
+"""The time of one engine iteration, from a model's shape and a GPU's data sheet (a roofline model).
 
-Weights are read once an iteration; of the experts those that any of its rows is sent to. The KV cache is read once for
-each request, and in part again for each further position that is verified. Reads of weights and matrix products overlap
-in part: the time of both together is the root of the sum of their squares.
+Weights are read once per iteration; of the experts, only those to which a row is routed. The KV cache is read once per
+request, and partly again for each further position that is verified. Weight reads and matrix products overlap partly:
+together they take the root of the sum of their squares.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class EngineModel:
-    """An engine of one or several GPUs that decodes with k drafts for each request."""
+    """An engine on one or several GPUs that decodes with k drafts per request."""
 
     shape: ModelShape
     hardware: Hardware
-    gpus: int = 1  # among which weights, KV cache and products are divided evenly
-    is_fp8: bool = False  # linear layers and KV cache; the output layer and the drafter are in BF16
-    k: float = 0  # drafts that are verified for each request
-    passes: float | None = None  # of the drafter in an iteration; one for each draft where it makes all of them
+    gpus: int = 1  # weights, KV cache and products are divided evenly among them
+    is_fp8: bool = False  # in linear layers and KV cache; output layer and drafter are in BF16
+    k: float = 0  # drafts verified per request
+    passes: float | None = None  # passes of the drafter per iteration; one per draft if it makes all of them
     prompt_tokens: int = 512
     draft_vocab_size: int = 32000
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def at(self, running: float, generated: float) -> float:
-        """Compute the seconds of an iteration of `running` requests with that mean of generated tokens."""
+        """The seconds of an iteration with `running` requests that have so many generated tokens on average."""
         rows, size = running * (self.k + 1), 1 if self.is_fp8 else BF16
         context = self.prompt_tokens + generated
         weights, products = self._weight_bytes(rows, size) / self._bandwidth, rows * self.row_s
@@ -65,7 +65,7 @@ class EngineModel:
 
     @cached_property
     def row_s(self) -> float:
-        """The seconds of the products for one more row."""
+        """The seconds of the matrix products for one more row."""
         shape = self.shape
         active = self._dense + shape.num_layers * shape.experts_per_token * shape.expert_parameters
         flops = self._bf16_flops * (self.hardware.fp8_flops / self.hardware.bf16_flops if self.is_fp8 else 1.0)
@@ -73,13 +73,13 @@ class EngineModel:
 
     @cached_property
     def drafter_parameters(self) -> float:
-        # Of EAGLE-3: see `memory.Rank.drafter_parameters`.
+        # EAGLE-3; see `memory.Rank.drafter_parameters`.
         shape, hidden = self.shape, self.shape.hidden_size
         attention = 2 * hidden * (shape.query_size + 2 * shape.kv_size) + hidden * shape.query_size
         return 3 * hidden * (hidden + shape.intermediate_size) + attention + self.draft_vocab_size * hidden
 
     def _drafting_s(self, running: float, context: float, passes: float) -> float:
-        # Passes of one position of each request; then the products for the positions that were verified.
+        # Passes with one position per request; then the products for the verified positions.
         parameters = self.drafter_parameters
         cache = running * context * 2 * self.shape.kv_size * BF16
         products = 2 * running * parameters / self._bf16_flops

@@ -1,9 +1,9 @@
-"""Generation of a step on any number of engines: the tail of long responses, and what idle engines do meanwhile.
+"""Generation in a step on any number of engines: the tail of long responses, and what idle engines do meanwhile.
 
-Each engine decodes its responses together. An iteration takes a time that depends on how many are running, and gives
-every response some tokens. Engines that have finished pre-generate for the next step as real ones do: they claim
-responses in the same pieces, in the order of the prompts. There a response begins with what was pre-generated of it,
-which is read ahead like a prompt.
+Each engine decodes its responses as one batch. An iteration's duration depends on the number of running responses, and
+each of them gains some tokens. Engines that have finished pre-generate for the next step as real ones do: they claim
+responses in the same pieces, in the order of the prompts. In the next step, a response starts with its pre-generated
+text, which is verified many tokens at a time, like a prompt.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from specrl.config.rollout import BubbleUse
 from specrl.data.dealing import piece
 
 FIRST_READ = 64
-"""The tokens of a stored text that are read first, as `own_text.FIRST` says."""
+"""The tokens of a stored text that are verified first (`own_text.FIRST`)."""
 Seconds = Callable[[int, float], float]
-"""The seconds of an iteration by the number of running requests and the mean of their tokens so far."""
+"""The seconds of an iteration, by the number of running requests and the mean of their tokens so far."""
 
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    lengths: tuple[Seconds, ...]  # of an iteration, by draft length, at least one
-    read_s: float = 0.0  # for each token of stored text that is read ahead
-    carried: float = float("inf")  # tokens that a response agrees with its stored text, if both are as long
+    lengths: tuple[Seconds, ...]  # per iteration, by draft length; at least one
+    read_s: float = 0.0  # per token of stored text that is verified ahead
+    carried: float = float("inf")  # tokens for which a response agrees with its stored text, if both are that long
 
     def best(self, running: int, generated: float, tokens: Sequence[float]) -> int:
-        """The number of the draft length that brings the most tokens per second, if an iteration brings so many."""
+        """The index of the draft length with the most tokens per second, given the tokens per iteration of each."""
         if len(self.lengths) == 1:
             return 0
         costs = [seconds(running, generated) / count for seconds, count in zip(self.lengths, tokens, strict=True)]
@@ -38,23 +38,23 @@ class DecodingSpeed:
 
 @dataclass(frozen=True)
 class SimulatedResponse:
-    """A response as it is decoded; lengths are in tokens."""
+    """A response in decoding; lengths are in tokens."""
 
     prompt: int
     length: int
     paces: tuple[float, ...]  # tokens per iteration, by draft length
-    sample: int = 0  # among the responses to its prompt
+    sample: int = 0  # index among the responses to its prompt
 
 
-Shares = Sequence[Sequence[SimulatedResponse]]  # the responses of each engine in a step, those to a prompt adjacent
+Shares = Sequence[Sequence[SimulatedResponse]]  # each engine's responses in a step; those to one prompt are adjacent
 
 
 @dataclass
 class GenerationTime:
     seconds: float  # until the slowest engine has finished
-    idle_s: float  # that engines wait for the slowest one, summed over engines
-    used_s: float  # of `idle_s`, put to use
-    iterations: float  # of the engine that needs most
+    idle_s: float  # waiting for the slowest engine, summed over engines
+    used_s: float  # the part of `idle_s` that is used
+    iterations: float  # of the engine that needs the most
     stored: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens for the next step, by (prompt, sample)
 
 
@@ -77,15 +77,15 @@ def decode(
     `stored` are the tokens of stored text that each response has to follow.
     """
     tokens = [min(text, speed.carried, item.length) for item, text in zip(responses, stored, strict=True)]
-    # Until the text ends, or until as much again was read in vain, and at least the first part.
+    # Until the text ends, or until as much again was verified in vain; at least the first part.
     read = (min(text, max(FIRST_READ, 2 * agreed)) for text, agreed in zip(stored, tokens, strict=True))
     now = speed.read_s * sum(read)
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[float, int]] = []  # (iteration at which the response is finished, its index)
-    since = [0.0] * len(responses)  # the iteration up to which `tokens` has those of a response
+    since = [0.0] * len(responses)  # the iteration up to which `tokens` counts a response
     number = 0  # of the draft length
     iterations = generated = 0.0
-    together = [0.0] * len(speed.lengths)  # the tokens per iteration of all running requests, by draft length
+    together = [0.0] * len(speed.lengths)  # tokens per iteration of all running requests, by draft length
 
     def add(index: int, sign: int) -> None:
         for length, pace in enumerate(responses[index].paces):
@@ -115,7 +115,7 @@ def decode(
         ahead = running[0][0] - iterations
         pace = together[number]
         seconds = speed.lengths[number](len(running), (generated + pace * ahead / 2) / len(running))
-        if now + ahead * seconds >= limit:  # set the limit itself, which sums of steps may never reach
+        if now + ahead * seconds >= limit:  # the limit itself: rounding may keep the sum below it for ever
             now, iterations = limit, iterations + (limit - now) / seconds
             break
         now, iterations, generated = now + ahead * seconds, running[0][0], generated + pace * ahead

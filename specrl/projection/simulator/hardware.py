@@ -1,4 +1,4 @@
-"""Accelerators as their data sheets describe them, and how much of that a run is assumed to reach."""
+"""Accelerators by their data sheets, and how much of that performance a run is assumed to reach."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU of a kind; operations are dense, links are to each direction, sizes in bytes and seconds."""
+    """A GPU model; operations are dense, bandwidths per direction, units bytes and seconds."""
 
     name: str
     bf16_flops: float
     fp8_flops: float
     memory_bandwidth: float
     memory_gb: float
-    link_bandwidth: float  # to the other GPUs of its NVLink domain
+    link_bandwidth: float  # to GPUs of the same NVLink domain
     network_bandwidth: float  # to GPUs of other domains
     source: str
 
@@ -38,19 +38,19 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a data sheet a run reaches, and what it spends beside arithmetic: the same for every projection.
+    """The fraction of the data-sheet performance that a run reaches, and its overheads; the same for every projection.
 
-    The values were chosen once, on the published rows that `published.py` marks so, for all of them together.
+    The values were fitted once, jointly on the published rows that `published.py` marks as `chosen_on`.
     """
 
-    flops: float = 0.57  # of the peak, by the engine's matrix products
+    flops: float = 0.57  # fraction of the peak, of the engine's matrix products
     bandwidth: float = 0.8
-    iteration_s: float = 2.5e-3  # of every iteration for scheduling, sampling and launching, hidden by nothing
-    draft_pass_s: float = 50e-6  # of every pass of the drafter beside its bytes and products
-    message_s: float = 4e-6  # of each of a layer's two exchanges in an engine; their bytes are taken as hidden
-    verified_row: float = 0.31  # attention to every further position, as a share of reading its request's KV cache
-    dense_mfu: float = 0.5  # of the trainer's BF16 peak, padding and pipeline bubbles included
-    expert_mfu: float = 0.053  # the same with experts: so that generation has its published share at 235B
+    iteration_s: float = 2.5e-3  # per iteration, for scheduling, sampling and kernel launches; not overlapped
+    draft_pass_s: float = 50e-6  # per pass of the drafter, besides its reads and products
+    message_s: float = 4e-6  # per exchange, two per layer; the transfer itself is assumed to overlap
+    verified_row: float = 0.31  # attention for each further position, as a fraction of reading its request's KV cache
+    dense_mfu: float = 0.5  # of the trainer's BF16 peak, including padding and pipeline bubbles
+    expert_mfu: float = 0.053  # the same with experts, fitted to the published share of generation at 235B
 
     def lines(self) -> list[str]:
         return [

@@ -1,13 +1,13 @@
-"""Published figures beside those that the simulator finds for the same settings.
+"""Published figures and the simulator's for the same settings.
 
 Iso et al. 2026, "Accelerating RL Post-Training Rollouts via System-Integrated Speculative Decoding" (arXiv:2604.26779):
 measured steps of Qwen3-8B on 32 GB200, and projections of Qwen3-235B-A22B in FP8 with 4,096 responses a step.
 
 The paper gives neither response lengths nor layouts. Lengths and the number of 8B responses were chosen so that the
-step *without* speculation takes the published seconds, part by part, and so that generation is the published share of
-it for 235B; the constants of `Efficiency` were chosen for the speedups at k = 3 and at 235B together. Those rows are
-`chosen_on`. All others are predictions: nothing was chosen on them. What cannot be simulated is left out:
-n-gram drafts, whose number is not known, and steps in which some GPUs generate for a later step while others train.
+parts of a step *without* speculation take the published seconds, and so that generation has its published share at
+235B; the constants of `Efficiency` were fitted jointly to the speedups at k = 3 and at 235B. These rows are
+`chosen_on`; all others are predictions. Left out is what cannot be simulated: n-gram drafts, whose number is unknown,
+and steps in which some GPUs generate for a later step while others train.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PublishedRow:
     quantity: str
     published: float
     predicted: float
-    chosen_on: bool  # whether constants of the simulator were, so that agreement with it proves nothing
+    chosen_on: bool  # whether constants were fitted to it, so that agreement proves nothing
     k: int
 
     @property
@@ -51,13 +51,13 @@ MODELS = {
     THINK: StepModel(OF_8B, 32, Workload(512, 16, Lengths(1750, 0.9, 12288)), logprob_passes=2),
     LARGE: StepModel(OF_235B, 512, Workload(256, 16, Lengths(3000, 0.8, 32768)), logprob_passes=2, policy=SHARDS),
 }
-"""Log-probs are computed by the policy and the reference, beside the update."""
+"""Besides the update, policy and reference compute log-probs."""
 PLAIN = {
     ZERO: {"generation, s": 100.0, "logprob, s": 17.8, "update, s": 31.3},
     THINK: {"generation, s": 133.6, "logprob, s": 17.9, "update, s": 31.4},
     LARGE: {"share of generation": 0.65},
 }
-"""Published figures without speculation; all published speedups at 235B agree on the share of generation."""
+"""Published figures without speculation; all published speedups at 235B imply the same share of generation."""
 SPEEDUPS = (
     (ZERO, "k=3", 3, 3.32, 1.8, 1.41),
     (THINK, "k=3", 3, 2.77, 1.54, 1.35),
@@ -75,12 +75,12 @@ SPEEDUPS = (
     (ZERO, "k=3, chat drafter, online", 3, 3.04, 1.63, None),
     (THINK, "k=3, chat drafter, online", 3, 2.55, 1.26, None),
 )
-"""The drafts, their k and acceptance length, and the speedups of generation and step, of which constants were chosen
-on those where both are known. At 8B, k = 3 is with a drafter of the task's own data if nothing else is said."""
+"""Drafts, k, acceptance length, and the speedups of generation and step; constants were fitted to rows with both. At
+8B, k = 3 uses a drafter trained on the task's own data unless stated otherwise."""
 
 
 def published_rows() -> list[PublishedRow]:
-    """Simulate every published setting; those on which constants were chosen come first."""
+    """Simulate every published setting; those to which constants were fitted come first."""
     rows, plain = [], {name: model.step(Speculation()) for name, model in MODELS.items()}
     for name, figures in PLAIN.items():
         found = {f"{part}, s": getattr(plain[name], part) for part in ("generation", "logprob", "update")}

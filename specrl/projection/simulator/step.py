@@ -1,4 +1,4 @@
-"""A simulated RL step: all GPUs generate, then all of them train, then the policy goes to the engines."""
+"""A simulated RL step: all GPUs generate, then all train, then the engines are refitted."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from specrl.projection.simulator.generation import DecodingSpeed, Shares, simula
 from specrl.projection.simulator.workload import Drawn, Workload, dealt
 from specrl.projection.traffic import refit_cost
 
-STEPS = 3  # that are simulated
-AGREES = 830.0  # tokens of a response with its pre-generated text: a median measured (benchmarks/after-update.md)
+STEPS = 3  # simulated
+AGREES = 830.0  # tokens by which a response agrees with its pre-generated text: median (benchmarks/after-update.md)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How responses are drafted: `k` drafts for each request and iteration, which then gives so many tokens."""
+    """How responses are drafted: `k` drafts per request and iteration, and the resulting tokens per iteration."""
 
     k: int = 0
-    acceptance_length: float = 1.0  # the sampled token included
+    acceptance_length: float = 1.0  # including the sampled token
     bubbles: BubbleUse = "none"
 
 
 def acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Add up the tokens per iteration with k drafts, of which at position 1, 2, ... such shares are accepted.
+    """The expected tokens per iteration with k drafts, given the shares accepted at positions 1, 2, ...
 
-    Beyond the last one the rates go on falling by the factor between the last two.
+    Beyond the last position, rates keep falling by the ratio of the last two.
     """
     known = list(rates[:k])
     factor = rates[-1] / rates[-2] if len(rates) > 1 else rates[-1]
@@ -43,9 +43,9 @@ class StepTime:
     """The seconds of a step and its parts."""
 
     generation: float
-    idle_share: float  # of the engines' time in generation
-    used_share: float  # of that idle time
-    logprob: float  # passes apart from the update's own
+    idle_share: float  # fraction of the engines' time in generation
+    used_share: float  # fraction of that idle time
+    logprob: float  # passes other than the update's own
     update: float
     drafter: float  # its update
     refit: float
@@ -55,19 +55,19 @@ class StepTime:
 @dataclass(frozen=True)
 class StepModel:
     engine: EngineModel
-    gpus: int  # of all engines and the trainer
+    gpus: int  # shared by all engines and the trainer
     workload: Workload
-    most_running: int = 1024  # responses of an engine at once
-    logprob_passes: float = 0  # of the trainer, forward, beside the update; one of a larger teacher is several
-    policy: PolicyConfig = field(default_factory=PolicyConfig)  # whose parallel sizes decide the refit
-    drafter_tokens: float = 0.0  # that an update of the drafter learns from, on all GPUs together; 0 without one
+    most_running: int = 1024  # concurrent responses per engine
+    logprob_passes: float = 0  # forward passes of the trainer besides the update; a larger teacher's counts as several
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # its parallel sizes determine the refit
+    drafter_tokens: float = 0.0  # per update of the drafter, on all GPUs together; 0 without updates
     drafter_updates: float = 1.0  # in a step
-    ttt_steps: int = 7  # positions that this unrolls, each a forward and a backward pass
+    ttt_steps: int = 7  # unrolled positions, each a forward and a backward pass
     other_s: float = 2.0  # for rewards, data and logging
 
     @cached_property
     def drawn(self) -> list[list[list[Drawn]]]:
-        """The responses of each step, prompt by prompt."""
+        """Sample the responses of each step, prompt by prompt."""
         return self.workload.draw(STEPS, seed=0)
 
     def step(self, speculation: Speculation) -> StepTime:
@@ -81,8 +81,8 @@ class StepModel:
     def time(
         self, steps: Sequence[Shares], speed: DecodingSpeed, use: BubbleUse = "none", *, drafter_s: float = 0.0
     ) -> StepTime:
-        """Compute the mean time of steps from the responses of each engine."""
-        # In a circle: the last step comes before the first one, too, and leaves it what was pre-generated.
+        """The mean time of steps, given the responses of each engine."""
+        # Steps are circular: the last one also precedes the first and leaves it pre-generated text.
         times = simulate([steps[-1], *steps], speed, use, self.most_running)
         seconds, idle = sum(time.seconds for time in times[1:]), sum(time.idle_s for time in times[1:])
         used, could = sum(time.used_s for time in times[:-1]), sum(time.idle_s for time in times[:-1])
@@ -94,12 +94,12 @@ class StepModel:
         )
 
     def drafter_s(self, engine: EngineModel) -> float:
-        """The seconds of an update of the drafter that this engine has."""
+        """The seconds of an update of this engine's drafter."""
         flops = 3 * 2 * engine.drafter_parameters * self.ttt_steps * min(self.drafter_tokens, self._tokens)
         return flops / (self.gpus * engine.hardware.bf16_flops * engine.efficiency.dense_mfu)
 
     @property
-    def _tokens(self) -> float:  # that a step trains on
+    def _tokens(self) -> float:  # trained on in a step
         drawn = [item.tokens for step in self.drawn for group in step for item in group]
         return (sum(drawn) + len(drawn) * self.engine.prompt_tokens) / STEPS
 

@@ -1,4 +1,4 @@
-"""What a step generates: the number of responses, their lengths, and how well each is drafted."""
+"""What a step generates: the number of responses, their lengths, and how well they are drafted."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import numpy as np
 from specrl.projection.simulator.generation import SimulatedResponse
 from specrl.schemas import Rollout, read_folder
 
-LONGEST = 16  # position whose acceptance is read of a run
+LONGEST = 16  # the last position whose acceptance is read from a run
 
 
 class Drawn(NamedTuple):
     tokens: int
-    gain: float = 1.0  # what is accepted of its drafts per iteration, relative to all responses
+    gain: float = 1.0  # its accepted drafts per iteration, relative to all responses
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths in tokens: log-normal, cut at a limit, with lengths of the same prompt alike."""
+    """Response lengths in tokens: log-normal, cut at a limit, correlated among responses to one prompt."""
 
     median: float
     spread: float  # the standard deviation of the logarithm
     limit: int
-    alike: float = 0.5  # the share of the logarithm's variance that is between prompts
+    alike: float = 0.5  # the between-prompt share of the logarithm's variance
 
     def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
         common = math.sqrt(self.alike) * generator.standard_normal((prompts, 1))
@@ -48,10 +48,10 @@ def _accepted_per_other(row: Rollout) -> float:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The responses of a finished run, prompt by prompt, and what it measured of them."""
+    """The responses of a finished run, prompt by prompt, and measurements of them."""
 
     groups: tuple[tuple[Drawn, ...], ...]
-    acceptance: tuple[float, ...]  # the share of drafts accepted at positions 1, 2, ...
+    acceptance: tuple[float, ...]  # share of drafts accepted at positions 1, 2, ...
     generation_s: float  # of a step, on average
 
     @classmethod
@@ -61,7 +61,7 @@ class MeasuredRun:
         rows = list(read_folder(rollouts_dir))
         if not records or not rows:
             raise ValueError(f"no RL steps in {steps_dir}: the run has not trained yet, or its rollouts are gone")
-        # Accepted tokens of a response with text of its own seed are mostly such that were read, and never drafted.
+        # With text of its own seed, a response's accepted tokens were mostly verified ahead and never drafted.
         drafted = [row for row in rows if not row.own_stored_tokens]
         others = sum(row.num_sampled - row.num_accepted_tokens for row in drafted)
         usual = sum(row.num_accepted_tokens for row in drafted) / max(1, others)
@@ -69,7 +69,7 @@ class MeasuredRun:
         for row in rows:
             gain = _accepted_per_other(row) / usual if usual and not row.own_stored_tokens else 1.0
             groups.setdefault((row.step, row.prompt_id), []).append(Drawn(row.num_sampled, gain))
-        # Of a run that chooses k, drafts that were not made at a position count as refused there, so that rates fall.
+        # If a run chooses k, drafts that do not reach a position count as rejected there, so rates fall.
         names = [f"spec/acceptance_rate_pos_{position}" for position in range(1, LONGEST + 1)]
         rates = [fmean(record.get(name, 0.0) for record in records) for name in names]
         return cls(
@@ -79,7 +79,7 @@ class MeasuredRun:
         )
 
     def draw(self, prompts: int, samples: int, generator: np.random.Generator) -> list[list[Drawn]]:
-        # A prompt with fewer responses than are asked for gives them again and again.
+        # A prompt with too few responses repeats them.
         chosen = generator.integers(len(self.groups), size=prompts)
         return [[group[i % len(group)] for i in range(samples)] for group in (self.groups[i] for i in chosen)]
 
@@ -103,9 +103,9 @@ class Workload:
 
 
 def dealt(groups: Sequence[Sequence[Drawn]], engines: int, k: int, pace: float) -> list[list[SimulatedResponse]]:
-    """Deal prompts to engines in turn, as training does.
+    """Distribute prompts to engines in turn, as training does.
 
-    `pace` is the mean of the tokens of a response per iteration with k drafts.
+    `pace` is the mean number of tokens per response and iteration with k drafts.
     """
 
     def response(prompt: int, sample: int, item: Drawn) -> SimulatedResponse:

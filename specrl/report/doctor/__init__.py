@@ -1,4 +1,4 @@
-"""Check what this machine can run, and say how to fix what is missing. This imports nothing heavy."""
+"""Check what this machine can run, and say how to fix what is missing. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specrl.report.tables import print_line, print_table
 
 
 def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> list[Check]:
-    """All findings in the order in which they are shown; this takes a few seconds and leaves no file behind."""
+    """All findings in display order; takes a few seconds and leaves no file behind."""
     has_gpu = machine.has_gpu()
     needs = gpu.GpuNeeds(transformer_engine=True, fp8_generation=True)
     return [
@@ -27,12 +27,12 @@ def checks(runs_dir: Path = Path("runs"), tracking_uri: str | None = None) -> li
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """1 when a check failed; warnings do not count."""
+    """1 if a check failed; warnings do not count."""
     return int(any(check.status == "fail" for check in found))
 
 
 def render(found: list[Check], console: Console | None = None) -> None:
-    """Print the findings as a table, and below it how to fix what is missing."""
+    """Print the findings as a table, followed by how to fix what is missing."""
     styles = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(check.name, Text(check.status, styles[check.status]), check.found) for check in found]
     print_table(f"specrl on Python {sys.version.split()[0]}", ("check", "status", "found"), rows, console)

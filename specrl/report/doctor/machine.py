@@ -1,4 +1,4 @@
-"""Check the cores, the memory, the disk and the accelerators of this machine."""
+"""Check this machine's cores, memory, disk and accelerators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specrl.processes import output_of
 
 GIB = 2**30
 QUICKSTART_MEMORY_GIB = 16  # needed by `configs/quickstart.toml`
-QUICKSTART_DISK_GIB = 5  # needed by `configs/quickstart.toml`, whose packages are there already
+QUICKSTART_DISK_GIB = 5  # needed by `configs/quickstart.toml` once the packages are installed
 PROBE_SECONDS = 10  # for nvidia-smi
 
 
@@ -40,7 +40,7 @@ def check_memory() -> Check:
 
 
 def check_disk(runs_dir: Path) -> Check:
-    """A full disk would stop a run half-way."""
+    """Check for free space: a full disk would stop a run half-way."""
     folder = existing(runs_dir)
     if not os.access(folder, os.W_OK):
         return Check("disk", "fail", f"{folder} cannot be written", "--set runs_dir=FOLDER puts the runs elsewhere")
@@ -52,7 +52,7 @@ def check_disk(runs_dir: Path) -> Check:
 
 
 def check_locks(runs_dir: Path) -> Check:
-    """Check that a flow can hold a run in the file system that the runs lie on."""
+    """Check that a flow can lock a run in the file system of the runs folder."""
     folder = existing(runs_dir)
     kind = file_system(folder) or "unknown"
     if not os.access(folder, os.W_OK) or has_locks(folder):
@@ -62,7 +62,7 @@ def check_locks(runs_dir: Path) -> Check:
 
 
 def check_sandbox() -> Check:
-    """Check that the kernel can keep a reward, and what a response makes it do, from everything but its own folder."""
+    """Check that the kernel can confine a reward, and whatever a response makes it do, to its own folder."""
     held = sandbox.available()
     landlock, filters = f"Landlock {held.landlock}" if held.landlock else "", "seccomp" if held.filters else ""
     found = ", ".join(filter(None, ["namespaces" if held.namespaces else "", landlock, filters])) or "none"
@@ -78,7 +78,7 @@ def has_gpu() -> bool:
 
 
 def check_gpu() -> Check:
-    """Which GPUs the driver lists; none is fine."""
+    """List the driver's GPUs; none is fine."""
     gpus = _gpus()
     if gpus:
         return Check("GPU", "ok", "; ".join(gpus))

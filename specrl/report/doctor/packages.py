@@ -1,4 +1,4 @@
-"""Check that the locked packages are installed in their locked versions, without importing them."""
+"""Check, without importing any, that packages are installed in their locked versions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from packaging.utils import canonicalize_name
 from specrl.checks import Check
 
 LOCKS = Path(__file__).parents[3] / "requirements"
-SHOWN = 5  # packages that a line names
+SHOWN = 5  # packages named in a line
 _DEVELOPERS = """pytest pytest-xdist hypothesis ruff mypy import-linter vulture peft
 ast-serialize execnet grimp iniconfig librt mypy-extensions sortedcontainers"""
 DEVELOPERS = _DEVELOPERS.split()
-"""What `dev.in` brings into the locks and nothing else needs: a machine without it runs everything but the tests."""
+"""Packages that only `dev.in` brings into the locks: a machine without them runs everything but the tests."""
 
 
 def checks(*, gpu: bool) -> list[Check]:
-    """The findings about the packages, compared with the lock for GPUs or for CPUs."""
+    """Compare the packages with the lock for GPUs or for CPUs."""
     site_packages = Path(sysconfig.get_path("purelib"))
     lock = LOCKS / ("gpu.lock" if gpu else "cpu.lock")
     return [check_packages(lock), *check_torch(site_packages), check_bytecode(site_packages)]
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """The versions of a lock; none without one, as in an installation without the project's folder."""
+    """The versions in a lock; empty without one, as in an installation without the project's folder."""
     if not lock.is_file():
         return {}
     pins = (re.match(r"([A-Za-z0-9._-]+)={2,3}([^\s;=]+)", line) for line in lock.read_text().splitlines())
@@ -39,9 +39,9 @@ def read_pins(lock: Path) -> dict[str, str]:
 
 
 def whole_packages() -> Iterator[tuple[str, str]]:
-    """The packages that Python would import, with their versions.
+    """The versions of the packages that Python would import.
 
-    A pip that broke off leaves folders whose metadata are missing, cut short or no text: these are passed over.
+    Folders with missing, truncated or binary metadata, which an interrupted pip leaves, are skipped.
     """
     for package in distributions():
         with contextlib.suppress(ValueError):
@@ -51,9 +51,9 @@ def whole_packages() -> Iterator[tuple[str, str]]:
 
 
 def check_packages(lock: Path) -> Check:
-    """Compare the installed packages with their locked versions; local parts of versions (`+cpu`) do not count."""
+    """Compare installed with locked versions, ignoring local version labels such as `+cpu`."""
     pins, fix = read_pins(lock), f"make env LOCK=requirements/{lock.name}"
-    found = reversed(list(whole_packages()))  # of two, Python imports the first
+    found = reversed(list(whole_packages()))  # of duplicates, Python imports the first
     installed = {str(canonicalize_name(name)): version for name, version in found}
     if missing := [name for name in pins if name not in installed and name not in DEVELOPERS]:
         return Check("packages", "fail", f"of {lock.name}, there is no {_some(missing)}", fix)
@@ -72,7 +72,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_torch(site_packages: Path) -> list[Check]:
-    """A finding where torch is built for another CUDA than that of the lock, which its version need not say."""
+    """Report a torch built for another CUDA version than the lock's, which torch's version may not show."""
     wanted, source = dict(whole_packages()).get("cuda-toolkit"), site_packages / "torch" / "version.py"
     if wanted is None or not source.is_file():
         return []
@@ -84,7 +84,7 @@ def check_torch(site_packages: Path) -> list[Check]:
 
 
 def check_bytecode(site_packages: Path) -> Check:
-    """Check that processes need not compile the thousands of modules that they import."""
+    """Check that bytecode is kept, so that processes need not compile thousands of modules."""
     if any(site_packages.glob("torch/__pycache__/*.pyc")):
         return Check("bytecode", "ok", "kept")
     if not sys.dont_write_bytecode:

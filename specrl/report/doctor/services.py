@@ -1,4 +1,4 @@
-"""Check the services that a run talks to: Slurm, MLflow and Prefect."""
+"""Check the services that a run uses: Slurm, MLflow and Prefect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ APT = "apt-get install --no-install-recommends"
 CLIENT = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 FROM_FILES = "until then, job states come from squeue and from files"
 SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
-PROBE_SECONDS = 5  # per service
+PROBE_SECONDS = 5  # the longest wait for a service
 
 
 def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
@@ -25,13 +25,13 @@ def checks(runs_dir: Path, tracking_uri: str | None) -> list[Check]:
 
 
 def missing(commands: Iterable[str]) -> list[str]:
-    """The commands that are neither on PATH nor in the folders of system daemons."""
+    """The commands found neither on PATH nor in the folders of system daemons."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATHS}"
     return [command for command in commands if not shutil.which(command, path=path)]
 
 
 def check_slurm() -> list[Check]:
-    """Check the client commands and, where they are there, accounting, munge and the cluster itself."""
+    """Check the client commands and, if they exist, accounting, munge and the cluster itself."""
     absent = missing(CLIENT)
     if len(absent) == len(CLIENT):
         fix = f"only for --cluster slurm: {APT} slurm-client munge, or run on a login node"
@@ -47,7 +47,7 @@ def check_slurm() -> list[Check]:
 
 
 def _check_service(name: str, *command: str, package: str, fix: str) -> Check:
-    """Check that a command is there and is answered; `fix` says what to do, or what happens, while it is not."""
+    """Check that a command exists and is answered; `fix` says what to do, or what happens, otherwise."""
     if missing(command[:1]):
         return Check(name, "warn", f"no {command[0]} command", f"{APT} {package}; {fix}")
     if _answer(*command) is None:
@@ -64,7 +64,7 @@ def _check_cluster() -> Check:
 
 
 def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
-    """Check that an MLflow server answers or that its database can be opened, as `specrl run` does with a new run."""
+    """Check, as `specrl run` does for a new run, that an MLflow server answers or its database can be opened."""
     if (shared := shared_database(runs_dir, tracking_uri)) is not None:
         words, _, fix = shared.partition(": ")
         return Check("MLflow", "warn", words, fix)
@@ -79,7 +79,7 @@ def check_mlflow(runs_dir: Path, tracking_uri: str | None) -> Check:
 
 
 def check_prefect_home(runs_dir: Path) -> Check:
-    """Check that Prefect's folder can be written, and that no other host writes to it."""
+    """Check that Prefect's folder is writable, and that no other host writes to it."""
     home = Path(os.environ.get("PREFECT_HOME", prefect_home(runs_dir))).expanduser()
     if is_shared(home):
         found = f"{home} lies on {file_system(home)}, where several hosts damage its database"
