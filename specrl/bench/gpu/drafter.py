@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from specrl.bench.gpu.models import Row, Scale, bench_config, forget_memory, memory_beside, write_policy
+from specrl.bench.gpu.models import Row, Scale, bench_config, forget_memory, least_seconds, memory_beside, write_policy
 from specrl.distributed import join, leave
 from specrl.models.shapes import model_shape
 from specrl.projection.budgets import rank_of
@@ -35,12 +35,8 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
         rank = rank_of(config, "train", model_shape(config.model))
         forget_memory()
         drafter = Drafter.create(policy, config.drafter, tokens, ranks)
-        features, seconds = _features(drafter, length), []
-        for _ in range(scale.repeats + 1):
-            started = time.perf_counter()
-            drafter.update([features], lr=LR)  # its metrics synchronise the device
-            seconds.append(time.perf_counter() - started)
-        step = min(seconds[1:])
+        features = _features(drafter, length)
+        step = least_seconds(partial(drafter.update, [features], lr=LR), scale)
         planned = peak_gib(drafter_items(rank, responses=1))
         yield {"tokens": length, "step_s": step, "tokens_per_s": length / step, **memory_beside(planned)}
         del drafter, features
@@ -50,10 +46,7 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
 def _features(drafter: Drafter, length: int) -> Features:
     shape, spec, device = drafter.shape, drafter.feature_spec, drafter.ranks.device
     size = shape.hidden_size if spec.as_hidden else shape.draft_vocab_size
-
-    def noise(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, dtype=shape.dtype)
-
+    noise = partial(torch.randn, device=device, dtype=shape.dtype)
     column = torch.arange(length, device=device)[None]
     return Features(
         tokens=torch.randint(3, shape.vocab_size, (1, length), device=device),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def forget_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def least_seconds(work: Callable[[], object], scale: Scale) -> float:
+    """The time of the fastest call except the first, which compiles and warms up."""
+    found = []
+    for _ in range(scale.repeats + 1):
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+    return min(found[1:])
 
 
 def memory_beside(planned_gib: float) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.models import Row, Scale
+from specrl.bench.gpu.models import Row, Scale, least_seconds
 from specrl.models.checks.config import MOST_STOP_TOKENS
 from specrl.rollout.drafts.device_drafts import Batch, DeviceDrafts, Requests
 from specrl.rollout.drafts.text_index import ANY_PROMPT, END, NOTHING, Text, TextIndex
@@ -151,12 +150,5 @@ def _different(found: Tensor, expected: Tensor) -> int:
 
 
 def _microseconds(work: Callable[[], object], scale: Scale, device: torch.device) -> float:
-    on_gpu, found = device.type == "cuda", []
-    for _ in range(scale.repeats + 1):  # the first call compiles and warms up
-        started = time.perf_counter()
-        for _ in range(calls := CALLS if on_gpu else 1):
-            work()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - started) / calls)
-    return 1e6 * min(found[1:])
+    calls = CALLS if device.type == "cuda" else 1
+    return 1e6 / calls * least_seconds(lambda: [work() for _ in range(calls)], scale)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specrl.bench.gpu.models import Row, Scale, bench_config, forget_memory, memory_beside, write_policy
-from specrl.distributed import Ranks, join, leave
+from specrl.bench.gpu.models import Row, Scale, bench_config, forget_memory, least_seconds, memory_beside, write_policy
+from specrl.distributed import join, leave
 from specrl.models.shapes import model_shape
 from specrl.precision import native
 from specrl.projection.budgets import rank_of
@@ -38,7 +38,8 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
             native.set_scales()
         forget_memory()
         policy = Policy(directory, config.policy, dtype="bfloat16", ranks=ranks, seed=0, fp8=precision)
-        seconds = _step_seconds(policy, scale, micro_batch, ranks)
+        batches = pack(_sequences(scale), micro_batch, policy.pad_multiple)
+        seconds = least_seconds(partial(policy.train_step, batches, mean_loss), scale)
         if precision is not None:
             precision.assert_quantised(trained=True)
         yield {
@@ -53,18 +54,10 @@ def measure(scale: Scale, folder: Path) -> Iterator[Row]:
     leave()
 
 
-def _step_seconds(policy: Policy, scale: Scale, micro_batch: int, ranks: Ranks) -> float:
+def _sequences(scale: Scale) -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(3, scale.trained.vocab_size, (scale.sequences, scale.length), generator=generator).tolist()
-    sequences = [TokenSequence(row, max(scale.length // 8, 1), index) for index, row in enumerate(rows)]
-    batches, seconds = pack(sequences, micro_batch, policy.pad_multiple), []
-    for _ in range(scale.repeats + 1):
-        started = time.perf_counter()
-        policy.train_step(batches, mean_loss)
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+    return [TokenSequence(row, max(scale.length // 8, 1), index) for index, row in enumerate(rows)]
 
 
 def mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
