@@ -90,8 +90,8 @@ class DrafterOptions:
         for name, folder in (("--model", self.model), *(("--drafter", folder) for folder in self.drafters)):
             if not (folder / "config.json").is_file():
                 raise ConfigError(f"{name} {folder}: there is no such folder with a config.json")
-        if not self.data.is_file() or self.data.suffix not in (".jsonl", ".parquet"):
-            raise ConfigError(f"--data {self.data}: it must be an existing file whose name ends in .jsonl or .parquet")
+        if not self.data.is_file():
+            raise ConfigError(f"--data {self.data}: it must be an existing file, in a format of drafter.data")
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,8 @@ APART = "They were trained one after the other, so counts can be compared, but t
 NAMES = titled("cell", "seed")
 SPEED = titled("generation", "step") | {"end to end": "end_to_end_ratio", "decoding steps": "decode_step_ratio"}
 SPEED |= titled("acceptance_length") | {"same": "same_responses"}
-ON_GPUS = {
-    "iterations": "iterations_per_token",
-    "drafted": "drafted_per_token",
-    "passes": "passes_per_token",
-    "stored accepted": "replay_accepted",
-    "recent accepted": "recent_accepted",
-}
+ON_GPUS = {name: f"{name}_per_token" for name in ("iterations", "drafted", "passes")}
+ON_GPUS |= {"stored accepted": "replay_accepted", "recent accepted": "recent_accepted"}
 STEPS = {f"{gpus} GPUs": f"step_{gpus}_gpus_by_epoch" for gpus in GPUS}
 ON_GPUS |= STEPS
 SCALED = """
@@ -61,15 +56,8 @@ LEARNING = """
 *accuracy* is the final accuracy on the held-out prompts; *better, worse* counts the prompts on which it is above and
 below the baseline's; *p* is the p-value of the sign test between the two (McNemar's test if rewards are 0 or 1).
 """
-SECONDS = {
-    "step_s": "timing/step_s",
-    "generation_s": "timing/generation_s",
-    "policy_update_s": "timing/policy_update_s",
-    "drafter_update_s": "timing/drafter_update_s",
-    "refit_s": "timing/refit_s",
-    "idle_s": "bubble/idle_s",
-    "idle_used_s": "bubble/used_s",
-}
+PARTS = ("step_s", "generation_s", "policy_update_s", "drafter_update_s", "refit_s")
+SECONDS = {name: f"timing/{name}" for name in PARTS} | {"idle_s": "bubble/idle_s", "idle_used_s": "bubble/used_s"}
 """Columns that are medians over the counted steps, and their metrics."""
 
 
