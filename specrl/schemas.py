@@ -56,9 +56,9 @@ class Rollout:
     """One response, or one conversation with an environment. Log-probs are natural; times are Unix seconds.
 
     With `sampling.top_p` or `top_k` the engine samples from a truncated distribution: the whole one at the sampling
-    temperature, without the tokens that are dropped, divided by the mass of those that are kept.
+    temperature, without the dropped tokens, divided by the mass of the kept ones.
 
-    What there is for each token is kept as an `array.array` of 4-byte numbers, whatever sequence it is made from: it is
+    Per-token fields become an `array.array` of 4-byte numbers, whatever sequence they are made from, so that they are
     sent and stored without a Python object for each number.
     """
 
@@ -178,7 +178,7 @@ def _arrays(column: pa.ChunkedArray) -> list[Any]:
 
 
 def rollout_path(rollouts_dir: Path, step: int, rank: int) -> Path:
-    """The file of the rollouts that one rank generated in one step; in the end, that of rank 0 has those of all."""
+    """The file of one rank's rollouts in one step; in the end rank 0's file holds those of all ranks."""
     return rollouts_dir / f"step={step:06d}" / f"rank-{rank:04d}.arrow"
 
 
@@ -213,9 +213,9 @@ def read_table(path: Path) -> pa.Table:
 
 
 def merge_ranks(step_dir: Path) -> None:
-    """Make one file of those that the ranks wrote in a step: file systems count files.
+    """Merge the files that the ranks wrote in a step into one, because file systems limit the number of files.
 
-    A kill at any moment loses no row and doubles none: the next call goes on where this one was.
+    A kill at any moment neither loses nor duplicates a row: the next call continues where this one stopped.
     """
     merged, paths = step_dir / MERGED, sorted(step_dir.glob("rank-*.arrow"))
     if not merged.exists():
