@@ -1,4 +1,4 @@
-"""Everything of vLLM that is replaced, but for the kernels of `cpu_kernels`, with the reasons and the tests."""
+"""All replacements of parts of vLLM except the kernels in `cpu_kernels`, with their reasons and tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _original: dict[str, Any] = {}
 
 
 class Replacement(NamedTuple):
-    """An attribute of a module or class of vLLM, and what takes its place."""
+    """An attribute of a module or class of vLLM, and its replacement."""
 
     attribute: str
     by: str
@@ -113,7 +113,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; to be called before an engine starts."""
+    """Replace what `REPLACEMENTS` names and, on CPUs, the kernels; call it before an engine starts."""
     on_cpus = not torch.cuda.is_available()
     if on_cpus:
         # It makes torch and vLLM's buffers do without CUDA, and must come before the runner's modules.
