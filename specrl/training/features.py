@@ -1,4 +1,4 @@
-"""Features: the detached results of the policy's forward pass that the drafter learns from."""
+"""Features: the detached results of the policy's forward pass from which the drafter learns."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ class Features:
 
 
 def sequences(features: Features) -> list[Features]:
-    """One by one and without padding, those sequences of a micro-batch that have something to draft."""
+    """The sequences of a micro-batch that have something to draft, one by one and without padding."""
     masks = [(row, mask) for row, mask in enumerate(features.mask) if int(mask.sum()) >= 2]
     return [features.row(row, int(mask.nonzero()[-1]) + 2) for row, mask in masks]
 
 
 def padded(rows: Sequence[Features]) -> Features:
-    """One micro-batch of single sequences; each stays a row of its own, so that none attends to another.
+    """One micro-batch of single sequences, each in its own row, so that none attends to another.
 
-    All of them have targets of the same kind, and those with hidden states are of the same forward pass.
+    All must have targets of the same kind, and those with hidden states must be from the same forward pass.
     """
     width = max(row.tokens.shape[1] for row in rows)
     assert all(row.head is rows[0].head for row in rows), "a micro-batch has one head"
