@@ -1,10 +1,10 @@
-"""Compare two generations of the same requests: what differs, and whether rounding alone explains it.
+"""Compare two generations of the same requests: where they differ, and whether rounding alone explains it.
 
-The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape decides in
-which order a kernel adds. The token that is picked leads all others by its log-prob and noise together, in greedy
-decoding by its log-prob alone. A difference is a *near-tie* if both leads together are no more than leads move between
-two shapes. Of distributions that top-p or top-k cut off this says little: a token at the edge may be kept in one shape
-and not in another, whatever leads.
+The same seed gives the same token unless the policy's distribution was rounded differently: a batch's shape determines
+the order in which a kernel adds. The picked token leads all others in log-prob plus noise or, in greedy decoding, in
+log-prob alone. A difference is a *near-tie* if the sum of both leads is no more than leads move between two shapes.
+With top-p or top-k this says little: a token at the edge may be kept in one shape and dropped in another, whatever
+leads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALLOWANCE = 2.0
 
 @dataclass(frozen=True)
 class Pick:
-    """One token as it was picked."""
+    """One picked token."""
 
     token: int
     lead: float
@@ -39,12 +39,12 @@ Trace = Mapping[int, Pick]
 
 
 def limit_of(noise: float) -> float:
-    """The largest distance of a near-tie, in nats, where two batch shapes move leads by so much."""
+    """The largest distance of a near-tie, in nats, if leads move by `noise` between two batch shapes."""
     return ALLOWANCE * max(noise, FLOOR)
 
 
 def rounding_of(dtype: str) -> float:
-    """How far a lead may move because logits are rounded to a type, in nats; `FLOOR` has that of float32."""
+    """How far, in nats, rounding logits to a type may move a lead; 0 for float32, which `FLOOR` covers."""
     return BF16_FLOOR if dtype == "bfloat16" else 0.0
 
 
@@ -59,7 +59,7 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """How far a lead must have moved if both picks are right, in nats."""
+        """How far, in nats, a lead must have moved if both picks are right."""
         return self.left.lead + self.right.lead
 
     def explained(self, noise: float) -> bool:

@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a folder, by their headers, and whether these are the model's. No torch."""
+"""The tensors in a folder's safetensors files, by their headers, and whether they are the model's. No torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from specrl.models.directory import (
 from specrl.models.families import expert_shape, family_of, num_mtp_layers
 from specrl.models.mtp_modules import MTP_LAYERS
 
-TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # those that trainer and engine read alike, and their bytes
+TYPES = {"F32": 4, "BF16": 2, "F16": 2}  # the types that trainer and engine read alike, and their bytes
 LONGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
-COMPARED = 2**26  # bytes of two tensors that are compared at once
+COMPARED = 2**26  # bytes of two tensors compared at a time
 SHOWN = 3  # tensors or files that a message names
-DERIVED = r"rotary_emb\.inv_freq$"  # in old checkpoints, and read by nobody
+DERIVED = r"rotary_emb\.inv_freq$"  # in old checkpoints, and never read
 AGAIN = "download the folder again (hf download NAME --local-dir FOLDER)"
 MERGE = "merge the adapter into its base model (merge_and_unload() of peft) and give the folder of the merged model"
 CONVERT = (
@@ -77,7 +77,7 @@ class StoredTensor:
 
 
 def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that the files of a folder hold the model of its `config.json`: every tensor, and none besides."""
+    """Check that a folder's files hold exactly the tensors of the model in its `config.json`."""
     try:
         stored = read_headers(directory)
         for problem in _differences(stored, config):
@@ -91,7 +91,7 @@ def _differences(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) 
     tied_head = stored.get(HEAD) if config.get("tie_word_embeddings") else None
     known = {*expected, HEAD} if tied_head else {*expected}
     mtp = None if num_mtp_layers(config) else family_of(config).mtp
-    spare = re.compile(rf"{DERIVED}|^{re.escape(mtp.prefix)}" if mtp else DERIVED)  # layers that nobody asks for
+    spare = re.compile(rf"{DERIVED}|^{re.escape(mtp.prefix)}" if mtp else DERIVED)  # layers that are never read
     if unknown := sorted(name for name in stored if name not in known and not spare.search(name)):
         reasons = [why for pattern, why in UNKNOWN.items() for name in unknown if re.search(pattern, name)]
         if any(name.startswith(f"model.layers.{config['num_hidden_layers']}.") for name in unknown):
@@ -191,7 +191,7 @@ def _why_missing(directory: Path, names: list[str], missing: list[str]) -> str:
 
 
 def remedy(directory: Path, *, has_config: bool = True) -> str:
-    """How to make a model of a folder that has no weights, or no `config.json`."""
+    """How to turn a folder without weights or `config.json` into a model."""
     rows = [row for row in WITHOUT_WEIGHTS.items() if has_config or not row[0].endswith(".safetensors")]
     return next((why for pattern, why in rows if any(directory.glob(pattern))), AGAIN)
 
