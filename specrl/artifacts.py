@@ -24,14 +24,14 @@ from specrl.config.base import ConfigError
 
 RESULT_FILE = "result.json"
 PROMPTS_DIR = "prompts"
-"""The folder of the shards of problems in that of `prepare`, whose tokenizer decides with `[data]` what they hold."""
+"""The folder of problem shards in that of `prepare`; `[data]` and the tokenizer there determine their contents."""
 MOST_BYTES = 64 * 2**20  # the most bytes read from a text or JSON file; a run's own files are far smaller
 PASSING = frozenset(
     {errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
 )
-"""The errors with which the file system of a cluster fails for minutes and is back."""
+"""The errors of a cluster's file system that pass after minutes."""
 CURVE_FOLDER = "validation"
-"""The folder of the scores of policy versions, one file for each, in that of the train stage."""
+"""The folder of policy versions' scores, one file each, in the train stage's folder."""
 
 
 class Artifact(BaseModel):
@@ -43,7 +43,7 @@ class Artifact(BaseModel):
 class PrepareResult(Artifact):
     policy_dir: Path  # the policy as a Hugging Face folder: configuration, tokenizer and safetensors
     prompts_seen: int = 0
-    """The number of prompts that were looked at: all rows of files, and what was drawn first of generators."""
+    """The number of prompts examined: all rows of files, and the first ones drawn from generators."""
     prompts_overlong: int = 0  # those of them that were too long, and were dropped or truncated as `data.overlong` says
     drafter_dir: Path | None = None  # the drafter of `drafter.source` in specrl's own layout; None without one
     seconds: float  # the wall-clock time of the stage, here as in every result
@@ -74,7 +74,7 @@ class PrecisionReport(Artifact):
     """The precision requested of each engine, and how it computed FP8: `native`, `emulated` or `off`."""
 
     generation: str = "bf16"
-    """The precision asked for: `fp8`, or the type of the model, `bf16` or `fp32`. So in `training` and `kv_cache`."""
+    """The requested precision: `fp8`, or the model's type, `bf16` or `fp32`; likewise for `training` and `kv_cache`."""
     generation_mode: str = "off"
     training: str = "bf16"
     training_mode: str = "off"
@@ -126,20 +126,20 @@ class BestPolicy(Artifact):
     value: float
     policy_dir: Path
     drafter_dir: Path | None
-    """The folder of the drafter that was trained along with it; for `mtp`, `policy_dir`; None without a drafter."""
+    """The folder of the drafter trained with the policy; for `mtp`, `policy_dir`; None without a drafter."""
 
 
 class TrainResult(Artifact):
     """The result of `train`, summed up from the records of its steps."""
 
     policy_dir: Path
-    """The policy that the next stages take: that of the last step or, with `train.final = "best"`, the best one."""
+    """The policy that later stages use: that of the last step or, with `train.final = "best"`, the best one."""
     drafter_dir: Path | None
     """The drafter's folder; for `mtp`, whose layer belongs to the policy, `policy_dir`; None without a drafter."""
     policy_step: int  # the number of RL steps that this policy was trained for
     steps: int  # the number of RL steps of the run
     stopped_early: str | None = None
-    """Why training ended before `train.num_steps`, by `train.stop_when`; None where it did not."""
+    """Why `train.stop_when` ended training before `train.num_steps`; None if it did not."""
     best: BestPolicy | None = None  # the best policy; None where nothing was validated during training
     step_seconds_median: float
     timing_share: dict[str, float]  # the share of the steps' time that each part took, by the name of the part
@@ -207,7 +207,7 @@ class ParityCounts(Artifact):
     limit: float
     """The largest distance that a near-tie may have, in nats."""
     largest_distance: float
-    """The largest distance of a difference that was found, in nats; 0 without differences."""
+    """The largest distance found, in nats; 0 without differences."""
 
 
 class ExactnessResult(Artifact):
@@ -215,7 +215,7 @@ class ExactnessResult(Artifact):
 
     num_draft_tokens: int
     num_accepted_tokens: int
-    """The number of drafted tokens that were accepted. The comparison says much where some were, and some were not."""
+    """The number of accepted draft tokens. The comparison is conclusive only if some were accepted, some rejected."""
     sampled: ParityCounts
     greedy: ParityCounts
 
@@ -231,7 +231,7 @@ class ValidateResult(Artifact):
     acceptance_rate_per_pos: list[float]
     speed: list[SpeedPair]  # one pair for each batch size of `validate.speed_batches`; empty when nothing is speculated
     text: NextStepText | None = None
-    """The text that the speculative side of the pairs began with; None for methods that draft from no text."""
+    """The initial text of the pairs' speculative side; None for methods that draft from no text."""
     exactness: ExactnessResult | None = None
     """The comparison of speculative and plain decoding; None when nothing is speculated."""
     seconds: float
@@ -243,7 +243,7 @@ class Acceptance(Artifact):
     set: str  # the name of the set
     temperature: float  # the temperature; 0 is greedy decoding
     context: tuple[int, int] | None
-    """The least and the greatest number of tokens before the drafts that are counted; None for all drafts."""
+    """The range of context lengths whose drafts are counted, in tokens; None for all drafts."""
     num_drafts: int
     acceptance_length: float
     acceptance_rate_per_pos: list[float]

@@ -27,9 +27,9 @@ class StageContext:
     inputs: dict[StageName, Path]  # the folders of the finished stages that this one reads, by stage
     mlflow_run_id: str  # the run's MLflow run; the stage resumes its own child run
     continues: Continuation | None = None
-    """The checkpoint of another stage from which this one starts; None where it starts from its inputs alone."""
+    """The checkpoint of another stage that this one continues; None if it starts from its inputs alone."""
     device_bytes: int = 0
-    """The memory that the plan counts for a rank on its GPU, apart from the engine's share; 0 where it is not known."""
+    """The GPU memory planned for a rank, apart from the engine's share; 0 if unknown."""
 
     @property
     def run_dir(self) -> Path:

@@ -43,11 +43,11 @@ SECTIONS: dict[StageName, tuple[str, ...]] = {
 VALIDATION_OF_TRAINING = ("every", "sets", "correct_reward", "num_prompts")
 """The keys of `[validate]` that training reads, where it validates."""
 END_BYTES = 2**20
-"""How much of each end of a file is read: safetensors begin with their header, and training changes all tensors."""
+"""The bytes read from each end of a file: safetensors begin with their header, and training changes all tensors."""
 UNREAD = re.compile(r"\.|README|LICENSE|NOTICE|USE_POLICY", re.IGNORECASE)
-"""How the names of files in a model's folder begin that no stage reads."""
+"""The beginnings of the names of files in a model's folder that no stage reads."""
 NO_STAGE_CODE = ("bench", "report", "projection", "checks")
-"""Subpackages that no stage's result depends on: how results are measured or shown does not make them old."""
+"""Subpackages on which no stage's result depends: they only measure or show results."""
 
 
 def stage_key(config: Config, stage: StageName, inputs: Mapping[StageName, str], code: str, start: Any = None) -> str:

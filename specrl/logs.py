@@ -28,7 +28,7 @@ MOST_BYTES = 64 * 2**20  # the length at which a log is rotated
 FORMAT = "%(asctime)s %(levelname)-7s %(where)s  %(message)s"
 TIMES = "%Y-%m-%d %H:%M:%S"
 PACKAGES = ("specrl", "slurm")
-"""The packages that run in a rank and whose loggers are set up; those of libraries stay as they are."""
+"""The packages of a rank whose loggers are set up; libraries' loggers stay as they are."""
 
 logger = logging.getLogger(__name__)
 _step: ContextVar[int | None] = ContextVar("step", default=None)

@@ -256,7 +256,7 @@ FAMILIES = (
     Metric("bench/NAME", "", "Column NAME of the rows of a benchmark; the step is the number of the row."),
     Metric("system/NAME", "", "Load of the first node, as MLflow measures it; other nodes: system/node_I/NAME."),
 )
-"""Metrics whose names are made at run time."""
+"""Metrics whose names are formed at run time."""
 _PATTERNS = [
     (re.compile(re.sub("_I$", r"_\\d+", metric.name).replace("NAME", ".+")), metric)
     for metric in (*METRICS.values(), *FAMILIES)

@@ -35,23 +35,23 @@ PORTS = range(15_000, 32_000)
 """The ports to choose from. Linux gives those from 32,768 on to outgoing connections, one of which could take a port
 after it was found free and before somebody listens on it."""
 PR_SET_PDEATHSIG = 1
-"""The option of `prctl` that sets the signal which a process gets when its parent ends (Linux, `sys/prctl.h`)."""
+"""The `prctl` option that sets the signal sent to a process when its parent ends (Linux, `sys/prctl.h`)."""
 HELPER = (
     "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
     "rank = Connection(int(sys.argv[2])); sys.path[:] = rank.recv(); import_module(sys.argv[1]).main(rank)"
 )
-"""The program of a helper, `python -c HELPER MODULE FD`: it looks for modules where the rank does."""
+"""The program of a helper, `python -c HELPER MODULE FD`: it searches for modules where the rank does."""
 SLURMS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
-"""How the variables begin by which users and jobs tell Slurm's commands what to do and what to print."""
+"""The prefixes of variables that control the behaviour and output of Slurm's commands."""
 OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # select the Slurm cluster and authenticate the user
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of a job's rank, which another job that is started from it must not take for its own."""
+"""The variables of a job's rank, which a job started from it must not inherit."""
 TAIL_BYTES = 4096  # the number of bytes read from the end of a log to find its last line
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 OF_IPV6 = re.compile(r":.*:.*/|\]")
-"""What a network of IPv6, such as fe80::/10, and an address with a port, such as [::1]:80, look like without `[`."""
+"""Matches an IPv6 network, such as fe80::/10, and an address with a port, such as [::1]:80, without its `[`."""
 OTHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals that Slurm or a terminal sends to all processes of a job, and that are meant for the rank."""
+"""The signals that Slurm or a terminal sends to all processes of a job, but that are meant for the rank."""
 
 
 def start_helper(

@@ -27,7 +27,7 @@ class ProgressState:
     unit: str
     started_at: float  # the time of the phase's first report
     started_done: float
-    """The units that were done at the first report. They are not 0 after a restart, and do not count for the pace."""
+    """The units done at the first report: not 0 after a restart, and not counted in the pace."""
     updated_at: float  # the time of the latest report
 
     @property

@@ -72,7 +72,7 @@ class Rollout:
     prompt_tokens: list[int]
     response_tokens: Sequence[int]
     generation_logprobs: Sequence[float]
-    """The engine's log-prob of each sampled token, under the truncated distribution that it was sampled from."""
+    """The engine's log-prob of each sampled token, under the truncated distribution from which it was sampled."""
     response: str  # the text of the response, with what the environment wrote
     answer: str  # the prompt's correct answer
     finish_reason: str  # the reason why the response ended: `stop`, or `length` where it was cut off
@@ -89,13 +89,13 @@ class Rollout:
     finished_at: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] | None = None
-    """The parts of the reward by their names, before weights; None where it has none."""
+    """The parts of the reward by name, before weighting; None if it has none."""
     advantage: float = 0.0
     policy_logprobs: Sequence[float] | None = None
     """The trainer's log-prob of each sampled token under the policy that sampled it, of the whole distribution at the
     sampling temperature; None where none was computed."""
     log_kept_mass: Sequence[float] | None = None
-    """The logarithm of the mass that truncation kept at each sampled token; None where nothing can be dropped."""
+    """The log of the mass kept by truncation at each sampled token; None if nothing can be dropped."""
     routes: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     """The experts that the engine sent each token of prompt and response but the last to, [tokens - 1, layers, experts
     per token]; None for a policy without experts. They are not stored."""

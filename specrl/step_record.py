@@ -29,7 +29,7 @@ from specrl.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 TIMED = ("generation", "policy_update", "drafter_update", "refit", "validation", "checkpoint")
-"""The parts that a step's time is divided into, of which only some steps have a validation; the whole is `step`."""
+"""The parts of a step's time, which is `step`; only some steps have a validation."""
 
 LATE = ("timing/step_s", "timing/checkpoint_s")
 """The metrics of a step that are known only after its checkpoint has begun."""
@@ -50,7 +50,7 @@ class StepRecord:
     stats: SpeculationStats
     ranks: list[RankTimeline]  # the timeline of each rank, in the order of ranks
     events: list[str] = field(default_factory=list)
-    """One line for each drafter that collapsed or became worse, with what was done about it."""
+    """One line for each collapse or decline of the drafter, with the reaction."""
 
     @classmethod
     def of(

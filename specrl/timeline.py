@@ -36,7 +36,7 @@ class Timer:
 
     spans: list[Span] = field(default_factory=list)
     running: dict[str, float] = field(default_factory=dict)
-    """The beginning of each part that is under way, by the monotonic clock."""
+    """The start of each part in progress, by the monotonic clock."""
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Bubble:
     pregenerated_tokens: int = 0  # the number of tokens of the next step that it generated in the bubble
     drafter_steps: int = 0  # the number of updates of the drafter that it made in the bubble
     refills: list[Span] = field(default_factory=list)
-    """Its share of each refill of the step, after all ranks had resumed; in between it waited."""
+    """Its share of each refill of the step, after all ranks had resumed; it was idle in between."""
 
 
 @dataclass(frozen=True)
@@ -111,4 +111,4 @@ def rank_spans(bubble: Bubble, timer: Sequence[Span]) -> list[Span]:
 
 
 timeline_from = TypeAdapter(RankTimeline).validate_python
-"""Makes a timeline of what `json` reads of its `asdict` form."""
+"""Builds a timeline from the JSON of its `asdict` form."""

@@ -20,7 +20,7 @@ A group whose rewards are all equal must get zeros: it says nothing about its re
 """
 
 STD_EPSILON = 1e-6
-"""What is added to a standard deviation before it divides."""
+"""Added to a standard deviation before dividing by it."""
 
 register_advantage: Callable[..., Callable[[AdvantageFunction], AdvantageFunction]] = ADVANTAGES.register
 """Decorator that registers an advantage estimator for `train.advantage` under a name, with a model of its options and,

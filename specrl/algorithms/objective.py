@@ -73,13 +73,13 @@ class TokenTargets:
     advantages: Tensor
     """The advantage of the response, at each of its tokens."""
     generation_logprobs: Tensor
-    """Log-probs under the engine, from when the tokens were sampled, of the whole distribution as the trainer's are."""
+    """Log-probs under the engine when the tokens were sampled, of the whole distribution like the trainer's."""
     old_logprobs: Tensor | None
-    """Log-probs under the trainer's policy before the step's first update; None where a step has only one update."""
+    """Log-probs under the trainer's policy before the step's first update; None if a step has only one update."""
     reference_logprobs: Tensor | None
     """Log-probs under the reference policy; None without a KL penalty in the loss."""
     weights: Tensor | None = None
-    """The factors of `response_weights`; None where all are 1."""
+    """The factors of `response_weights`; None if all are 1."""
     teacher_logprobs: Tensor | None = None
     """Log-probs under `train.teacher`; None without one."""
 

@@ -21,7 +21,7 @@ VARIABLES = {
 }
 """Environment variables of a rank, unless the user has set them."""
 TIMEOUT = timedelta(days=7)
-"""Far above gloo's half hour: the limits of the job end a hang (`cluster.hang_minutes` and `cluster.start_minutes`)."""
+"""Far above gloo's half hour: the job's limits (`cluster.hang_minutes`, `cluster.start_minutes`) end a hang."""
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ MUST_BE = {
 }
 """The only values that trainer and engine compute alike."""
 DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-"""What a Llama's configuration leaves out where it has these values; a drafter always has a layer."""
+"""The defaults of keys missing in a Llama's configuration; a drafter always has a layer."""
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # required in every drafter
 LOSS_KEY = "specrl_loss"  # the loss with which specrl trained a drafter
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # the layers whose inputs are the features
 SPECULATORS_KIND = "eagle3"  # the name of EAGLE-3 in `speculators`
 OWN_KEYS = ("draft_vocab_size", "target_hidden_size", "quantization_config", *NORM_FLAGS)
-"""Those of a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
+"""The keys in a `config.json` of `speculators` that belong to the drafter and not to its decoder layer."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class Family:
     router: Router | None = None
     """The router, if every transformer layer has experts after attention."""
     mtp: MtpModule | None = None
-    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None where the family has none."""
+    """The multi-token-prediction layers, for `speculation.method = "mtp"`; None if the family has none."""
     eagle3: bool = True
     """Whether vLLM's model returns the hidden states between its layers, which EAGLE-3 drafters read."""
     can_tie: bool = True  # whether the output layer may share the embeddings' matrix (`tie_word_embeddings`)
@@ -228,7 +228,7 @@ UNSUPPORTED = {
     "HYV3ForCausalLM": NO_SIGMOID_ROUTER,
     "Step3p5ForCausalLM": "the trainer has no norms that scale by one plus their weight",
 }
-"""Why some families whose multi-token-prediction layers vLLM drafts with cannot be trained, by their architectures."""
+"""Why families whose multi-token-prediction layers vLLM supports cannot be trained, by architecture."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -108,7 +108,7 @@ KNOWN_SHAPES = {
         FAMILIES["qwen3_moe"], 94, 4096, 12288, 64, 4, 128, 151936, False, 40960, 128, 8, 1536
     ),
 }
-"""Models that can be planned for before they are downloaded."""
+"""Models that can be planned before they are downloaded."""
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

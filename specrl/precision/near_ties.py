@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from math import isfinite
 
 FLOOR = 4e-6
-"""The smallest movement that is assumed, in nats: FP32 numbers from 32 to 64 are as far apart."""
+"""The smallest assumed movement, in nats: the spacing of FP32 numbers from 32 to 64."""
 BF16_FLOOR = 2.0**-3
-"""The same where logits are BF16: numbers from 16 to 32 are 1/8 apart."""
+"""The same for BF16 logits: numbers from 16 to 32 are 1/8 apart."""
 HOLDS = 1e-5
-"""How far the picked token may be behind as recorded, in nats: the recorder rounds otherwise."""
+"""How far the picked token may trail in the record, in nats: the recorder rounds differently."""
 ALLOWANCE = 2.0
-"""The factor on the largest movement in a sample, which rarely holds the largest there is."""
+"""The factor on the largest movement in a sample, which rarely contains the largest possible one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Pick:
 
     token: int
     lead: float
-    """By how much it leads the best other token, of those that top-k and top-p leave, in nats at temperature 1."""
+    """Its lead over the best other token kept by top-k and top-p, in nats at temperature 1."""
     rival: int = -1
     """That token."""
 
@@ -80,7 +80,7 @@ class Comparison:
     """The number of compared tokens: equal ones before any difference, and first differences."""
     divergences: tuple[Divergence, ...]
     num_unexplained: int
-    """Divergences that are no near-ties, and tokens anywhere that do not lead in their own distribution."""
+    """Divergences that are not near-ties, and all tokens that do not lead in their own distribution."""
 
 
 def measure_noise(left: Sequence[Trace], right: Sequence[Trace]) -> float:

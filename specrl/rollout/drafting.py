@@ -14,14 +14,14 @@ from specrl.rollout.vllm.engine.arguments import generation_params
 from specrl.rollout.vllm.engine.lifecycle import Iteration, VllmEngine
 
 MEASURED = 2
-"""The number of iterations that are measured for a batch size and a draft length when an engine starts."""
+"""The number of iterations measured per batch size and draft length when an engine starts."""
 CHOSEN_FOR = 32
-"""The iterations after which the draft length of the running requests is chosen anew, or once a quarter has ended."""
+"""The iterations after which the draft length is chosen anew, unless a quarter of the requests end before."""
 SETTLING = 2
 """The iterations that still have the drafts of another length after a change: with asynchronous scheduling they have
 begun, or been given their drafts."""
 MOST_ROWS = 512
-"""The most rows of an iteration that is measured then; what takes longer is extrapolated."""
+"""The maximum rows of an iteration measured then; larger ones are extrapolated."""
 
 
 class Drafting:
@@ -50,7 +50,7 @@ class Drafting:
         self._chosen_at, self._iterations = 0, 0
         """The running requests when a length was last chosen for them, and the iterations since."""
         self._k, self._steady = -1, 0
-        """The draft length of the last iteration, and the number of those before it that had the same."""
+        """The draft length of the last iteration, and the number of iterations before it with the same length."""
 
     def set_length(self, k: int | None) -> None:
         """Set the draft length from now on; None leaves the choice to the cost model. See `Engine.set_k`."""

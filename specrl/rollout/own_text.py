@@ -16,7 +16,7 @@ from specrl.rollout.vllm.engine.lifecycle import VllmEngine
 from specrl.rollout.vllm.engine.running import RunningRequest
 
 FIRST = 64
-"""The tokens of a text that are read first."""
+"""The number of a text's tokens in the first pass."""
 Tokens = list[int]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 BYTES_PER_CHARACTER = 4
-"""The most bytes of a character in UTF-8; a token that is text has one byte at least."""
+"""The most bytes of a character in UTF-8; a text token has at least one byte."""
 
 
 class StopStrings:

@@ -27,11 +27,11 @@ class TokenSequence:
     """The number of leading tokens that are the prompt, at least 1."""
     index: int
     routes: NDArray[Any] | None = None
-    """The experts that the engine sent each token but the last to, [tokens - 1, layers, experts per token]."""
+    """The experts to which the engine routed each token but the last, [tokens - 1, layers, experts per token]."""
     sampled: NDArray[np.bool_] | None = None
-    """For each response token, whether the policy sampled it; None where it sampled all of them."""
+    """For each response token, whether the policy sampled it; None if it sampled all of them."""
     generation_logprobs: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The engine's log-prob of each sampled token, of the whole distribution; empty where no loss is computed."""
+    """The engine's log-prob of each sampled token, under the whole distribution; empty if no loss is computed."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], response: Sequence[int], index: int) -> TokenSequence:
@@ -54,7 +54,7 @@ class MicroBatch:
     """
 
     tokens: Tensor
-    """[tokens] int64; 0 where the row is filled up."""
+    """[tokens] int64; 0 in the row's padding."""
     segments: Tensor
     """[segments, 4] int64, in host memory: the places (start, stop, prefix_start, prefix_stop). The tokens from start
     to stop attend causally to each other, and all of them to those of the prefix, which may be empty. Every token is in
@@ -73,11 +73,11 @@ class MicroBatch:
     sampled: Tensor
     """[response tokens] bool, in host memory: whether the policy sampled each of them, sequence by sequence."""
     num_real: int
-    """The number of tokens without those that fill up the row."""
+    """The number of tokens without padding."""
     indices: list[int]
     """The `TokenSequence.index` of each sequence."""
     routes: list[NDArray[Any]] | None = None
-    """The `TokenSequence.routes` of each sequence, in host memory; None where a sequence has none."""
+    """The `TokenSequence.routes` of each sequence, in host memory; None if a sequence has none."""
 
     @property
     def lengths(self) -> Tensor:

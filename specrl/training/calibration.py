@@ -41,7 +41,7 @@ GROWTH = 1 / 16
 KL_POSITIONS = 640
 """The number of response tokens, of all ranks, on which the divergence is measured: for the choice, and held out."""
 PROBE_POSITIONS, PROBE_SEQUENCES = 64, 2
-"""The numbers of response tokens and of responses that pass once per linear layer; they are responses' beginnings."""
+"""The response tokens and responses passed once per linear layer; the tokens are the responses' beginnings."""
 
 
 @dataclass(frozen=True)

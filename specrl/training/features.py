@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NOT_SAMPLED = -1
-"""What `Features.target_top1` has where an environment wrote the next token: nobody drafts or learns that."""
+"""The value of `Features.target_top1` if an environment wrote the next token, which is neither drafted nor learned."""
 PARTS = ("tokens", "mask", "hidden", "targets", "target_top1")
 
 
@@ -23,7 +23,7 @@ class FeatureSpec:
     """int64 `[draft_vocab]`, sorted, on the policy's device: the target ids of the draft vocabulary. It is empty for a
     drafter that has the policy's head, and so can compute the policy's logits itself."""
     as_hidden: bool = False
-    """Whether the targets are the policy's last hidden states and the rows of its head, and not its logits."""
+    """Whether the targets are the policy's last hidden states and the rows of its head instead of its logits."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Features:
     """`[draft_vocab, hidden]`: the rows of the policy's head for the draft vocabulary, as of the same forward pass; all
     micro-batches of the pass share them. None where `targets` are logits."""
     starts: Tensor | None = None
-    """int64 `[batch]`: the position in its sequence of each row's first token; None where all are 0."""
+    """int64 `[batch]`: the position of each row's first token in its sequence; None if all are 0."""
 
     def logits(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The policy's logits on the draft vocabulary at the places `rows`, `columns` `[n]`: `[n, draft_vocab]`."""

@@ -18,9 +18,9 @@ from specrl.data.problems import derive_seed
 from specrl.models.hf_io import write_tensors
 
 DOWN, UP = "lora_A.weight", "lora_B.weight"
-"""How PEFT calls A, [rank, in], and B, [out, rank], below the module that they belong to."""
+"""PEFT's names of A, [rank, in], and B, [out, rank], below their module."""
 FOLDER = "adapter"
-"""The folder beside a policy's that has its adapters, as PEFT reads them."""
+"""The folder of a policy's adapters in PEFT's format, beside the policy's folder."""
 
 
 class LowRankUpdate(nn.Module):

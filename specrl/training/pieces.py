@@ -14,9 +14,9 @@ from torch import Tensor
 
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What is stored of every element of the policy: its FP32 master weight and Adam's two moments."""
+"""The stored values of every element of the policy: its FP32 master weight and Adam's two moments."""
 REFERENCE = "reference"
-"""What is stored beside them of a reference that is renewed: its parameters, as FP32."""
+"""The name under which a renewed reference's parameters are stored beside them, in FP32."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Shard:
     """Flat FP32 tensors by their name in `KINDS`, and `REFERENCE` where there is one; their elements are those of the
     pieces, in order."""
     is_written: bool
-    """Whether this rank writes it to checkpoints; other ranks may have a copy of the same."""
+    """Whether this rank writes it to checkpoints; other ranks may hold a copy."""
 
 
 def cut(bands: Iterable[Band], start: int, stop: int) -> list[Piece]:

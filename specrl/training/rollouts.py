@@ -27,22 +27,22 @@ class RolloutBatch:
     engines: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]
-    """The numbers of sampled tokens; what an environment wrote in between is counted in `environment_lengths`."""
+    """The numbers of sampled tokens; an environment's tokens are counted in `environment_lengths`."""
     environment_lengths: NDArray[np.int64]
     num_turns: NDArray[np.int64]
     rewards: NDArray[np.float64]
     reward_parts: dict[str, NDArray[np.float64]]
-    """The parts of the rewards by their names, before weights; empty where there are none."""
+    """The parts of the rewards by name, before weighting; empty if there are none."""
     truncated: NDArray[np.bool_]
     advantages: NDArray[np.float64]
     """The advantages, 0 until `assign_advantages` has set them."""
     kl: NDArray[np.float64]
     """The sum of the estimates of KL(policy || reference) over each response; 0 unless `train.kl_in` is `reward`."""
     in_loss: NDArray[np.bool_]
-    """Whether the loss is a mean over the rollout's tokens, too; `assign_advantages` leaves some out."""
+    """Whether the loss averages over the rollout's tokens too; `assign_advantages` leaves some rollouts out."""
     engine_size: int
     held: dict[int, Rollout]
-    """The rollouts that this rank's engine generated, by their number, which ascends."""
+    """The rollouts that this rank's engine generated, by number, ascending."""
 
     @classmethod
     def gather(

@@ -13,7 +13,7 @@ from specrl.training.features import Features, Window, padded
 LARGEST_PART = 1 / 8
 """The largest part of the budget that one sequence may take, so that a few long ones do not use it up."""
 MIN_WINDOW = 256
-"""The tokens of a sequence that are kept whatever the budget is."""
+"""The tokens of a sequence that are kept whatever the budget."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sample:
     groups: tuple[tuple[int, ...], ...]
     """The sequences of each of the drafter's micro-batches, by `TokenSequence.index`."""
     windows: dict[int, Window]
-    """The part that is kept of each of these sequences, by the same number."""
+    """The part kept of each of these sequences, by the same index."""
     is_whole: bool
     """Whether the groups are the policy's own micro-batches, with nothing left out."""
 

@@ -18,7 +18,7 @@ from specrl.training.megatron.policy import Policy
 from specrl.training.rollouts import RolloutBatch
 
 Rows = dict[int, NDArray[np.float32]]
-"""A value for each sampled token, by the number of the rollout."""
+"""A value for each sampled token, by rollout number."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainingShares:
     computes_loss: NDArray[np.bool_]
     """By rank: whether it is on the last pipeline stage, where log-probs are computed and compared."""
     is_first_shard: NDArray[np.bool_]
-    """By rank: whether it is the first of the tensor-parallel ranks, which all have the same log-probs."""
+    """By rank: whether it is the first tensor-parallel rank; all of them have the same log-probs."""
 
     @classmethod
     def of(cls, policy: Policy, rollouts: RolloutBatch, parts: Sequence[list[int]]) -> TrainingShares:

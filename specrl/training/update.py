@@ -57,9 +57,9 @@ class StepLoss:
     """The rollouts that this rank trains on, by their numbers."""
     advantages: NDArray[np.float64]
     num_tokens: float
-    """What the loss of an update is divided by, the same on all ranks."""
+    """The divisor of an update's loss, the same on all ranks."""
     weights: NDArray[np.float64] | None = None
-    """Those of `response_weights`."""
+    """The factors of `response_weights`."""
     old: Rows = field(default_factory=dict)
     """Log-probs before the first of several updates; empty with a single update."""
     reference: Rows = field(default_factory=dict)

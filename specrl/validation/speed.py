@@ -96,7 +96,7 @@ def matched_pair(
 
 
 FOLDER, STATE_FILE = "next_step", "state.json"
-"""The folder in that of the train stage, and the file in it with all but the texts."""
+"""The folder within the train stage's, and its file with everything but the texts."""
 
 
 def write_next_step(stage_dir: Path, step: int, ranks: Ranks, generator: RolloutGenerator, engine: Engine) -> None:
@@ -117,7 +117,7 @@ class NextStep:
     prompts: list[Prompt]
     samples_per_prompt: int
     stored: Sequence[PregeneratedText]
-    """The texts that were pre-generated for the step."""
+    """The texts pre-generated for the step."""
     recent: Sequence[Sequence[Sequence[int]]]  # the first engine's responses, by step; oldest first in both
 
     @classmethod

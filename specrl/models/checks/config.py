@@ -19,7 +19,7 @@ ORIGINAL = "original_max_position_embeddings"
 _OTHERS = "num_key_value_heads head_dim num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 EOS = "eos_token_id"
 MOST_STOP_TOKENS = 8
-"""How many tokens may end a response: the engine looks for each at every position."""
+"""The number of tokens that may end a response: the engine checks each at every position."""
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")  # programs look them up in the embeddings
 DTYPES = ("float32", "bfloat16", "float16")
 _TOKENS = "bos_token eos_token pad_token unk_token"  # of a tokenizer
@@ -53,11 +53,11 @@ FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "added_tokens_decoder",
     ),
 )
-"""What the values of keys must be where they are given, and not null unless in `NEVER_NULL`."""
+"""The required form of keys' values if given; null is allowed except for `NEVER_NULL`."""
 _ROPE = "rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow"
 ROPE_KEYS = f"{_ROPE} mscale mscale_all_dim truncate {ORIGINAL}".split()
 ROPE_KINDS = {"default": "", "linear": "factor", "llama3": "factor low_freq_factor high_freq_factor", "yarn": "factor"}
-"""What trainer and engine compute alike, and the keys that each must have."""
+"""The kinds that trainer and engine compute alike, and the keys that each requires."""
 
 
 def check_config(config: Mapping[str, Any]) -> Family:

@@ -50,7 +50,7 @@ WITHOUT_WEIGHTS = {
     "model_world_size_*": "it is verl's own checkpoint: merge it with python -m verl.model_merger merge",
     "snapshots": "it is a folder of the hub's cache: give the folder within snapshots",
 }
-"""What a folder without weights may have in their place, and how a model is made of it; the first one counts."""
+"""What a folder may contain instead of weights, and how to turn it into a model; the first match counts."""
 QUANTISED = "it is quantised: use the checkpoint that it was made from, or dequantise it"
 UNKNOWN = {
     r"^base_model\.|lora_": MERGE,
@@ -62,7 +62,7 @@ UNKNOWN = {
     r"^(v_head|score|value_head|summary)\.": "it is a reward or value model: use one that was saved without that head",
     r"visual|vision|audio|language_model": "only the language model of it can be trained: save that alone",
 }
-"""Why a model may have tensors that its `config.json` does not speak of, by a pattern of their names."""
+"""Why a model may have tensors beyond its `config.json`, by a pattern of their names."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specrl.rollout.engine import Engine
 from specrl.timeline import Span
 
 POLL_SECONDS = 0.02
-"""The least time between two questions whether all engines are done."""
+"""The minimum time between two checks whether all engines are done."""
 
 
 @dataclass(frozen=True)

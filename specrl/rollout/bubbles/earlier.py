@@ -13,7 +13,7 @@ from specrl.schemas import Rollout, read_table
 PER_PROMPT = 4
 """The responses kept of each group."""
 MOST_TOKENS = 2**24
-"""The tokens kept on each rank: 64 MiB. The prompts that were answered longest ago are dropped first."""
+"""The tokens kept on each rank: 64 MiB. Prompts answered longest ago are dropped first."""
 
 
 class EarlierResponses:

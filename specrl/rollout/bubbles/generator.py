@@ -85,9 +85,9 @@ class RolloutGenerator:
             self._pregeneration = Pregeneration(engine, source, config, self._coordinator, rewards)
         self._training = training
         self._earlier = EarlierResponses() if engine.replays and config.data.has_epochs else None
-        """None where no prompt comes again, or its earlier responses could not be drafted from."""
+        """None if no prompt is repeated, or earlier responses cannot be drafted from."""
         self.next_texts: list[PregeneratedText] = []
-        """The texts that this rank's engine has to draft from in the next step."""
+        """The texts from which this rank's engine drafts in the next step."""
 
     def restore(self, rollouts_dir: Path, first_step: int) -> None:
         """Read from disk the texts that an undisturbed run would have before `first_step`."""

@@ -33,7 +33,7 @@ class Pregeneration:
     step: int = 0
     """The step whose prompts are answered."""
     texts: list[PregeneratedText] = field(default_factory=list)
-    """The texts made in this bubble."""
+    """The texts generated in this bubble."""
 
     def begin(self, step: int) -> None:
         """Begin a new bubble, in the generation of `step`."""

@@ -26,7 +26,7 @@ class PregeneratedText(NamedTuple):
 
     prompt_id: int
     seed: int
-    """The seed that it was sampled with."""
+    """The seed with which it was sampled."""
     tokens: Sequence[int]
 
 

@@ -12,7 +12,7 @@ DRAFTER, REPLAY, RECENT, CONTINUED_DRAFT = "drafter", "replay", "recent", "conti
 """The names of draft sources: vLLM's proposer, text stored for the prompt, recent responses to any prompt, and the
 proposer with text behind its own tokens."""
 OWN_TEXT = "own"
-"""The name of what is compared in passes over text of a request's own seed; see `own_text`."""
+"""The source of text compared in passes over text of a request's own seed; see `own_text`."""
 
 
 class VerifiedDraft(NamedTuple):

@@ -20,27 +20,27 @@ Floats = NDArray[np.float64]
 LENGTHS = (0, 1, 2, 3, 5, 7, 15)
 """The draft lengths to choose from; full CUDA graphs are captured for these alone."""
 NEARLY = 0.8
-"""The share of the longest length from which on a shorter one is none to choose."""
+"""Lengths from this share of the longest one on are not offered beside it."""
 SHARED = 0.75
-"""How much of a change in the time of one draft length is taken to be one of the machine, or of the contexts."""
+"""How much of a change in one draft length's time is attributed to the machine or the contexts."""
 TIME_WINDOW = 8.0
 """The number of iterations after which an observation of an iteration's time has a weight of 1/e."""
 RUNNING_WINDOW, OTHERS_WINDOW, PRIOR_RUNNING = 16.0, 512.0, 1.0
 """The number of iterations after which what a draft length brought the running requests weighs 1/e, while it is in use
 and while it is not; and the weight of the average over all requests, in accepted tokens of a request."""
 TEXT_WINDOW = 500
-"""The number of drafts that older observations of a kind weigh as much as at most."""
+"""The maximum weight of older observations of a kind, in drafts."""
 KEPT_ON_REFIT = 0.1
 """The factor on the weight of observations of accepted tokens at every refit."""
 GUESSED_ACCEPTANCE = 0.6
 """The assumed probability that the next token of a drafter's draft is right, before any was seen."""
 EVEN_AGREEMENT = 2.0
-"""The number of agreeing tokens at which text is guessed to go on with the right token half of the time."""
+"""The number of agreeing tokens at which text is guessed to continue correctly half of the time."""
 PRIOR_DRAFTS, PRIOR_REQUESTS = 4.0, 25.0
 """The weights of these guesses, in drafts, and of that that every request has a draft of the drafter, in requests x
 iterations."""
 WORTHWHILE = 0.01
-"""The share by which tokens per second must be expected to rise for anything to be drafted."""
+"""The share by which the expected tokens per second must rise for anything to be drafted."""
 
 
 def possible_lengths(k: int, drafter_k: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Counts(NamedTuple):
     seen: NDArray[np.int64]
     """[kinds, k]: how often the token at a position, drafted or not, was compared, those before it being right."""
     right: NDArray[np.int64]
-    """[kinds, k]: how often it was what came."""
+    """[kinds, k]: how often it was the sampled token."""
     offered: NDArray[np.int64]
     """[kinds]: how often each kind was the best that there was for a request with room for a draft; the last where
     there was nothing."""
@@ -75,9 +75,9 @@ class DeviceDrafts:
         self.device = torch.device(device)
         self.index = TextIndex([], device)
         self.expected = torch.zeros(k + 1, KINDS, device=device)
-        """The accepted tokens that a draft is expected to bring, by its length and kind; below 0 for no draft."""
+        """The expected accepted tokens of a draft, by its length and kind; below 0 for no draft."""
         self.behind = torch.zeros(k + 1, k + 1, KINDS, device=device)
-        """The same of a drafter's draft, by its length, the drafter's passes, and the kind of the text behind it."""
+        """The same for a drafter's draft, by its length, the drafter's passes, and the kind of continuing text."""
         self.expect(np.zeros((k + 1, NOTHING)), recalls=True)
         self._column, self._back = torch.arange(k, device=device), torch.arange(LONGEST, device=device)
         # The prediction for each slot: the draft, the request it is for, and that request's length.
@@ -85,7 +85,7 @@ class DeviceDrafts:
         self.tokens = torch.full((num_slots, CANDIDATES, k), END, dtype=torch.int64, device=device)
         self.kinds = torch.full((num_slots, CANDIDATES), NOTHING, dtype=torch.int64, device=device)
         self.has_drafter = False
-        """Whether there is a drafter, in iterations without its drafts too."""
+        """Whether there is a drafter, even in iterations without its drafts."""
         self.sources = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """The place in `SOURCES` of the source of each slot's next draft."""
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)

@@ -18,9 +18,9 @@ from torch import Tensor
 from specrl.rollout.drafts.acceptance import CONTINUED_DRAFT, DRAFTER, RECENT, REPLAY
 
 END = -1
-"""The marker before and after texts, and of the places of a draft that hold no token; no token has this id."""
+"""Marks the start and end of texts, and places of a draft without a token; no token has this id."""
 SIZES = (8, 5, 3, 2)
-"""The numbers of last tokens by which text is looked up; the first that is found counts."""
+"""The numbers of last tokens by which text is looked up; the first match counts."""
 LONGEST = SIZES[0]
 STORED, RECENT_TEXT = 0, len(SIZES)
 DRAFTERS = RECENT_TEXT + len(SIZES)
@@ -28,7 +28,7 @@ CONTINUED = DRAFTERS + 1
 """The kinds of drafts: stored and recent text, by the size found; the drafter's, and the same with text behind it."""
 NOTHING = CONTINUED + 1
 SOURCES = (REPLAY, RECENT, DRAFTER, CONTINUED_DRAFT)
-"""The sources of drafts: of stored text, of recent text, and the last two kinds."""
+"""The sources of drafts: stored text, recent text, and the last two kinds."""
 ANY_PROMPT = -1
 """Stands for the prompt in the keys of recent text."""
 _RANDOM = torch.randint(
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     """Text that may continue each request of a batch."""
 
     places: Tensor
-    """[requests, texts] int64, where in `TextIndex.tokens` it goes on; at an `END` where there is none."""
+    """[requests, texts] int64, where in `TextIndex.tokens` the text continues; an `END` if there is none."""
     kinds: Tensor
     """[requests, texts] int64; `NOTHING` where there is none."""
 

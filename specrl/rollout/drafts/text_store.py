@@ -16,7 +16,7 @@ from specrl.rollout.drafts.text_index import ANY_PROMPT, Text, TextIndex
 UNKNOWN_PROMPT = ANY_PROMPT - 1
 """The number of a prompt for which nothing is stored."""
 NOTEWORTHY = 8
-"""The index is made anew once what it lacks is one part of so many."""
+"""The index is rebuilt once the text it lacks is one part in this many."""
 Tokens = tuple[int, ...]
 
 
@@ -25,7 +25,7 @@ class TextStore:
 
     def __init__(self, recent_tokens: int = 0) -> None:
         self.recent_tokens = recent_tokens
-        """How many tokens are kept of the latest responses, and of siblings, in whole responses."""
+        """The number of tokens kept of the latest responses, and of siblings, in whole responses."""
         self._with_text: dict[Tokens, int] = {}  # the numbers of the prompts that responses are stored for
         self._prompts: dict[Tokens, int] = {}  # the same, and the numbers of this generation's prompts
         self._next_number = 0  # no number is used again while an index may hold its texts

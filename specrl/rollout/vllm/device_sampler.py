@@ -27,7 +27,7 @@ from specrl.rollout.sampling.gumbel import Picked, logprobs_of, pick
 from specrl.rollout.sampling.verification import Sampling, Verified, verify
 
 DRAFT_BASE = 4096
-"""A draft leaves as the number of its source times this, plus the number of its tokens."""
+"""A draft is returned as the index of its source times this, plus the number of its tokens."""
 
 
 class Columns(NamedTuple):
@@ -36,9 +36,9 @@ class Columns(NamedTuple):
     logprob: Any
     """NaN if the logits are not finite."""
     log_kept_mass: Any
-    """The logarithm of the mass that top-k and top-p kept."""
+    """The log of the mass kept by top-k and top-p."""
     draft: Any
-    """At the first token that a request gets in an iteration: the draft that was verified, in `DRAFT_BASE`."""
+    """At a request's first token in an iteration: the verified draft, encoded with `DRAFT_BASE`."""
 
 
 NUM_COLUMNS = len(Columns._fields)

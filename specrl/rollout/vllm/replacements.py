@@ -17,7 +17,7 @@ SPECULATOR = "specrl.rollout.vllm.text_speculator"
 PATCHES = "specrl.rollout.vllm.engine.patches"
 SAME_TOKENS = "tests/exactness/test_token_for_token.py::test_every_source_and_k_gives_the_tokens_of_plain_decoding"
 _original: dict[str, Any] = {}
-"""What has been replaced in this process, by its name."""
+"""The replaced originals in this process, by name."""
 
 
 class Replacement(NamedTuple):
@@ -29,11 +29,11 @@ class Replacement(NamedTuple):
     reason: str
     test: str
     wraps: bool = False
-    """Whether `by` is a function that gets the original, and returns what takes its place."""
+    """Whether `by` is a function that receives the original and returns its replacement."""
     on_cpus: bool = False
-    """Whether it is for CPUs alone."""
+    """Whether it applies only on CPUs."""
     on_gpus: bool = False
-    """Whether it is for GPUs alone."""
+    """Whether it applies only on GPUs."""
 
 
 REPLACEMENTS = (

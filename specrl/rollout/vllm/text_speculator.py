@@ -66,13 +66,13 @@ class TextSpeculator:
 
     def __init__(self, speculator: Any, requests: KnownRequests, drafter_k: int, device: torch.device) -> None:
         self.drafter_k = drafter_k
-        """The most passes of the drafter. With 0 a model still reads all tokens, so that it can draft later."""
+        """The drafter's maximum number of passes. With 0 a model still reads all tokens, so that it can draft later."""
         k = speculator.num_speculative_steps
         self.drafts = requests.drafts = drafts_on(device, requests.max_num_reqs, k)
         self.drafts.has_drafter = drafter_k > 0
         self._requests, self._speculator, self._propose = requests, speculator, speculator.propose
         self.texts = requests.texts
-        """The texts to draft from; what changes there counts from the next `begin` on."""
+        """The texts to draft from; changes take effect at the next `begin`."""
 
     def begin(self, stop_tokens: Sequence[int]) -> None:
         """Begin a generation whose responses end with any of these tokens, with all counters at zero."""

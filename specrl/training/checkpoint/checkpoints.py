@@ -36,10 +36,10 @@ from specrl.training.pieces import Shard, stored_name
 
 DAMAGED = "damaged-"
 NICENESS = 10
-"""How far the writing threads stand back where processors are short, so that generation goes first."""
+"""The niceness of the writing threads, so that generation has priority."""
 
 Report = list[StoredFile] | str
-"""What a rank has written of a checkpoint, or why it could not."""
+"""The files that a rank has written for a checkpoint, or why it could not."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class Checkpoints:
         the first it is the time that the last one took to read, or 0 without any."""
         self._writing: Future[None] | None = None
         self._best_step: int | None = None
-        """The step of the checkpoint that was marked as the best, which may not be complete yet."""
+        """The step of the checkpoint marked as the best, which may not be complete yet."""
         self._naming = threading.Lock()
-        """Held while a checkpoint gets its name, or is looked for under it."""
+        """Held while a checkpoint is given its name, or looked up by it."""
         self.newest: int | None = None
         """The step of the newest checkpoint, written or still being written; None before the first."""
         if self._ranks.is_first:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20
-"""The bytes that are read at a time."""
+"""The bytes read at a time."""
 
 PAGE = mmap.PAGESIZE
 

@@ -37,7 +37,7 @@ class StoredFile:
     size: int
     crc32: int
     pieces: tuple[Piece, ...] = ()
-    """What it holds of the policy: a tensor for each kind and piece, named by `stored_name`."""
+    """Its parts of the policy: a tensor for each kind and piece, named by `stored_name`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Manifest:
     kv_scales: KvScales | None
     """None without an FP8 KV cache."""
     adapter_scale: float | None
-    """What the products of the adapters are multiplied by, where the tensors are those of LoRA."""
+    """The factor on the adapters' products, if the tensors are LoRA's."""
 
 
 class StoredPolicy:

@@ -21,7 +21,7 @@ from specrl.training.lora import merged
 from specrl.training.pieces import MASTER, Piece
 
 ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
-"""The ends of the names of tensors whose rows the rotary embedding rotates against each other."""
+"""The suffixes of the names of tensors whose rows are paired by the rotary embedding."""
 
 
 def write_policy_folder(folder: Path, base_dir: Path, directory: Path, dtype: torch.dtype, ranks: Ranks) -> None:

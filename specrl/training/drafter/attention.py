@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import varlen  # noqa: F401  (registers the operations of `_Flash`)
 
 MAX_SCORES = 1 << 26
-"""The number of scores that exist at once where there is no kernel."""
+"""The number of scores that exist at once without a kernel."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Spans:
     """
 
     queries: tuple[int, ...]
-    """[rows + 1]: where the queries of each row begin, and the number of all."""
+    """[rows + 1]: where each row's queries begin, and the total number."""
     keys: tuple[int, ...]
-    """[rows + 1]: the same of the keys; a row has at least as many keys as queries."""
+    """[rows + 1]: the same for the keys; a row has at least as many keys as queries."""
     device: torch.device
 
     @cached_property

@@ -54,7 +54,7 @@ class ChainBatch:
     starts: Tensor
     """int64 `[chains]`: the index of the slot at which the chain starts."""
     alive: list[Tensor]
-    """For each step, int64 `[alive]`: the chains that have a target at it, all of which have one at the step before."""
+    """For each step, int64 `[alive]`: the chains with a target at it; all of them have one at the step before."""
     alive_on_host: list[list[int]]
     target_top1: Tensor
     """int64 `[chains]`: the policy's most likely token for each chain's step-0 target."""

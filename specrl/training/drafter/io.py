@@ -30,12 +30,12 @@ NEW_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-"""Parts of names that others use, and those that are used here."""
+"""Parts of names in other programs, and the names used here."""
 UPPER_NORM = re.compile(r"(layers\.\d+)\.hidden_norm\.")
-"""What SGLang calls the norm before the attention of a layer above the first one."""
+"""SGLang's name for the norm before the attention of a layer above the first."""
 EMBEDDINGS = "embed_tokens.weight"
 NOT_READ = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "midlayer.self_attn.rotary_emb.")
-"""The beginnings of the names of tensors that belong to the policy, or follow from `config.json`."""
+"""The name prefixes of tensors that belong to the policy or follow from `config.json`."""
 
 
 def vocabulary_tensors(draft_tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:

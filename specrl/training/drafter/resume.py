@@ -20,7 +20,7 @@ from specrl.models.hf_io import write_tensors
 from specrl.training.batches import MicroBatch
 
 SAVE_SECONDS = 300.0
-"""The seconds from one checkpoint to the next; a kill loses at most these."""
+"""The seconds from one checkpoint to the next; a kill loses at most this much."""
 PREFIX = "progress/"
 
 logger = logging.getLogger(__name__)

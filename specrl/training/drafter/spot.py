@@ -23,7 +23,7 @@ from specrl.training.features import Features, padded, sequences
 from specrl.training.sample import by_length, even_sample
 
 MICRO_STEP_SECONDS = 0.1
-"""The length that a micro-step should have; the last engine may have to wait for one."""
+"""The target length of a micro-step; the last engine may have to wait for one."""
 STEPS_KEPT = 2
 """The number of steps whose features are kept."""
 
@@ -38,9 +38,9 @@ class SpotTraining:
         self._recent: deque[list[Features]] = deque(maxlen=STEPS_KEPT)
         """The features of each kept step, one entry per sequence."""
         self._waiting: list[list[Features]] = []
-        """The micro-batches that are left of the present pass through the kept features."""
+        """The remaining micro-batches of the current pass over the kept features."""
         self._passes = 0
-        """The number of passes through the features kept now, the present one included."""
+        """The number of passes over the currently kept features, including the current pass."""
         self._area = 0
         """The number of padded tokens that a micro-batch may have; 0 allows one sequence."""
         self._random = random.Random(drafter.ranks.rank)

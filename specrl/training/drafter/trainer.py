@@ -105,9 +105,9 @@ def _held(features: Sequence[Features | None]) -> FeatureStream:
 class _StepResult(NamedTuple):
     loss: Tensor
     sums: Tensor
-    """This rank's `Tally.sums`; zeros unless they were asked for."""
+    """This rank's `Tally.sums`; zeros unless requested."""
     norm: float
-    """The norm of the gradient before clipping, that of all ranks unless this one trains alone."""
+    """The gradient norm before clipping, over all ranks unless this one trains alone."""
     flag: bool
 
 
@@ -137,7 +137,7 @@ class Drafter:
         self._seed = seed
         self._updates = 0
         self.changes = 0
-        """The number of times that what `state_dict` returns was changed."""
+        """The number of changes to the result of `state_dict`."""
         policy = TensorReader(policy_dir)
         for name in model.SHARED:
             tied = name == HEAD and name not in policy.names

@@ -18,7 +18,7 @@ from megatron.core.extensions import transformer_engine as extension
 from torch import Tensor
 
 KERNEL_CAPABILITY = (9, 0)
-"""The first generation of GPUs (Hopper) on which cuDNN's kernels take variable lengths."""
+"""The first generation of GPUs (Hopper) on which cuDNN's kernels accept variable lengths."""
 
 
 class Segment(NamedTuple):

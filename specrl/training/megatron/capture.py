@@ -26,7 +26,7 @@ class KeptRows:
     ) -> None:
         """Choose the sequences of `owners`; if `windows` is None, every rank keeps everything."""
         self.owners: list[int] | None = None
-        """The rank that keeps each row; None where every rank keeps all of them, whole."""
+        """The rank that keeps each row; None if every rank keeps all of them, whole."""
         lengths = batch.lengths.tolist()
         if windows is None:
             chosen = [(row, Window(0, length)) for row, length in enumerate(lengths)]
@@ -50,7 +50,7 @@ class KeptRows:
         device = batch.tokens.device
         own = (batch.sampled.cumsum(0) - 1)[token[sampled]]
         self.outputs = None if windows is None else own.to(device)
-        """Those of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None where all have any."""
+        """The indices of `MicroBatch.predictors` with targets in these rows, ascending int64 [n]; None for all."""
         self._places = places[rows, columns.clamp(max=max(places.shape[1] - 1, 0))].to(device)
         self.with_targets = mask.flatten().nonzero()[sampled, 0].to(device)
         """The True places of `mask` whose next token the policy sampled, int64 [n]."""
@@ -59,7 +59,7 @@ class KeptRows:
         self.tokens = batch.tokens[self._places] * inside.to(device)
         """The token ids, int64 [rows, width], 0 where a row is padded."""
         self.starts = None if windows is None else starts.to(device)
-        """The position of each row's first token, int64 [rows]; None where all are 0."""
+        """The position of each row's first token, int64 [rows]; None if all are 0."""
 
     def __len__(self) -> int:
         return len(self.mask)

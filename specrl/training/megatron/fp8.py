@@ -54,7 +54,7 @@ class EmulatedLinear:
         self.module = module
         self.sizes, self.order = sizes, order
         self.active = True
-        """Whether the layer computes in FP8; where not, it computes as if it had never been touched."""
+        """Whether the layer computes in FP8; otherwise it computes as if it had not been attached."""
         self.num_forwards = 0
         self.num_backwards = 0
         self._plain: Any = module._forward_impl
@@ -168,7 +168,7 @@ class LinearPrecision:
         self.is_native = torch.cuda.is_available() and not emulates
         self.linears: dict[str, EmulatedLinear] = {}
         self._native: dict[str, Any] = {}
-        """All linear layers of this rank by name, where Transformer Engine computes them."""
+        """All linear layers of this rank by name, if Transformer Engine computes them."""
         self._expected: frozenset[str] | None = None
 
     @property

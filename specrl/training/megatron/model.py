@@ -44,13 +44,13 @@ class HeadInput:
     """The positions at which the output layer is evaluated; most (those of prompts) need no logits."""
 
     places: Tensor
-    """[n] int64: the places in the row at which the output layer is evaluated; one may be there several times."""
+    """[n] int64: the places in the row at which the output layer is evaluated; a place may occur several times."""
     targets: Tensor
     temperature: float
     features: FeatureSpec | None = None
     """The drafter's targets that are returned too."""
     kept: Tensor | None = None
-    """[kept] int64: those of the positions whose drafter's targets this rank keeps; None for all."""
+    """[kept] int64: the positions whose drafter targets this rank keeps; None for all."""
 
 
 class DraftTargets(NamedTuple):

@@ -64,7 +64,7 @@ class PolicyOptimizer:
             options, [ddp], config_overrides=overrides, use_gloo_process_groups=False
         )
         self._parts: list[Any] = self._megatron.chained_optimizers
-        """The optimizer of what all data-parallel ranks share and, in a model with experts, that of the experts."""
+        """The optimizer of the parameters that all data-parallel ranks share and, with experts, that of the experts."""
         self._clip_grad = config.clip_grad
         self._is_fused = not torch.cuda.is_available()
         if self._is_fused:

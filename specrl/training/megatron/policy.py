@@ -61,7 +61,7 @@ token count of the global batch: it is added up over micro-batches and data-para
 again. The same is true of the metrics.
 """
 FP8_TOKENS = 16
-"""Transformer Engine's FP8 products, those of weight gradients too, want a token count that is a multiple of it."""
+"""Transformer Engine's FP8 products, including those of weight gradients, need multiples of this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Outcome:
     num_tokens: int
     drafted: DraftTargets | None
     sums: dict[str, Tensor]
-    """`loss` and the loss function's metrics, which nothing waits for before the pass is over."""
+    """`loss` and the loss function's metrics, for which nothing waits before the pass is over."""
 
 
 class Policy:
@@ -111,23 +111,23 @@ class Policy:
         self.pp_size: int = parallel_state.get_pipeline_model_parallel_world_size()
         tp_size = config.tensor_parallel
         self.model_rank = self.pp_rank * tp_size + self.tp_rank
-        """The number of this rank among those that hold the policy together and pass the same micro-batches."""
+        """This rank's index among those that hold the policy together and pass the same micro-batches."""
         self.model_size = self.pp_size * tp_size
         self.model, self._weights, megatron = self._load(fp8)
         self.lora = config.lora if trainable else None
         own = self.lora and weights.add_adapters(self.model, self._weights, self.lora, seed)
         self._trained = own or self._weights
-        """The parameters that are trained, and stored in checkpoints: the adapters where there are any."""
+        """The parameters that are trained and stored in checkpoints: the adapters, if there are any."""
         self._reference = [p.detach().clone() for p in self._trained_parameters()] if keep_reference else None
         self._reference_is_active = False
         self.stores_reference = stores_reference
         if fp8 is not None:
             fp8.attach(self.model)
         self.kv_observer: KvObserver | None = None
-        """Observes queries, keys and values of the forward passes; None where nobody does."""
+        """Observes queries, keys and values of the forward passes; None without an observer."""
         has_experts = self.family.router is not None
         self.routing = RoutingReplay(self.model, replays=config.routing_replay) if has_experts else None
-        """Trains with the engine's routes, where micro-batches have any; None for a policy without experts."""
+        """Trains with the engine's routes if micro-batches have any; None for a policy without experts."""
         self._chain: Any = self.model.to(ranks.device)
         if self.dtype == torch.bfloat16:
             self._chain = Float16Module(megatron, self._chain)

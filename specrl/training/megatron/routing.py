@@ -34,7 +34,7 @@ class _Compared:
     known: Tensor
     """[tokens] bool: whether the engine computed the token. It never computes the last one of a sequence."""
     differs: Tensor
-    """[tokens] uint8: 1 where a layer of this stage would send the token to other experts."""
+    """[tokens] uint8: 1 where a layer of this stage would route the token to other experts."""
     num_pairs: Tensor
 
 
@@ -66,7 +66,7 @@ class RoutingReplay:
         self._inside = self._trains = False
         self._current: _Recorded | None = None
         self._again: list[deque[_Recorded | None]] = [deque() for _ in self._layers]
-        """For each layer the micro-batches for which a backward pass will compute it again, in that order."""
+        """For each layer, the micro-batches for which a backward pass will recompute it, in that order."""
         self._compared: list[_Compared] = []
         for place, layer in enumerate(model.decoder.layers):
             # Megatron's router calls this for its experts instead of its own `RouterReplay`.

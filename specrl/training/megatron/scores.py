@@ -20,7 +20,7 @@ from torch import Tensor
 MAX_LOGITS = 2**27
 """The most logits, in the compute type, that exist at a time."""
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
-"""The number of them that are turned to float32 at a time: so few on a CPU that they stay in its cache."""
+"""The number of logits converted to float32 at a time: on a CPU few enough to stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class _Gradient(NamedTuple):
     normaliser: Tensor
     """p = normaliser * e^(z - max)."""
     of_logprob: Tensor
-    """The loss's gradient by log p(y), over T."""
+    """The loss's gradient with respect to log p(y), over T."""
     of_entropy: Tensor | None
-    """The loss's gradient by H, over T; None where it has none."""
+    """The loss's gradient with respect to H, over T; None if it has none."""
     entropy: Tensor
     at_target: Tensor
     """The gradient of the logit of y."""

@@ -44,7 +44,7 @@ class Parameter:
     stage: int
     split: Split
     hf: tuple[str, ...]
-    """The names of the Hugging Face tensors that it is made of, in the order in which they are merged."""
+    """The names of the Hugging Face tensors of which it consists, in the order in which they are merged."""
     shapes: tuple[tuple[int, ...], ...]
     """The shape of each of them."""
     expert_rank: int | None = None
@@ -195,7 +195,7 @@ class _Place:
     local: int
     transformer_engine: bool
     shapes: Mapping[str, tuple[int, ...]]
-    """That of each Hugging Face tensor, by its name."""
+    """The shape of each Hugging Face tensor, by its name."""
 
     def parameter(
         self, name: str, split: Split, hf_names: Sequence[str], *, expert_rank: int | None = None

@@ -41,7 +41,7 @@ ENVIRONMENT = {
 """Environment variables that are set before vLLM is imported."""
 OF_THE_USER = ("VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND")  # those that keep the user's values
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""The variable by which vLLM takes its batch-invariant kernels, for the whole process."""
+"""The variable that makes vLLM use its batch-invariant kernels, for the whole process."""
 FIRST_INVARIANT_CAPABILITY = (9, 0)
 """The first compute capability with which a trainer can be beside them. On older devices vLLM replaces torch's `linear`
 and `matmul` for the whole process, without their gradients."""
@@ -53,7 +53,7 @@ CPU_BLOCK_TOKENS = 32
 Prompts that begin alike share whole blocks only, and vLLM's own size on CPUs, 128, is longer than many prompts.
 """
 MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-"""The words by which vLLM guesses a method from the path of a draft model."""
+"""The words from which vLLM guesses a method in the path of a draft model."""
 NEVER_GUESSED = ("eagle", "eagle3", "dflash", "dspark")
 """The methods for which vLLM does not guess another one from the path."""
 

@@ -38,11 +38,11 @@ class Iteration(NamedTuple):
     """The outcome of an iteration."""
 
     batch: int
-    """The number of requests that got tokens."""
+    """The number of requests that received tokens."""
     all_decoding: bool
-    """Whether none of these were their first tokens."""
+    """Whether none of these tokens were first ones."""
     mean_tokens: float | None
-    """The mean number of tokens of those that it did not finish, which nothing cut off; None if it finished all."""
+    """The mean tokens of the requests that it did not finish, which nothing cut off; None if it finished all."""
 
 
 class VllmEngine:
@@ -66,9 +66,9 @@ class VllmEngine:
         self.vocab_size = int(self.llm.model_config.get_vocab_size())
         """The number of tokens in the policy's vocabulary."""
         self.is_first = int(self._group.rank_in_group) == 0
-        """Whether this is the first rank of its engine, whose decisions hold for the others."""
+        """Whether this is the first rank of its engine, whose decisions bind the others."""
         self.last: Iteration | None = None
-        """What came of the last call of `step`; None if nothing did."""
+        """The outcome of the last call of `step`; None if there was none."""
         self.decode_steps = 0
         """The iterations so far in which at least one request was decoding."""
         self._running: dict[str, RunningRequest] = {}

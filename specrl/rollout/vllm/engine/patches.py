@@ -12,7 +12,7 @@ from typing import Any
 from specrl.artifacts import digest
 
 COMPILE_SECONDS = 1800
-"""How long the ranks of a node wait for the first one, before they compile too."""
+"""How long a node's ranks wait for the first one before they compile too."""
 
 
 class FirstOfItsGroup:

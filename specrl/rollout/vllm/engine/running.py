@@ -24,22 +24,22 @@ class RunningRequest:
 
     prompt_length: int
     stops: StopStrings | None = None
-    """The strings that end it, of which vLLM knows nothing."""
+    """The strings that end it, which are unknown to vLLM."""
     name: str = ""
-    """vLLM's own name of it."""
+    """vLLM's own name for it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """The log-probs of the tokens, under the distribution that they were sampled from."""
+    """The log-probs of the tokens, under the distribution from which they were sampled."""
     log_kept_mass: list[float] = field(default_factory=list)
-    """The logarithm of the probability that top-k and top-p left at each of them; see `Picked`."""
+    """The log of the probability mass kept by top-k and top-p at each of them; see `Picked`."""
     drafts: list[VerifiedDraft] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
-    """The log-probs of all prompt tokens but the first, in nats; empty unless they were asked for."""
+    """The log-probs of all prompt tokens but the first, in nats; empty unless requested."""
     prompt_picks: list[tuple[int, float, float]] = field(default_factory=list)
     """What would be sampled in the place of each of the last prompt tokens, those that no cached prefix held, with its
     log-prob and `log_kept_mass`; empty unless it was asked for."""
     decodes: bool = False
-    """Whether vLLM has returned a token of it."""
+    """Whether vLLM has returned a token for it."""
     finish_reason: str | None = None
     started_at: float = 0.0
     """When its first token arrived, in Unix seconds."""

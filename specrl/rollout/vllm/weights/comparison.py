@@ -28,16 +28,16 @@ PROBE_ROWS = 4
 """The number of random inputs on which a matrix is compared. A second one costs next to nothing, because reading the
 matrix takes the time."""
 CHUNK_ROWS = 1024
-"""The number of an embedding's rows that are summed at a time, so few that they stay in the cache."""
+"""The number of an embedding's rows summed at a time, few enough to stay in the cache."""
 READ_BACK_TOLERANCE = 0.02
 """The largest difference of an output, relative to its own size plus the root mean square of its row; BF16 rounds to
 a relative 2^-9."""
 MOST_NAMED = 20
-"""The most tensors that an error names; of a stale policy all are wrong."""
+"""The maximum number of tensors that an error names: in a stale policy all are wrong."""
 
 
 IsHeld = Callable[[], bool]
-"""Whether an engine holds at one place what it should."""
+"""Whether an engine holds the expected values at one place."""
 
 
 class Place(NamedTuple):
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     layer: str
     kind: str | int
-    """The name of the layer's parameter, or the number of an expert, all of whose matrices are at one place."""
+    """The name of the layer's parameter, or the number of an expert, whose matrices share one place."""
 
 
 class Expected:
@@ -66,9 +66,9 @@ class Expected:
         self._model, self._family, self._policy = model, family, policy
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._places: list[tuple[tuple[str, ...], IsHeld]] = []
-        """The names of the trainer's tensors that belong to one place, and what says whether they are there."""
+        """The names of the trainer's tensors at each place, and the check that they are there."""
         self._experts: tuple[nn.Module, Tensor] | None = None
-        """The layer whose experts were compared last, and their outputs. Those of all may take hundreds of MiB."""
+        """The layer whose experts were compared last, and their outputs; all layers' may take hundreds of MiB."""
 
     def noted(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Record the trainer's tensors as they arrive, and yield each one."""

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""The matrices of one expert, in the order in which `expected_output` wants them."""
+"""The matrices of one expert, in the order that `expected_output` expects."""
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
-"""The name of a matrix of an expert, as checkpoints have it."""
+"""The name of an expert's matrix in checkpoints."""
 EXPERTS_TOGETHER = 16
 """The number of experts whose outputs are computed at once; with a few rows for each there are as many as in a small
 batch."""
 NEVER = -1e4
-"""The router's logit of an expert that is not to be chosen."""
+"""The router's logit for an expert that must not be chosen."""
 
 
 def pack_anew(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from specrl.training.drafter.io import check_offsets
 
 Weights = Iterable[tuple[str, Tensor]]
 NOT_LOADED = frozenset({"t2d"})
-"""The drafter's tensors that the engine derives from others."""
+"""The drafter's tensors that the engine derives from other tensors."""
 MTP_MODULES = tuple(family.mtp for family in FAMILIES.values() if family.mtp is not None)
 
 

@@ -23,19 +23,19 @@ EAGLE3_KEYS = {
     "draft_vocab_size": "draft_vocab_size",
     **{flag: flag for flag in NORM_FLAGS},
 }
-"""The fields of `Eagle3Shape` that stand in the `config.json` of every drafter, by what they are called there."""
+"""The fields of `Eagle3Shape` in every drafter's `config.json`, by their names there."""
 
 
 @dataclass(frozen=True)
 class Eagle3Shape(DraftShape):
     norm_before_residual: bool = False
-    """Whether the residual stream begins behind the norm of the feature, and not before it."""
+    """Whether the residual stream begins after the feature's norm instead of before it."""
     norm_before_fc: bool = False
-    """Whether the concatenated hidden states of the policy pass one norm before `fc`."""
+    """Whether the policy's concatenated hidden states pass one norm before `fc`."""
     fc_norm: bool = False
-    """Whether each of these hidden states passes a norm of its own before `fc`."""
+    """Whether each of these hidden states passes its own norm before `fc`."""
     norm_output: bool = False
-    """Whether the drafter goes on from its output behind the final norm, and not before it."""
+    """Whether the drafter continues from its output after the final norm instead of before it."""
 
     @classmethod
     def from_policy(

@@ -32,7 +32,7 @@ CONFIG_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
     "vocab_size": "vocab_size",
 }
-"""The fields of `DraftShape` that policies have too, by what `config.json` calls them."""
+"""The fields of `DraftShape` that policies have too, by their names in `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DraftShape:
     """The policy's compute type, in which the engine runs the drafter too; parameters are float32 here."""
     num_layers: int = 1
     sliding_window: int | None = None
-    """The number of positions that attention sees, its own among them; None for all."""
+    """The number of positions that attention sees, including the query's own; None for all."""
 
     @classmethod
     def of(cls, hf_config: Any, draft_vocab_size: int, feature_layers: tuple[int, ...]) -> Self:
@@ -81,7 +81,7 @@ class DraftModule(nn.Module, ABC):
     SHARED: ClassVar[Mapping[str, str]] = {EMBEDDINGS: "embeddings"}
     """The policy's tensors that drafting reads: the name on disk to the attribute here."""
     policy_head: Callable[[Tensor], Tensor] | None = None
-    """The function from features to the policy's logits; None for a drafter with a head of its own."""
+    """The function from features to the policy's logits; None for a drafter with its own head."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
