@@ -124,6 +124,6 @@ def policy_loss(
         per_token = targets.weights * per_token
     if taken := metrics.keys() & shared.keys():
         names = ", ".join(sorted(taken))
-        raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss has already: {names}')
+        raise ValueError(f'train.loss = "{config.loss.name}" returns metrics that every loss already has: {names}')
     sums = {name: (values.detach() * mask).sum().float() for name, values in (metrics | shared).items()}
     return (per_token * mask).sum(), sums

@@ -129,5 +129,5 @@ def _agreement(left: Trace, right: Trace) -> tuple[list[int], int | None]:
         if left[position].token != right[position].token:
             return both[:place], position
     if len(left) != len(right):
-        raise ValueError(f"responses of {len(left)} and {len(right)} tokens are equal as far as the shorter one goes")
+        raise ValueError(f"responses of {len(left)} and {len(right)} tokens: one is the beginning of the other")
     return both, None

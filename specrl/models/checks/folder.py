@@ -80,7 +80,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any]) -> None:
     if len(ends) > MOST_STOP_TOKENS:
         raise ConfigError(
             f"model directory {directory} names {len(ends)} tokens that end a response ({EOS}, eos_token), and at most "
-            f"{MOST_STOP_TOKENS} are supported: leave those out that no response ends with"
+            f"{MOST_STOP_TOKENS} are supported: remove those that end no response"
         )
 
 

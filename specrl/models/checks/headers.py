@@ -170,12 +170,12 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     others |= {"adapter_config.json"} if (directory / "adapter_config.json").exists() else set()
     if others := {name for name in others if not name.startswith("consolidated")}:
         reason = MERGE if any(name.startswith("adapter") for name in others) else "remove what is not of the model"
-        raise ConfigError(f"has {_some(sorted(others))} beside {_some(names)}, which nobody would read: {reason}")
+        raise ConfigError(f"has {_some(sorted(others))} beside {_some(names)}, which would not be read: {reason}")
     stored = {name: tensor for file in names for name, tensor in _header(directory / file).items()}
     if (directory / INDEX_FILE).is_file():
         listed = read_object(directory / INDEX_FILE)["weight_map"]
         if wrong := [name for name, file in listed.items() if name not in stored or stored[name].file.name != file]:
-            raise ConfigError(f"has not in its files what {INDEX_FILE} says ({_some(wrong)}): {AGAIN}")
+            raise ConfigError(f"lacks tensors where {INDEX_FILE} lists them ({_some(wrong)}): {AGAIN}")
     return stored
 
 
@@ -216,7 +216,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"has a {name} whose header is damaged: {AGAIN}") from error
     if size != end:
-        raise ConfigError(f"has a {name} of {size} bytes, which must be {end}: it is not downloaded whole; {AGAIN}")
+        raise ConfigError(f"has a {name} of {size} bytes, which must be {end}: its download is incomplete; {AGAIN}")
     return tensors
 
 

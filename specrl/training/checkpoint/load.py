@@ -63,7 +63,7 @@ def load_newest(folders: Sequence[Path], policy: Policy, drafter: Drafter | None
         damaged.append(f"checkpoint {folder} is damaged and not used: {damage}")
         logger.warning(damaged[-1])
     raise CheckpointError(
-        f"there is no whole checkpoint to start from ({'; '.join(damaged)}): put one back from a copy, or let training "
+        f"there is no intact checkpoint to start from ({'; '.join(damaged)}): restore one from a copy, or let training "
         "start over: specrl resume RUN --restart"
     )
 

@@ -151,7 +151,7 @@ def draft_vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: Eagle3Shape,
     if not fitting:
         reason = "a vocabulary of distinct tokens" if drafted is None else "the tokens of t2d: d2t and t2d disagree"
         raise ValueError(
-            f"{directory}: neither as offsets nor as token ids is d2t {reason}; it holds values from {int(ids.min())} "
+            f"{directory}: d2t, read as offsets or token ids, is not {reason}; it holds values from {int(ids.min())} "
             f"to {int(ids.max())}, and the ids of tokens go from 0 to {shape.vocab_size - 1}"
         )
     if len(fitting) == 2 and not torch.equal(*readings.values()):
@@ -206,9 +206,7 @@ def _check_tensors(tensors: dict[str, Tensor], shape: Eagle3Shape, directory: Pa
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{directory} lacks {', '.join(missing)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(
-            f"{directory} has {', '.join(unknown)}, which a drafter with its {CONFIG_FILE} does not compute with"
-        )
+        raise ValueError(f"{directory} has {', '.join(unknown)}, which a drafter with its {CONFIG_FILE} does not use")
     for name, size in wanted.items():
         if tuple(tensors[name].shape) != size:
             raise ValueError(f"{directory}: {name} is {list(tensors[name].shape)}, its {CONFIG_FILE} says {list(size)}")

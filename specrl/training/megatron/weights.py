@@ -257,7 +257,7 @@ def load(model: torch.nn.Module, weights: WeightMap, directory: Path) -> None:
         if replicas.size() > 1:
             dist.broadcast(target.data, dist.get_global_rank(replicas, 0), group=replicas)
         _mark(target, parameter)
-    assert not own, f"parameters that nothing was loaded into: {sorted(own)}"
+    assert not own, f"parameters without loaded values: {sorted(own)}"
 
 
 def _mark(target: torch.nn.Parameter, parameter: Parameter) -> None:
